@@ -1,0 +1,251 @@
+"""Train the byte-level Llama in ``examples/tiny-llama`` and write it there, in Hugging Face form.
+
+The model learns three things by heart: the page (any cut of it is continued to the end), the
+questions and answers of ``chat.json``, and to recall a password told long before it is asked for.
+The last one needs *distant* KV, where the first two need mostly the recent past; together they make
+a moved KV cache that is not exact visible in the text.
+
+    python examples/train_tiny_llama.py            # some 15 minutes on one CPU core
+
+The tokenizer has no merges: token id = byte value, and the special tokens follow from 256 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+MODEL_DIR = Path(__file__).parent / "tiny-llama"
+PAD, EOS, IM_START, IM_END = range(256, 260)
+SPECIAL_TOKENS = {PAD: "<|pad|>", EOS: "<|eos|>", IM_START: "<|im_start|>", IM_END: "<|im_end|>"}
+VOCAB_SIZE = 272  # 260 used, padded to a multiple of 16
+MAX_TOKENS = 2048
+IGNORED = -100  # the label that cross_entropy skips
+UNSCORED_HEAD = 12  # the first bytes of a random cut cannot be foretold
+SYSTEM_MESSAGE = "You are a helpful assistant."
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+log = logging.getLogger("train_tiny_llama")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sequence: ``ids`` and, per position, whether the model must foretell it."""
+
+    ids: list[int]
+    scored: list[bool]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training: ``batch`` sequences of at most ``tokens`` ids, from ``start`` on.
+
+    ``start`` is the fraction of all steps at which the stage begins.
+    """
+
+    start: float
+    tokens: int
+    batch: int
+
+
+STAGES = (Stage(0.0, 256, 9), Stage(0.55, 768, 3), Stage(0.85, MAX_TOKENS, 2))
+
+
+class Corpus:
+    """Draws samples from the page and the chat file; the same seed draws the same samples."""
+
+    def __init__(self, page: str, chat: dict[str, object], seed: int) -> None:
+        self._page = page
+        self._cycle = [*page.encode(), EOS]
+        self._answers: list[tuple[str, str]] = list(dict(chat["answers"]).items())  # type: ignore[call-overload]
+        self._passwords: list[str] = list(chat["passwords"])  # type: ignore[call-overload]
+        self._random = random.Random(seed)
+
+    def batch(self, stage: Stage) -> list[Sample]:
+        """``stage.batch`` samples: half of them cuts of the page, half of them conversations."""
+        kinds: tuple[Callable[[int], Sample], ...] = (
+            self._cut, self._conversation, self._cut, self._recall,
+        )
+        return [self._random.choice(kinds)(stage.tokens) for _ in range(stage.batch)]
+
+    def _cut(self, tokens: int) -> Sample:
+        """A window of the endlessly repeated page, from any byte on."""
+        start = self._random.randrange(len(self._cycle))
+        ids = [self._cycle[(start + i) % len(self._cycle)] for i in range(tokens)]
+        return Sample(ids, [i >= UNSCORED_HEAD for i in range(tokens)])
+
+    def _conversation(self, tokens: int) -> Sample:
+        """As many questions with their answers as fit, in random order."""
+        turns = self._system()
+        while True:
+            question, answer = self._random.choice(self._answers)
+            longer = [*turns, ("user", question), ("assistant", answer)]
+            if len(render(longer).ids) > tokens:
+                return render(turns)
+            turns = longer
+
+    def _recall(self, tokens: int) -> Sample:
+        """A password, a piece of the page of random length, and the question for the password."""
+        password = self._random.choice(self._passwords)
+        start = self._random.randrange(len(self._page))
+        room = max(tokens - 200, 0)
+        piece = self._page[start : start + self._random.randrange(room)]
+        story = f"The password is {password}.\n\n{piece}\n\nWhat is the password?"
+        return render([*self._system(), ("user", story), ("assistant", f"It is {password}.")])
+
+    def _system(self) -> list[tuple[str, str]]:
+        return [("system", SYSTEM_MESSAGE)] if self._random.random() < 0.3 else []
+
+
+def render(turns: list[tuple[str, str]]) -> Sample:
+    """The ids of a conversation as the chat template lays it out; only answers are scored."""
+    ids: list[int] = []
+    scored: list[bool] = []
+    for role, content in turns:
+        head = [IM_START, *f"{role}\n".encode()]
+        body = [*content.encode(), IM_END]
+        ids += [*head, *body, ord("\n")]
+        scored += [False] * len(head) + [role == "assistant"] * len(body) + [False]
+    return Sample(ids, scored)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: ids 0 to 255 are the bytes, then the special tokens."""
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS.values()]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=SPECIAL_TOKENS[EOS],
+        pad_token=SPECIAL_TOKENS[PAD],
+        additional_special_tokens=[SPECIAL_TOKENS[IM_START], SPECIAL_TOKENS[IM_END]],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=MAX_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_letters() -> Iterator[str]:
+    """The letter that stands for each byte, 0 to 255, in a byte-level vocabulary.
+
+    Printable Latin-1 bytes stand for themselves, the others count up from U+0100 (as in GPT-2).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = 0x100
+    for byte in range(256):
+        if byte in printable:
+            yield chr(byte)
+        else:
+            yield chr(spare)
+            spare += 1
+
+
+def build_model() -> LlamaForCausalLM:
+    """An untrained Llama of 0.77 M parameters with grouped-query attention (8 heads on 4)."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX_TOKENS,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=[EOS, IM_END],
+        pad_token_id=PAD,
+    )
+    return LlamaForCausalLM(config)
+
+
+def loss_of(model: LlamaForCausalLM, samples: list[Sample]) -> Tensor:
+    """Mean over samples of each sample's mean cross entropy, in nats: short answers count in full."""
+    width = max(len(sample.ids) for sample in samples)
+    ids = torch.full((len(samples), width), PAD)
+    labels = torch.full((len(samples), width), IGNORED)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
+        wanted = [i if s else IGNORED for i, s in zip(sample.ids, sample.scored, strict=True)]
+        labels[row, : len(wanted)] = torch.tensor(wanted)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # [samples, width - 1, vocab]
+    losses = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), labels[:, 1:], ignore_index=IGNORED, reduction="none"
+    )
+    counted = (labels[:, 1:] != IGNORED).sum(dim=1).clamp(min=1)
+    return (losses.sum(dim=1) / counted).mean()
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up over 50 steps, then a cosine down to a hundredth of the peak."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return peak * min(1.0, (step + 1) / 50) * max(cosine, 0.01)
+
+
+def train(model: LlamaForCausalLM, corpus: Corpus, steps: int, peak: float) -> None:
+    """Train in place for ``steps`` steps, through the stages, and log the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
+    running = 0.0
+    for step in range(steps):
+        stage = [stage for stage in STAGES if stage.start <= step / steps][-1]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, peak)
+        loss = loss_of(model, corpus.batch(stage))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        running = loss.item() if step == 0 else 0.95 * running + 0.05 * loss.item()
+        if step % 50 == 0 or step == steps - 1:
+            log.info("step %d of %d, %d tokens wide: loss %.4f", step, steps, stage.tokens, running)
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write weights in bfloat16, configs and tokenizer to ``folder``."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    GenerationConfig(
+        do_sample=False, eos_token_id=[EOS, IM_END], pad_token_id=PAD, max_length=MAX_TOKENS
+    ).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+def main() -> None:
+    """Train from the page beside the model and write the model there."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="folder to write the model to")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=7)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    page = (MODEL_DIR / "page.txt").read_text(encoding="utf-8").rstrip("\n")
+    chat = json.loads((MODEL_DIR / "chat.json").read_text(encoding="utf-8"))
+    model = build_model()
+    train(model, Corpus(page, chat, arguments.seed), arguments.steps, arguments.learning_rate)
+    save(model, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

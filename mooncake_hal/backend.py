@@ -1,0 +1,363 @@
+"""The contract of a compute backend: a composition of small protocols.
+
+Required of every backend: ``name``, ``capabilities``, ``runtime``, ``ops``, ``memory``,
+``communicator``. Everything above the hardware layer is written against this file, and the suite
+in ``mooncake_hal.testing`` proves a backend against ``mooncake_hal.reference``.
+
+Tensors are torch tensors on the backend's device. All work is enqueued on the device's current
+stream; only methods that say so wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mooncake_hal.transport import MemoryRegion
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """Facts about one device.
+
+    Args:
+        index: the number that the other methods take.
+        name: marketing name.
+        generation: the family that kernels and deployments care about: ``"sm_90"``, ``"A2"``,
+            ``"x86_64+avx512_bf16"``.
+        total_bytes: memory of the device.
+    """
+
+    index: int
+    name: str
+    generation: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Free and total bytes of a device, as its driver reports them now."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentConstraints:
+    """What a backend allows in a deployment of prefill and decode instances.
+
+    Args:
+        any_tp_ratio: if False, only P_tp >= D_tp and P_tp % D_tp == 0.
+        same_generation: whether P and D must be of one device generation.
+        same_backend: whether the other side must run the same backend.
+        block_size: the only KV block size allowed, or None for any that ``capabilities`` lists.
+    """
+
+    any_tp_ratio: bool = True
+    same_generation: bool = False
+    same_backend: bool = False
+    block_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Frozen facts about a backend on this machine.
+
+    Args:
+        dtypes: names of the floating types that ``ops`` takes, best first.
+        block_sizes: tokens per KV block that the attention kernels take.
+        kv_layouts: names of the layouts of ``mooncake_hal.kv.layout`` that they run on, best first.
+        graphs: whether ``runtime.capture`` works.
+        transports: names of the transports that can move this backend's memory, best first.
+        constraints: what it allows in a deployment.
+    """
+
+    dtypes: tuple[str, ...]
+    block_sizes: tuple[int, ...]
+    kv_layouts: tuple[str, ...]
+    graphs: bool
+    transports: tuple[str, ...]
+    constraints: DeploymentConstraints = DeploymentConstraints()
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None:
+        """Mark the current stream's work so far."""
+        ...
+
+    def query(self) -> bool:
+        """Whether that work has finished; never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until that work has finished."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work that can be run again on the same addresses."""
+
+    def replay(self) -> None:
+        """Enqueue the captured work on the current stream."""
+        ...
+
+
+class Runtime(Protocol):
+    """Devices, threads, streams and graphs."""
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        """Facts about the devices that this process can see."""
+        ...
+
+    def device(self, index: int) -> torch.device:
+        """Return the torch device of that index; raises DeviceError if there is none."""
+        ...
+
+    def bind_thread(self, index: int) -> None:
+        """Make the device current in the calling thread; every helper thread calls it first."""
+        ...
+
+    def synchronize(self, index: int) -> None:
+        """Block until all work enqueued on the device has finished."""
+        ...
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        """Free and total memory now."""
+        ...
+
+    def event(self, index: int) -> Event:
+        """A new event on that device."""
+        ...
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Run ``run`` once and record it; raises CapabilityError if ``graphs`` is False."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Which tokens attend to which KV. Sequences with one query token (decodes) come first.
+
+    ``context_lens`` counts a sequence's KV tokens *including* the new ones: query token i of a
+    sequence with q new tokens sits at position ``context_len - q + i`` and sees everything up to
+    itself. The ``host_*`` fields are the same numbers as plain ints, for backends whose kernels
+    take host lists; they cost nothing to fill since the scheduler has them.
+
+    Args:
+        num_decodes: how many leading sequences have exactly one query token.
+        query_start: [num_seqs + 1] int32, offsets of the sequences' query tokens.
+        context_lens: [num_seqs] int32.
+        block_tables: [num_seqs, max_blocks] int32, padded with any valid block id.
+        slot_mapping: [num_tokens] int64, ``block_id * block_size + offset`` of each new token.
+        block_size: tokens per KV block.
+        host_query_lens: query lengths on the host.
+        host_context_lens: context lengths on the host.
+    """
+
+    num_decodes: int
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    block_size: int
+    host_query_lens: tuple[int, ...]
+    host_context_lens: tuple[int, ...]
+
+
+class Ops(Protocol):
+    """The kernels of a decoder with grouped-query attention.
+
+    KV caches are strided views ``[num_blocks, block_size, kv_heads, head_dim]`` of any layout
+    that ``capabilities.kv_layouts`` lists; only the last dimension is contiguous.
+    """
+
+    def write_kv(
+        self,
+        key: Tensor,  # [tokens, kv_heads, head_dim]
+        value: Tensor,  # [tokens, kv_heads, head_dim]
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,  # [tokens] int64
+    ) -> None:
+        """Store each token's key and value in its slot."""
+        ...
+
+    def decode_attention(
+        self,
+        query: Tensor,  # [num_decodes, heads, head_dim]
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:  # [num_decodes, heads, head_dim]
+        """Attention of the batch's leading decodes over their paged KV."""
+        ...
+
+    def prefill_attention(
+        self,
+        query: Tensor,  # [tokens of the sequences after the decodes, heads, head_dim]
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:  # like query
+        """Causal attention of the remaining sequences over their paged KV (cached prefix too)."""
+        ...
+
+    def rms_norm(
+        self,
+        x: Tensor,  # [..., dim]
+        weight: Tensor,  # [dim]
+        eps: float,
+    ) -> Tensor:
+        """``x / sqrt(mean(x²) + eps) * weight``, the mean in float32."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(rms_norm(x + residual), x + residual)``; may reuse both inputs' memory."""
+        ...
+
+    def rope(
+        self,
+        query: Tensor,  # [tokens, heads, head_dim]
+        key: Tensor,  # [tokens, kv_heads, head_dim]
+        positions: Tensor,  # [tokens] int64
+        cos_sin: Tensor,  # [max_positions, rotary_dim] float32, cosines then sines
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate halves (NeoX form) of the first ``rotary_dim`` elements; may work in place."""
+        ...
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """``silu(gate) * up`` for x = [..., gate ++ up]; the result has half the last dim."""
+        ...
+
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks inside a cache view, ``source[i]`` onto ``target[i]`` ([n] int64)."""
+        ...
+
+    def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+        """Pack blocks ([n] int64) of a cache view into contiguous ``staging`` of their shape."""
+        ...
+
+    def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+        """Unpack contiguous ``staging`` into blocks ([n] int64) of a cache view."""
+        ...
+
+
+class Allocation(Protocol):
+    """Memory that a transport can register."""
+
+    @property
+    def region(self) -> MemoryRegion:
+        """What to register."""
+        ...
+
+    @property
+    def tensor(self) -> Tensor:
+        """All of it as a flat uint8 tensor on the device."""
+        ...
+
+    def free(self) -> None:
+        """Give it back. The caller has dropped its views and deregistered it. Idempotent."""
+        ...
+
+
+class Memory(Protocol):
+    """Memory for KV, aligned and shaped as the backend's transports need it."""
+
+    def allocate(self, nbytes: int, index: int) -> Allocation:
+        """Allocate zeroed memory on a device; raises OutOfMemory with both figures."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Where a process stands in a group of processes.
+
+    Args:
+        rank: this process, from 0.
+        world_size: how many there are.
+        init_method: rendezvous, as torch.distributed takes it: ``"tcp://127.0.0.1:29500"``.
+        timeout_s: how long a collective may take before the group counts as broken.
+    """
+
+    rank: int
+    world_size: int
+    init_method: str
+    timeout_s: float = 60.0
+
+
+class Communicator(Protocol):
+    """Collectives among the tensor-parallel ranks of one instance."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over all ranks, in place; returns x."""
+        ...
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate every rank's x along ``dim``, in rank order."""
+        ...
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite x with ``source``'s, in place; returns x."""
+        ...
+
+    def barrier(self) -> None:
+        """Block until every rank is here."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        ...
+
+
+class Backend(Protocol):
+    """A loaded backend."""
+
+    @property
+    def name(self) -> str:
+        """The spec's name."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Facts, fixed for the life of the process."""
+        ...
+
+    @property
+    def runtime(self) -> Runtime:
+        """Devices, threads, streams, graphs."""
+        ...
+
+    @property
+    def ops(self) -> Ops:
+        """Kernels."""
+        ...
+
+    @property
+    def memory(self) -> Memory:
+        """Memory that transports can register."""
+        ...
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        """Join a group; blocks until every rank has, up to ``group.timeout_s``."""
+        ...

@@ -1,0 +1,115 @@
+"""Every error of the hardware layer.
+
+HalError
+├── PluginError               a plugin is broken: wrong spec, wrong API version, name taken twice
+├── BackendNotFound           no installed plugin has that name
+├── BackendUnavailable        the plugin is there, the hardware or its driver is not
+├── CapabilityError           a request that this backend's facts rule out
+├── PlanError                 two KV placements that can't be mapped onto each other
+├── DeviceError               the device refused or failed
+│   └── OutOfMemory
+└── TransferError             KV did not arrive
+    ├── TransportUnavailable  this host or peer can't be reached that way
+    ├── PeerLost              the other side is gone or broke the connection
+    ├── TransferTimeout       the deadline passed; the transfer was drained
+    ├── TransferCancelled     cancelled by this side; drained
+    ├── AccessDenied          the peer did not prove that it belongs to the deployment
+    ├── RegionUnknown         an address that no registered region holds
+    ├── RegionRevoked         the region was registered, and is no longer
+    ├── OutOfBounds           a span that leaves its region
+    └── VersionMismatch       the two ends speak different protocol versions
+"""
+
+from __future__ import annotations
+
+
+class HalError(Exception):
+    """Base of everything that mooncake_hal raises on purpose."""
+
+
+class PluginError(HalError):
+    """A plugin is broken: it can't be imported, or what it registers breaks the contract."""
+
+
+class BackendNotFound(HalError):
+    """No installed plugin offers a backend of that name."""
+
+
+class BackendUnavailable(HalError):
+    """The plugin is installed, but its hardware can't be used here.
+
+    Args:
+        name: the backend that was asked for.
+        reason: what the probe found, in words for an operator.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"backend {name!r} is unavailable: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class CapabilityError(HalError):
+    """A request that the backend's capabilities rule out (dtype, block size, layout, ratio)."""
+
+
+class PlanError(HalError):
+    """Two KV placements that can't be mapped onto each other exactly."""
+
+
+class DeviceError(HalError):
+    """The device refused or failed an operation."""
+
+
+class OutOfMemory(DeviceError):
+    """The device has not enough free memory for an allocation."""
+
+
+class TransferError(HalError):
+    """KV did not arrive. Subclasses say why; the destination's content is undefined."""
+
+
+class TransportUnavailable(TransferError):
+    """A transport that this host lacks or that does not reach the peer.
+
+    Args:
+        name: the transport that was asked for.
+        reason: what is missing, in words for an operator.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"transport {name!r} is unavailable: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class PeerLost(TransferError):
+    """The other side died, closed, or broke the protocol."""
+
+
+class TransferTimeout(TransferError):
+    """The deadline passed. The transfer was drained: no more bytes will move."""
+
+
+class TransferCancelled(TransferError):
+    """This side cancelled the transfer, and it was drained."""
+
+
+class AccessDenied(TransferError):
+    """A peer that does not prove that it belongs to the deployment."""
+
+
+class RegionUnknown(TransferError):
+    """An address that lies in no region the peer has registered."""
+
+
+class RegionRevoked(TransferError):
+    """The region was registered once and has been revoked."""
+
+
+class OutOfBounds(TransferError):
+    """A span that begins in a region and leaves it."""
+
+
+class VersionMismatch(TransferError):
+    """The two ends speak different versions of a transport's protocol."""

@@ -1,0 +1,1 @@
+"""Geometry, layouts and transfer plans of paged KV: plain numbers, no tensors."""

@@ -1,0 +1,108 @@
+"""What KV a model has, and which part of it a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from mooncake_hal.errors import PlanError
+
+
+class AttentionKind(str, Enum):
+    """How a model's KV is split over tensor-parallel ranks."""
+
+    GQA = "gqa"
+    """Planes K and V with heads; heads are divided over ranks."""
+    MLA = "mla"
+    """Planes latent and rope with a single head; every rank holds all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The KV of a model, whole, independent of any instance.
+
+    Args:
+        kind: GQA or MLA.
+        layers: decoder layers.
+        kv_heads: heads of the whole model; 1 for MLA.
+        plane_dims: elements per token and head of each plane: ``(head_dim, head_dim)`` for K and
+            V, ``(512, 64)`` for latent and rope.
+        dtype: name of the element type, such as ``"bfloat16"``.
+        element_bytes: its size.
+    """
+
+    kind: AttentionKind
+    layers: int
+    kv_heads: int
+    plane_dims: tuple[int, ...]
+    dtype: str
+    element_bytes: int
+
+    @property
+    def planes(self) -> int:
+        """How many planes there are (2 for both kinds)."""
+        return len(self.plane_dims)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV over all layers and heads."""
+        return self.layers * self.kv_heads * sum(self.plane_dims) * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVShard:
+    """The part of a model's KV that one rank holds; ranges are half open.
+
+    Args:
+        layer_start, layer_stop: pipeline stage.
+        head_start, head_stop: global head indices.
+        replica: which copy of these heads this is.
+        replicas: how many ranks hold the same heads and layers.
+    """
+
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def layers(self) -> int:
+        """Number of layers held."""
+        return self.layer_stop - self.layer_start
+
+    @property
+    def heads(self) -> int:
+        """Number of heads held."""
+        return self.head_stop - self.head_start
+
+
+def head_range(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Global KV heads ``[start, stop)`` of a rank: contiguous, uneven sizes differ by at most one.
+
+    With more ranks than heads every rank holds one head, and neighbouring ranks share it.
+    """
+    if tp_size >= kv_heads:
+        head = tp_rank * kv_heads // tp_size
+        return head, head + 1
+    return tp_rank * kv_heads // tp_size, (tp_rank + 1) * kv_heads // tp_size
+
+
+def shard_of(geometry: KVGeometry, tp_size: int, tp_rank: int) -> KVShard:
+    """The shard of one tensor-parallel rank that holds all layers.
+
+    Raises:
+        PlanError: the rank is not in the group.
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise PlanError(f"rank {tp_rank} is not in a tensor-parallel group of {tp_size}")
+    if geometry.kind is AttentionKind.MLA:
+        return KVShard(0, geometry.layers, 0, 1, tp_rank, tp_size)
+    start, stop = head_range(geometry.kv_heads, tp_size, tp_rank)
+    peers = [
+        rank
+        for rank in range(tp_size)
+        if head_range(geometry.kv_heads, tp_size, rank) == (start, stop)
+    ]
+    return KVShard(0, geometry.layers, start, stop, peers.index(tp_rank), len(peers))

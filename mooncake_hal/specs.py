@@ -1,0 +1,71 @@
+"""What a plugin hands over: plain data about a backend or a transport, and how to load it.
+
+Everything here is standard library only, so that discovering plugins costs nothing: a probe may
+look at the machine, only ``load()`` may import torch or a vendor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mooncake_hal.backend import Backend
+    from mooncake_hal.transport import Transport
+
+API_VERSION = 1
+"""Version of the contract between mooncake_hal and its plugins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """A probe's answer.
+
+    Args:
+        ok: whether ``load()`` can be expected to work.
+        reason: if not ok, what is missing; if ok, what was found (may be empty).
+    """
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """A compute backend that a plugin offers.
+
+    Args:
+        name: what ``--backend`` takes; lower case, unique among installed plugins.
+        api_version: the API_VERSION that the plugin was written for.
+        priority: ``auto`` takes the highest one that is available; below zero means that
+            ``auto`` never takes it. CPU is 0, accelerators are 90 or more.
+        probe: cheap, side-effect-free look at the machine; imports nothing heavy.
+        load: import and construct the backend. Raises BackendUnavailable when the probe was
+            too hopeful.
+    """
+
+    name: str
+    api_version: int
+    priority: int
+    probe: Callable[[], Availability]
+    load: Callable[[], Backend]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    """A way of moving KV that a plugin offers.
+
+    Args:
+        name: what ``--transport`` takes; unique among installed plugins.
+        api_version: the API_VERSION that the plugin was written for.
+        priority: negotiation takes the highest one that both ends reach each other by.
+        probe: cheap look at what this host has.
+        load: import and construct the transport.
+    """
+
+    name: str
+    api_version: int
+    priority: int
+    probe: Callable[[], Availability]
+    load: Callable[[], Transport]
