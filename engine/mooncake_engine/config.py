@@ -1,0 +1,111 @@
+"""How an engine is set up. A config is complete when constructed; derive with ``replace``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from mooncake_engine.errors import ConfigError
+
+
+class Role(str, Enum):
+    """Which half of the work an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class LoadFailurePolicy(str, Enum):
+    """What a decode instance does when KV does not come across."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """How KV moves between instances.
+
+    Args:
+        connector: name of the connector; ``MooncakeConnector`` pulls.
+        host: address that the side channel and transports listen on, and that peers are told.
+        port: side channel's port; 0 takes a free one.
+        transports: names in order of preference; empty takes all that the backend can use.
+        secret: shared by all instances of a deployment.
+        lease_s: how long a prefill instance keeps blocks without a word from the decode side.
+        transfer_timeout_s: deadline of one request's transfer.
+        load_failure: what happens to a request whose KV does not arrive.
+    """
+
+    connector: str = "MooncakeConnector"
+    host: str = "127.0.0.1"
+    port: int = 0
+    transports: tuple[str, ...] = ()
+    secret: str = ""
+    lease_s: float = 30.0
+    transfer_timeout_s: float = 30.0
+    load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that an instance needs to know before it loads anything.
+
+    Args:
+        model: Hugging Face model directory.
+        served_model_name: name in the API; empty means the directory's name.
+        role: prefill, decode or both.
+        backend: name of a hardware backend, or ``auto``.
+        device: device index; with tensor parallel, rank r uses ``device + r``.
+        dtype: ``auto`` takes the checkpoint's if the backend has it.
+        tp_size: tensor-parallel ranks.
+        block_size: tokens per KV block.
+        kv_layout: ``auto`` or a name of mooncake_hal.kv.layout.
+        num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes`` .
+        kv_cache_bytes: memory for KV when ``num_kv_blocks`` is None.
+        max_model_len: longest sequence; None takes the model's.
+        max_num_seqs: most sequences in one step.
+        max_num_batched_tokens: most tokens in one step; longer prompts run in chunks.
+        max_queued_requests: requests that may wait before new ones are refused.
+        prefix_caching: keep and reuse the KV of finished prompts.
+        kv_transfer: how KV moves; None for an instance that works alone.
+        threads: CPU threads per rank; 0 leaves the backend's default.
+    """
+
+    model: Path
+    served_model_name: str = ""
+    role: Role = Role.BOTH
+    backend: str = "auto"
+    device: int = 0
+    dtype: str = "auto"
+    tp_size: int = 1
+    block_size: int = 16
+    kv_layout: str = "auto"
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_queued_requests: int = 1024
+    prefix_caching: bool = True
+    kv_transfer: KVTransferConfig | None = None
+    threads: int = 0
+    seed: int | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        positive = ("tp_size", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.role is not Role.BOTH and self.kv_transfer is None:
+            raise ConfigError(
+                f"an instance of role {self.role.value!r} hands KV over or takes it: "
+                "give it a kv_transfer configuration, or use role 'both'"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the API serves the model."""
+        return self.served_model_name or self.model.resolve().name

@@ -1,0 +1,81 @@
+"""What crosses the seam between the front end (tokens to text, HTTP) and the engine's core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from mooncake_engine.sampling_params import SamplingParams
+
+KVTransferParams = dict[str, Any]
+"""The field's ``kv_transfer_params`` as it came in or goes out; see kv_transfer.params."""
+
+
+class FinishReason(str, Enum):
+    """Why a request ended; the values are the API's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One answer to generate (``n`` > 1 is several of these).
+
+    Args:
+        request_id: unique among the engine's live requests.
+        prompt_token_ids: at least one.
+        sampling: ``n`` and stop strings are the front end's business and ignored by the core.
+        kv_transfer_params: with ``do_remote_decode`` the core keeps the KV for a peer and ends
+            after the first token; with ``do_remote_prefill`` it loads the prompt's KV from one.
+        priority: lower is sooner; equal priorities are served first come, first served.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    kv_transfer_params: KVTransferParams | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position (natural log, of the unmodified distribution).
+
+    Args:
+        token_id, logprob: the chosen token.
+        top: the most probable tokens and their log probabilities, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUpdate:
+    """What one step did for one request.
+
+    Args:
+        request_id: which.
+        token_ids: new tokens, in order; a decode instance's first update begins with the token
+            that the prefill instance sampled.
+        logprobs: one per new token, if asked for.
+        finish: set on the last update of a request, and only there.
+        stop_token_id: the stop token that ended it, if one did (also in ``token_ids``).
+        error: words for the client when ``finish`` is ERROR.
+        num_cached_tokens: prompt tokens that needed no computing here or at the prefill instance.
+        kv_transfer_params: with ``finish`` on a prefill instance, what the decode instance needs.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    kv_transfer_params: KVTransferParams | None = None

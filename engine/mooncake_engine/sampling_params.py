@@ -1,0 +1,99 @@
+"""How a request's tokens are chosen, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mooncake_engine.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling and stopping, with the names and meanings of vLLM's and OpenAI's APIs.
+
+    Args:
+        n: answers per prompt.
+        temperature: 0 is greedy.
+        top_p: smallest set of tokens whose probability reaches this; 1 is off.
+        top_k: the k most probable tokens; 0 is off.
+        min_p: tokens at least this probable relative to the most probable one; 0 is off.
+        seed: makes the answer repeatable, whatever else runs and wherever it continues.
+        repetition_penalty: > 1 makes tokens of prompt and answer less likely (Keskar et al. 2019).
+        presence_penalty, frequency_penalty: OpenAI's, over the answer's tokens.
+        stop: strings that end the answer and are left out of it.
+        stop_token_ids: tokens that end it.
+        ignore_eos: go on after the end-of-sequence token.
+        max_tokens: length limit of the answer; None means up to the context's end.
+        min_tokens: no end by EOS or stop token before that many.
+        logprobs: None is off; k returns the chosen token's and the k most probable ones.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string.
+        logit_bias: added to the logits of these tokens.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, 128)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("top_k", self.top_k, -1, 2**31)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",
+                    param="min_tokens",
+                )
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, 128)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop holds an empty string; leave it out", param="stop")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, open_low: bool = False
+) -> None:
+    below = value <= low if open_low else value < low
+    if math.isnan(value) or below or value > high:
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)

@@ -1,0 +1,1 @@
+"""Which requests run in the next step: pure code, plain numbers."""
