@@ -6,6 +6,7 @@ HalError
 ├── BackendUnavailable        the plugin is there, the hardware or its driver is not
 ├── CapabilityError           a request that this backend's facts rule out
 ├── PlanError                 two KV placements that can't be mapped onto each other
+├── NativeUnavailable         a compiled helper that this machine can't build or load
 ├── DeviceError               the device refused or failed
 │   └── OutOfMemory
 └── TransferError             KV did not arrive
@@ -51,6 +52,20 @@ class BackendUnavailable(HalError):
 
 class CapabilityError(HalError):
     """A request that the backend's capabilities rule out (dtype, block size, layout, ratio)."""
+
+
+class NativeUnavailable(HalError):
+    """A compiled helper can't be built or loaded here; callers take a slower, named path.
+
+    Args:
+        name: the helper.
+        reason: what is missing, in words for an operator.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"native helper {name!r} is unavailable: {reason}")
+        self.name = name
+        self.reason = reason
 
 
 class PlanError(HalError):

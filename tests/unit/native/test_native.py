@@ -1,0 +1,59 @@
+"""Compiling helpers: what is cached, what is refused, what is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from mooncake_hal import native
+from mooncake_hal.errors import NativeUnavailable
+
+ADD = "long add(long a, long b) { return a + b + %d; }\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="no C compiler on this machine")
+def test_compiles_once_and_calls(tmp_path: Path) -> None:
+    source = ADD % os.getpid()
+    library = native.compile_c("adder", source)
+    assert library.add(2, 3) == 5 + os.getpid()
+    assert native.compile_c("adder", source) is library
+    built = list((tmp_path / "mooncake-hal" / "native").iterdir())
+    assert [path.suffix for path in built] == [".so"]
+
+
+def test_no_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NativeUnavailable, match="no c compiler on PATH"):
+        native.compile_c("lonely", ADD % -1)
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="no C compiler on this machine")
+def test_a_source_that_does_not_compile_says_why() -> None:
+    with pytest.raises(NativeUnavailable, match="error"):
+        native.compile_c("broken", "int f( {")
+    with pytest.raises(NativeUnavailable, match="error"):
+        native.compile_c("broken", "int f( {")
+
+
+def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    ours = tmp_path / "mooncake-hal" / "native"
+    ours.mkdir(parents=True)
+    ours.chmod(0o777)
+    assert native.cache_directory() != ours
+
+
+def test_fallback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        native.warn_fallback("once", "python", "no compiler")
+        native.warn_fallback("once", "python", "no compiler")
+    assert [record.getMessage() for record in caplog.records] == [
+        "native helper 'once' is unavailable, using python: no compiler"
+    ]
