@@ -1,0 +1,1 @@
+"""Running step plans on a device: pools, weights, sampling, ranks."""

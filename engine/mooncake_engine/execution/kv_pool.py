@@ -1,0 +1,146 @@
+"""The paged KV memory of one rank: one registered-able allocation, seen as strided tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.layout import KVLayout, layout_bytes, make_layout
+from mooncake_hal.transport import MemoryRegion
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """How many blocks of how many tokens."""
+
+    num_blocks: int
+    block_size: int
+
+
+class KVPool:
+    """All KV blocks of one rank.
+
+    Args:
+        backend: whose memory to take and whose layouts are possible.
+        device: device index.
+        geometry: the model's KV.
+        shard: the part of it that this rank holds.
+        size: blocks and tokens per block.
+        layout_name: key of ``KV_LAYOUTS``.
+
+    Raises:
+        OutOfMemory: the device has less than ``layout_bytes``.
+    """
+
+    def __init__(  # the six facts that fix a pool; each comes from somewhere else
+        self,
+        backend: Backend,
+        device: int,
+        geometry: KVGeometry,
+        shard: KVShard,
+        size: PoolSize,
+        *,
+        layout_name: str,
+    ) -> None:
+        self.geometry = geometry
+        self.shard = shard
+        relative = make_layout(layout_name, geometry, shard, size.num_blocks, size.block_size)
+        nbytes = layout_bytes(geometry, shard, size.num_blocks, size.block_size)
+        self._allocation = backend.memory.allocate(nbytes, device)
+        self.layout: KVLayout = relative.shifted(self._allocation.region.address)
+        elements = self._allocation.tensor[:nbytes].view(torch_dtype(geometry.dtype))
+        self.planes: tuple[tuple[Tensor, ...], ...] = tuple(
+            _plane_views(elements, relative, geometry, shard, plane)
+            for plane in range(geometry.planes)
+        )
+
+    @property
+    def region(self) -> MemoryRegion:
+        """What a transport registers."""
+        return self._allocation.region
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.layout.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.layout.block_size
+
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """The planes of one held layer, each ``[num_blocks, block_size, heads, dim]``."""
+        return tuple(plane[index] for plane in self.planes)
+
+    def close(self) -> None:
+        """Give the memory back; regions must have been withdrawn before. Idempotent."""
+        self.planes = ()
+        self._allocation.free()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of that name, such as ``"bfloat16"``."""
+    import torch
+
+    return getattr(torch, name)  # type: ignore[no-any-return]  # torch names its dtypes so
+
+
+def _plane_views(
+    elements: Tensor, relative: KVLayout, geometry: KVGeometry, shard: KVShard, plane: int
+) -> tuple[Tensor, ...]:
+    unit = geometry.element_bytes
+    shape = (relative.num_blocks, relative.block_size, shard.heads, geometry.plane_dims[plane])
+    strides = (
+        relative.block_strides[plane] // unit,
+        relative.token_strides[plane] // unit,
+        relative.head_strides[plane] // unit,
+        1,
+    )
+    return tuple(
+        elements.as_strided(shape, strides, base // unit) for base in relative.bases[plane]
+    )
+
+
+def choose_layout(config: EngineConfig, supported: tuple[str, ...]) -> str:
+    """The layout that the config names, or the best one that the backend runs on.
+
+    Raises:
+        ConfigError: the backend's kernels don't run on the layout asked for.
+    """
+    if config.kv_layout == "auto":
+        return supported[0]
+    if config.kv_layout not in supported:
+        raise ConfigError(
+            f"KV layout {config.kv_layout!r} was asked for, but this backend's kernels run on "
+            f"{list(supported)}; choose one of them or 'auto'"
+        )
+    return config.kv_layout
+
+
+def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]) -> int:
+    """Blocks per rank: the config's number, or what ``kv_cache_bytes`` holds on every rank.
+
+    Raises:
+        ConfigError: the memory allowed for KV holds not even one block.
+    """
+    if config.num_kv_blocks is not None:
+        if config.num_kv_blocks < 1:
+            raise ConfigError(f"num_kv_blocks must be at least 1, got {config.num_kv_blocks}")
+        return config.num_kv_blocks
+    block_bytes = max(layout_bytes(geometry, shard, 1, config.block_size) for shard in shards)
+    if config.kv_cache_bytes < block_bytes:
+        raise ConfigError(
+            f"kv_cache_bytes is {config.kv_cache_bytes}, but one block of {config.block_size} "
+            f"tokens takes {block_bytes} bytes; raise it or make blocks smaller"
+        )
+    return config.kv_cache_bytes // block_bytes

@@ -1,0 +1,1 @@
+"""Decoder architectures, written once against ``mooncake_hal.backend.Ops``."""
