@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from mooncake_hal.backend import Backend
-
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.scheduling.plan import StepPlan
+from mooncake_hal.backend import Backend
 
 LayerDone = Callable[[int], None]
 """Called with a held layer's index once its KV of the step is enqueued on the device."""
@@ -63,7 +62,7 @@ class WorkerExtension(Protocol):
         ...
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """Called in the step's thread before the model runs; returns who wants to hear of layers."""
+        """Called in the step's thread before the model runs; returns who hears of its layers."""
         ...
 
     def close(self) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout, layout_bytes, make_layout
 from mooncake_hal.transport import MemoryRegion
-
-from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
