@@ -1,0 +1,45 @@
+"""The CPU backend: its parts put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.solo import SoloCommunicator
+from mooncake_hal_cpu.communicator import GlooCommunicator
+from mooncake_hal_cpu.memory import CpuMemory
+from mooncake_hal_cpu.ops import CpuOps
+from mooncake_hal_cpu.runtime import CpuRuntime
+
+# float16 stays out: no CPU of today multiplies it natively, so it is slower than both others
+DTYPES = ("bfloat16", "float32")
+BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
+TRANSPORTS = ("shm", "tcp", "rdma")
+
+
+class CpuBackend:
+    """Everything about the machine's own processors."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.capabilities = Capabilities(
+            dtypes=DTYPES,
+            block_sizes=BLOCK_SIZES,
+            kv_layouts=tuple(KV_LAYOUTS),
+            graphs=False,
+            transports=TRANSPORTS,
+        )
+        self.runtime = CpuRuntime()
+        self.ops = CpuOps()
+        self.memory = CpuMemory()
+        self._joined: Counter[str] = Counter()
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        """See ``Backend``. Raises DeviceError if the group does not form in time."""
+        if group.world_size == 1:
+            return SoloCommunicator()
+        generation = self._joined[group.init_method]
+        self._joined[group.init_method] += 1
+        return GlooCommunicator(group, generation)

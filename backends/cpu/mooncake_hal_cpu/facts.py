@@ -1,0 +1,75 @@
+"""What this machine's processor and memory are; standard library only, read on demand."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+# instruction sets that change which kernels run or how they round, in the order they are named
+_X86_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_ARM_SETS = ("asimd", "bf16", "sve")
+
+
+@cache
+def cpu_fields() -> dict[str, str]:
+    """First processor's entry of /proc/cpuinfo; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    first = text.split("\n\n", 1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def cpu_name() -> str:
+    """Marketing name of the processor."""
+    return cpu_fields().get("model name", platform.machine())
+
+
+def generation(machine: str, flags: str) -> str:
+    """Family that kernels care about, such as ``"x86_64+avx512_bf16+amx_bf16"``.
+
+    Args:
+        machine: architecture, as ``platform.machine()`` says it.
+        flags: the processor's feature flags, separated by spaces.
+    """
+    known = _X86_SETS if machine == "x86_64" else _ARM_SETS
+    present = set(flags.split())
+    found = [name for name in known if name in present]
+    # each x86 set implies the ones before it, as far as kernels go; AMX stands beside AVX-512
+    if machine == "x86_64":
+        vector = [name for name in found if not name.startswith("amx")][-1:]
+        found = vector + [name for name in found if name.startswith("amx")]
+    return "+".join([machine, *found])
+
+
+def this_generation() -> str:
+    """The generation of this machine."""
+    fields = cpu_fields()
+    return generation(platform.machine(), fields.get("flags", fields.get("Features", "")))
+
+
+def memory_bytes() -> tuple[int, int]:
+    """(available, total) bytes of this process: the machine's, or its control group's if less."""
+    fields = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        fields[key] = int(value.split()[0]) * 1024
+    available, total = fields["MemAvailable"], fields["MemTotal"]
+    limit, used = _cgroup_bytes()
+    if limit is None or limit >= total:
+        return available, total
+    return min(available, max(limit - used, 0)), limit
+
+
+def _cgroup_bytes() -> tuple[int | None, int]:
+    """(limit, used) of the control group, version 2; (None, 0) where there is no limit."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except OSError:
+        return None, 0
+    return (None, 0) if limit == "max" else (int(limit), used)

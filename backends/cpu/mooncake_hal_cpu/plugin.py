@@ -1,0 +1,38 @@
+"""Entry point of the CPU backend; standard library only."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
+from mooncake_hal_cpu.facts import cpu_name, this_generation
+
+if TYPE_CHECKING:
+    from mooncake_hal.backend import Backend
+
+
+@hookimpl
+def mooncake_hal_backend() -> BackendSpec:
+    """Offer the CPU, which ``auto`` takes when nothing better is available."""
+    return BackendSpec(name="cpu", api_version=API_VERSION, priority=0, probe=probe, load=load)
+
+
+def probe() -> Availability:
+    """Look for torch, without importing it, and for shareable memory."""
+    if find_spec("torch") is None:
+        return Availability(
+            False, "torch is not installed; install mooncake-hal[cpu], or a torch build of yours"
+        )
+    if not hasattr(os, "memfd_create"):
+        return Availability(False, "it allocates KV with memfd_create, which only Linux has")
+    return Availability(True, f"{cpu_name()}, {this_generation()}")
+
+
+def load() -> Backend:
+    """Import torch and construct the backend."""
+    from mooncake_hal_cpu.backend import CpuBackend
+
+    return CpuBackend()

@@ -1,0 +1,64 @@
+"""Every environment variable that the hardware layer reads; nothing else reads the environment.
+
+========================  =======================================================================
+MOONCAKE_HAL_BACKEND      backend that ``auto`` stands for; unset: the best available one
+MOONCAKE_HAL_BLOCK        comma-separated names of plugins (entry points) that are not loaded
+MOONCAKE_HAL_CPU_NATIVE   ``0`` keeps the CPU backend from compiling its kernels; default ``1``
+========================  =======================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from mooncake_hal.errors import HalError
+
+_NAME = re.compile(r"[a-z][a-z0-9_-]*")
+
+
+def backend_name() -> str | None:
+    """Name in MOONCAKE_HAL_BACKEND, or None if it is unset, empty or ``auto``.
+
+    Raises:
+        HalError: the value can't be a backend's name.
+    """
+    name = os.environ.get("MOONCAKE_HAL_BACKEND", "").strip()
+    if name in ("", "auto"):
+        return None
+    return _checked("MOONCAKE_HAL_BACKEND", name)
+
+
+def blocked_plugins() -> frozenset[str]:
+    """Names in MOONCAKE_HAL_BLOCK.
+
+    Raises:
+        HalError: one of them can't be a plugin's name.
+    """
+    names = [name.strip() for name in os.environ.get("MOONCAKE_HAL_BLOCK", "").split(",")]
+    return frozenset(_checked("MOONCAKE_HAL_BLOCK", name) for name in names if name)
+
+
+def cpu_native() -> bool:
+    """Whether the CPU backend may compile kernels (MOONCAKE_HAL_CPU_NATIVE).
+
+    Raises:
+        HalError: the value is neither ``0`` nor ``1``.
+    """
+    value = os.environ.get("MOONCAKE_HAL_CPU_NATIVE", "1")
+    if value not in ("0", "1"):
+        raise HalError(f"MOONCAKE_HAL_CPU_NATIVE={value!r} must be 0 or 1")
+    return value == "1"
+
+
+def is_name(name: str) -> bool:
+    """Whether a plugin, backend or transport may have that name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def _checked(variable: str, name: str) -> str:
+    if not is_name(name):
+        raise HalError(
+            f"{variable} names {name!r}: a name is lower case letters, digits, '-' and '_'"
+        )
+    return name

@@ -1,0 +1,140 @@
+"""Reference of ``mooncake_hal.backend.Ops``: one sequence at a time, everything in float32.
+
+Results are rounded to the inputs' dtype once, at the end. Speed is no aim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import AttentionBatch
+
+
+class ReferenceOps:
+    """The ops as their contract describes them."""
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """See ``Ops``."""
+        block_size = key_cache.shape[1]
+        for token, slot in enumerate(slot_mapping.tolist()):
+            block, offset = divmod(slot, block_size)
+            key_cache[block, offset] = key[token]
+            value_cache[block, offset] = value[token]
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        sequences = range(batch.num_decodes)
+        return _attend(query, key_cache, value_cache, batch, scale, sequences)
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        sequences = range(batch.num_decodes, len(batch.host_query_lens))
+        return _attend(query, key_cache, value_cache, batch, scale, sequences)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Ops``."""
+        wide = x.float()
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (wide * inverse * weight.float()).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Ops``. The sum is rounded to the inputs' dtype before it is normalised."""
+        total = (x.float() + residual.float()).to(x.dtype)
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Ops``."""
+        cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """See ``Ops``."""
+        gate, up = x.float().chunk(2, dim=-1)
+        return (gate * torch.sigmoid(gate) * up).to(x.dtype)
+
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        """See ``Ops``."""
+        for old, new in zip(source.tolist(), target.tolist(), strict=True):
+            cache[new] = cache[old]
+
+    def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+        """See ``Ops``."""
+        for row, block in enumerate(block_ids.tolist()):
+            staging[row] = cache[block]
+
+    def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+        """See ``Ops``."""
+        for row, block in enumerate(block_ids.tolist()):
+            cache[block] = staging[row]
+
+
+def _attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sequences: range,
+) -> Tensor:
+    out = torch.empty_like(query)
+    start = 0
+    for sequence in sequences:
+        stop = start + batch.host_query_lens[sequence]
+        context = batch.host_context_lens[sequence]
+        blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
+        key = key_cache[blocks.long()].flatten(0, 1)[:context]
+        value = value_cache[blocks.long()].flatten(0, 1)[:context]
+        out[start:stop] = _causal(query[start:stop], key, value, scale)
+        start = stop
+    return out
+
+
+def _causal(
+    query: Tensor,  # [new tokens, heads, head_dim]
+    key: Tensor,  # [context, kv_heads, head_dim]
+    value: Tensor,
+    scale: float,
+) -> Tensor:
+    """Textbook attention; the new tokens are the last ones of the context."""
+    new, context = query.shape[0], key.shape[0]
+    group = query.shape[1] // key.shape[1]
+    wide_key = key.float().repeat_interleave(group, dim=1)
+    wide_value = value.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), wide_key) * scale
+    visible = torch.ones(new, context, dtype=torch.bool).tril(context - new)
+    weights = scores.masked_fill(~visible.to(scores.device), float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, wide_value).to(query.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    wide = x.float()
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, dim=-1).to(x.dtype)

@@ -1,0 +1,273 @@
+"""Finding plugins, and choosing a backend or a transport among what they offer.
+
+Entry points of the group ``mooncake_hal`` are loaded one by one, each into a plugin manager of its
+own: a plugin that fails is a row in a table with its reason, never the end of the process. What
+two plugins both claim is different: there is no right choice, so that is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+
+import pluggy
+
+from mooncake_hal import env, hookspecs
+from mooncake_hal.errors import (
+    BackendNotFound,
+    BackendUnavailable,
+    PluginError,
+    TransportUnavailable,
+)
+from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
+
+if TYPE_CHECKING:
+    from mooncake_hal.backend import Backend
+    from mooncake_hal.transport import Transport
+
+ENTRY_POINT_GROUP = "mooncake_hal"
+
+logger = logging.getLogger(__name__)
+
+Spec = TypeVar("Spec", BackendSpec, TransportSpec)
+
+
+class PluginStatus(str, Enum):
+    """What became of a plugin, or of something that it offers."""
+
+    AVAILABLE = "available"
+    """The probe found what it needs."""
+    UNAVAILABLE = "unavailable"
+    """The plugin works; the hardware, driver or library that it drives is missing."""
+    ABSENT = "absent"
+    """An entry point names a module that is not installed."""
+    BROKEN = "broken"
+    """The plugin or its probe fails, or breaks the contract."""
+    BLOCKED = "blocked"
+    """MOONCAKE_HAL_BLOCK names it; it was not imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One line of a table: a backend, a transport, or a plugin that offers nothing.
+
+    Args:
+        name: the spec's name; for a plugin that was not loaded, its entry point's.
+        status: what became of it.
+        reason: why it is not available, or what was found.
+        priority: the spec's; None for a plugin that was not loaded.
+        plugin: module that the entry point names.
+    """
+
+    name: str
+    status: PluginStatus
+    reason: str
+    priority: int | None
+    plugin: str
+
+
+@dataclass(slots=True)
+class Registry:
+    """What the installed plugins offer. Construct it with ``discover``.
+
+    Args:
+        backends, transports: (spec, plugin module's name) by the spec's name.
+        not_loaded: plugins that are absent, broken or blocked, with their reasons.
+    """
+
+    backends: dict[str, tuple[BackendSpec, str]] = field(default_factory=dict)
+    transports: dict[str, tuple[TransportSpec, str]] = field(default_factory=dict)
+    not_loaded: list[TableRow] = field(default_factory=list)
+
+    @classmethod
+    def discover(cls, points: Iterable[EntryPoint] | None = None) -> Registry:
+        """Load every installed plugin.
+
+        Args:
+            points: entry points to load in place of the installed ones.
+
+        Raises:
+            PluginError: two plugins offer the same name.
+            HalError: MOONCAKE_HAL_BLOCK can't be read.
+        """
+        registry = cls()
+        blocked = env.blocked_plugins()
+        found = entry_points(group=ENTRY_POINT_GROUP) if points is None else points
+        for point in sorted(found, key=lambda point: (point.name, point.value)):
+            if point.name in blocked:
+                registry._refuse(point, PluginStatus.BLOCKED, "named by MOONCAKE_HAL_BLOCK")
+            else:
+                registry._load(point)
+        return registry
+
+    def backend_table(self) -> list[TableRow]:
+        """Probe every backend; best priority first."""
+        return _table(self.backends.values())
+
+    def transport_table(self) -> list[TableRow]:
+        """Probe every transport; best priority first."""
+        return _table(self.transports.values())
+
+    def select_backend(self, name: str = "auto") -> Backend:
+        """Load a backend.
+
+        Args:
+            name: its name. ``"auto"`` is MOONCAKE_HAL_BACKEND if that is set, else the available
+                backend of highest priority (one below zero has to be named).
+
+        Raises:
+            BackendNotFound: no plugin offers it; the message lists what there is.
+            BackendUnavailable: the probe or the load refused; the reason says why.
+            PluginError: the plugin that should offer it is broken.
+        """
+        wanted = env.backend_name() if name == "auto" else name
+        if wanted is None:
+            return self._best_backend()
+        if wanted not in self.backends:
+            raise self._missing_backend(wanted)
+        spec, _ = self.backends[wanted]
+        answer = spec.probe()
+        if not answer.ok:
+            raise BackendUnavailable(wanted, answer.reason)
+        return spec.load()
+
+    def load_transport(self, name: str) -> Transport:
+        """Load a transport.
+
+        Raises:
+            TransportUnavailable: no plugin offers it, or the host lacks what it needs.
+            PluginError: the plugin that should offer it is broken.
+        """
+        if name not in self.transports:
+            self._raise_if_broken(name)
+            raise TransportUnavailable(
+                name, f"no plugin offers it; installed are {sorted(self.transports)}"
+            )
+        spec, _ = self.transports[name]
+        answer = spec.probe()
+        if not answer.ok:
+            raise TransportUnavailable(name, answer.reason)
+        return spec.load()
+
+    def _best_backend(self) -> Backend:
+        refusals = []
+        for row in self.backend_table():
+            if row.priority is None or row.priority < 0:
+                continue
+            if row.status is not PluginStatus.AVAILABLE:
+                refusals.append(f"{row.name}: {row.reason}")
+                continue
+            try:
+                return self.backends[row.name][0].load()
+            except BackendUnavailable as exc:
+                logger.warning("backend auto: %s; trying the next one", exc)
+                refusals.append(f"{row.name}: {exc.reason}")
+        refusals += [f"{row.name}: {row.reason}" for row in self.not_loaded]
+        raise BackendUnavailable("auto", "; ".join(refusals) or "no backend plugin is installed")
+
+    def _missing_backend(self, name: str) -> BackendNotFound:
+        self._raise_if_broken(name)
+        return BackendNotFound(
+            f"no installed plugin offers backend {name!r}; installed are {sorted(self.backends)}. "
+            f"Install its package, or see `mooncake-hal devices`"
+        )
+
+    def _raise_if_broken(self, name: str) -> None:
+        for row in self.not_loaded:
+            if row.name == name:
+                raise PluginError(
+                    f"plugin {name!r} ({row.plugin}) is {row.status.value}: {row.reason}"
+                )
+
+    def _load(self, point: EntryPoint) -> None:
+        try:
+            module = point.load()
+            backends, transports = _offers(module)
+        except ModuleNotFoundError as exc:
+            self._refuse(point, *_missing_module(point, exc))
+            return
+        except Exception as exc:  # noqa: BLE001  the door to foreign code; the reason is kept
+            self._refuse(point, PluginStatus.BROKEN, f"{type(exc).__name__}: {exc}")
+            return
+        for backend in backends:
+            _claim(self.backends, backend, point)
+        for transport in transports:
+            _claim(self.transports, transport, point)
+
+    def _refuse(self, point: EntryPoint, status: PluginStatus, reason: str) -> None:
+        if status is not PluginStatus.BLOCKED:
+            logger.warning(
+                "plugin %s (%s) is %s: %s", point.name, point.value, status.value, reason
+            )
+        self.not_loaded.append(TableRow(point.name, status, reason, None, point.value))
+
+
+def _missing_module(point: EntryPoint, exc: ModuleNotFoundError) -> tuple[PluginStatus, str]:
+    """Tell a plugin that is not there from one that lacks something it imports."""
+    wanted = point.module
+    if exc.name is not None and (wanted == exc.name or wanted.startswith(f"{exc.name}.")):
+        return PluginStatus.ABSENT, f"module {exc.name!r} is not installed"
+    return PluginStatus.BROKEN, f"it imports {exc.name!r}, which is not installed"
+
+
+def _offers(module: ModuleType) -> tuple[list[BackendSpec], list[TransportSpec]]:
+    """Ask one plugin what it offers.
+
+    Raises:
+        PluginError: it offers nothing, or something that breaks the contract.
+        pluggy.PluginValidationError: it implements a hook that does not exist or differs.
+    """
+    manager = pluggy.PluginManager(hookspecs.PROJECT_NAME)
+    manager.add_hookspecs(hookspecs)
+    manager.register(module)
+    manager.check_pending()
+    backends = manager.hook.mooncake_hal_backend()
+    transports = manager.hook.mooncake_hal_transport()
+    if not backends and not transports:
+        raise PluginError("it implements neither mooncake_hal_backend nor mooncake_hal_transport")
+    for spec in backends:
+        _check_spec(spec, BackendSpec)
+    for spec in transports:
+        _check_spec(spec, TransportSpec)
+    return backends, transports
+
+
+def _check_spec(spec: object, kind: type[BackendSpec] | type[TransportSpec]) -> None:
+    if not isinstance(spec, kind):
+        raise PluginError(f"its hook returned {type(spec).__name__}, wanted {kind.__name__}")
+    if spec.api_version != API_VERSION:
+        raise PluginError(
+            f"{spec.name!r} was written for plugin API {spec.api_version}, this is {API_VERSION}; "
+            "install versions of both that match"
+        )
+    if spec.name == "auto" or not env.is_name(spec.name):
+        raise PluginError(f"{spec.name!r} can't be a name: lower case, and not 'auto'")
+
+
+def _claim(held: dict[str, tuple[Spec, str]], spec: Spec, point: EntryPoint) -> None:
+    if spec.name in held:
+        raise PluginError(
+            f"{spec.name!r} is offered by both {held[spec.name][1]} and {point.value}; uninstall "
+            f"one of them, or block it with MOONCAKE_HAL_BLOCK={point.name}"
+        )
+    held[spec.name] = (spec, point.value)
+
+
+def _table(offers: Iterable[tuple[BackendSpec, str] | tuple[TransportSpec, str]]) -> list[TableRow]:
+    rows = [_probe(spec, plugin) for spec, plugin in offers]
+    return sorted(rows, key=lambda row: (-(row.priority or 0), row.name))
+
+
+def _probe(spec: BackendSpec | TransportSpec, plugin: str) -> TableRow:
+    try:
+        answer = spec.probe()
+        status = PluginStatus.AVAILABLE if answer.ok else PluginStatus.UNAVAILABLE
+    except Exception as exc:  # noqa: BLE001  the door to foreign code; the reason is kept
+        answer = Availability(False, f"its probe failed: {type(exc).__name__}: {exc}")
+        status = PluginStatus.BROKEN
+    return TableRow(spec.name, status, answer.reason, spec.priority, plugin)
