@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -79,3 +79,47 @@ class TokenUpdate:
     error: str | None = None
     num_cached_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What is known about an engine once it is loaded, and never changes.
+
+    Args:
+        max_model_len: longest sequence, prompt and answer together, in tokens.
+        vocab_size: token ids are below this.
+        eos_token_ids: tokens that end an answer unless ``ignore_eos``.
+        num_kv_blocks, block_size: the KV pool, in blocks and tokens per block.
+        engine_id: this engine's name among its peers; a restarted engine has another one.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_kv_blocks: int
+    block_size: int
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for metrics; counts only grow, but for ``num_running`` and ``num_waiting``.
+
+    Args:
+        num_running, num_waiting: requests in steps, and requests queued for them.
+        kv_cache_usage: share of the KV blocks in use, 0 to 1.
+        num_preemptions: requests that gave their blocks up for older ones.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found.
+        prompt_tokens, generation_tokens: processed and sampled.
+        kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    kv_transfer: dict[str, float] = field(default_factory=dict)
