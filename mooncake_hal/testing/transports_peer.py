@@ -1,0 +1,174 @@
+"""The other process of the transport suite: ``python -m mooncake_hal.testing.transports_peer``.
+
+Speaks JSON lines on stdin and stdout. The first line in says how to open the endpoint; the answer
+says where it is. Then one command per line, one answer per command, until stdin closes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from mooncake_hal.errors import TransferError
+from mooncake_hal.testing.transports_buffers import Buffer, load_transport, resolve
+from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Spans
+
+START_SECONDS = 60.0
+
+
+class PeerProcess:
+    """A child process with one endpoint and one registered buffer.
+
+    Args:
+        loader: ``"package.module:callable"`` that returns the transport.
+        allocator: ``"package.module:callable"`` that takes a size and returns a Buffer.
+        options: how the child opens its endpoint.
+        nbytes: size of its buffer, filled from ``seed``.
+        seed: see ``content``.
+    """
+
+    def __init__(
+        self, loader: str, allocator: str, options: EndpointOptions, nbytes: int, seed: int = 1
+    ) -> None:
+        self._nbytes = nbytes
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mooncake_hal.testing.transports_peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        plain = {**asdict(options), "secret": options.secret.hex()}
+        opened = self.ask(
+            loader=loader, allocator=allocator, options=plain, nbytes=nbytes, seed=seed
+        )
+        self.address = bytes.fromhex(opened["address"])
+        self.region = MemoryRegion(opened["base"], nbytes)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Send one command and return its answer."""
+        self.tell(**command)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer process ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def tell(self, **command: Any) -> None:
+        """Send one command whose answer nobody is going to read."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the child with SIGKILL and reap it."""
+        self._process.kill()
+        self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send the child a signal."""
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """Let the child close its endpoint and end; idempotent."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if self._process.poll() is None:
+            self._process.stdin.close()
+            try:
+                self._process.wait(START_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def __enter__(self) -> PeerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Child:
+    """What runs in the child: an endpoint, a buffer, and answers to commands."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        options = first["options"]
+        options["secret"] = bytes.fromhex(options["secret"])
+        self.buffer: Buffer = resolve(first["allocator"])(first["nbytes"])
+        self.buffer.put(content(first["seed"], first["nbytes"]))
+        transport = load_transport(first["loader"])
+        self.endpoint: Endpoint = transport.open(EndpointOptions(**options))
+        self.key = self.endpoint.register(self.buffer.region)
+
+    def opened(self) -> dict[str, Any]:
+        return {"address": self.endpoint.address.hex(), "base": self.buffer.region.address}
+
+    def digest(self) -> dict[str, Any]:
+        return {"digest": hashlib.sha256(self.buffer.get().tobytes()).hexdigest()}
+
+    def revoke(self) -> dict[str, Any]:
+        self.endpoint.revoke(self.key)
+        return {}
+
+    def descriptors(self) -> dict[str, Any]:
+        return {"count": len(os.listdir("/proc/self/fd"))}
+
+    def hammer(self, address: str, base: int, rounds: int) -> dict[str, Any]:
+        """Write the whole buffer to a peer, again and again, and say how that ended."""
+        nbytes = self.buffer.region.nbytes
+        spans = Spans(
+            np.array([self.buffer.region.address], np.uint64),
+            np.array([base], np.uint64),
+            np.array([nbytes], np.uint64),
+        )
+        try:
+            peer = self.endpoint.connect(bytes.fromhex(address), timeout=START_SECONDS)
+            for _ in range(rounds):
+                peer.write(spans, timeout=START_SECONDS).wait()
+        except TransferError as exc:
+            return {"error": type(exc).__name__}
+        return {"error": None}
+
+
+def content(seed: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes that a buffer of that seed starts with."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def main() -> None:
+    """Answer commands from stdin until it closes."""
+    child = _Child(json.loads(sys.stdin.readline()))
+    answer = child.opened()
+    while True:
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+        line = sys.stdin.readline()
+        if not line:
+            break
+        command = json.loads(line)
+        answer = getattr(child, command.pop("do"))(**command)
+    child.endpoint.close()
+    child.buffer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The part of the transport suite that needs a second process: kills, restarts, leftovers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout
+from mooncake_hal.testing.transports import MIB, TransportKit, one_span, raises
+from mooncake_hal.testing.transports_peer import PeerProcess, content
+from mooncake_hal.transport import Endpoint, EndpointOptions, Spans
+
+
+class Leftovers(NamedTuple):
+    """What a process or the machine may be left with when something is not closed."""
+
+    descriptors: int
+    threads: int
+    mapped_files: frozenset[str]
+    shared_memory: frozenset[str]
+
+
+def leftovers() -> Leftovers:
+    """Count what this process holds and what lies in /dev/shm."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    named = [parts[5] for parts in lines if len(parts) == 6]
+    return Leftovers(
+        descriptors=len(os.listdir("/proc/self/fd")),
+        threads=len(os.listdir("/proc/self/task")),
+        mapped_files=frozenset(name for name in named if name.startswith(("/memfd", "/dev"))),
+        shared_memory=frozenset(os.listdir("/dev/shm")),
+    )
+
+
+class TransportProcessConformance(TransportKit):
+    """What a transport does between two processes, and when one of them dies."""
+
+    death_seconds = 10.0
+    """Within how long the death of a peer must be seen by a transfer that has longer than that."""
+
+    def child(self, nbytes: int, options: EndpointOptions | None = None) -> PeerProcess:
+        """Start a peer process that is closed at the end of the case."""
+        return self.stack.enter_context(
+            PeerProcess(self.loader, self.allocator, options or self.options(), nbytes)
+        )
+
+    def test_between_processes(self) -> None:
+        nbytes = 8 * MIB
+        child = self.child(nbytes)
+        near, here = self.open(), self.buffer(nbytes)
+        near.register(here.region)
+        peer = near.connect(child.address, timeout=self.timeout)
+        spans = one_span(here.region.address, child.region.address, nbytes)
+        wanted = here.get()
+        self.write(peer, spans)
+        assert child.ask(do="digest")["digest"] == hashlib.sha256(wanted.tobytes()).hexdigest()
+        here.put(np.zeros(nbytes, np.uint8))
+        self.read(peer, spans)
+        assert (here.get() == wanted).all()
+
+    def test_scattered_between_processes(self) -> None:
+        count, size = 20000, 256
+        nbytes = count * size
+        child = self.child(nbytes)
+        near, here = self.open(), self.buffer(nbytes)
+        near.register(here.region)
+        peer = near.connect(child.address, timeout=self.timeout)
+        order = self.rng.permutation(count)
+        spans = Spans(
+            (np.arange(count) * size + here.region.address).astype(np.uint64),
+            (order * size + child.region.address).astype(np.uint64),
+            np.full(count, size, np.uint64),
+        )
+        self.read(peer, spans)
+        wanted = content(1, nbytes).reshape(count, size)[order].reshape(-1)
+        assert (here.get() == wanted).all()
+
+    def test_the_far_side_is_killed_in_mid_transfer(self) -> None:
+        nbytes = 64 * MIB
+        child = self.child(nbytes)
+        near, here = self.open(), self.buffer(nbytes)
+        near.register(here.region)
+        peer = near.connect(child.address, timeout=self.timeout)
+        spans = one_span(here.region.address, child.region.address, nbytes)
+        transfers = [peer.read(spans, timeout=self.timeout) for _ in range(20)]
+        child.kill()
+        started = time.monotonic()
+        with raises(PeerLost, TransferTimeout):
+            for transfer in transfers:
+                transfer.wait()
+            self.read(peer, spans)
+        assert time.monotonic() - started < self.death_seconds
+        peer.close()
+        again = self.child(nbytes)
+        peer = near.connect(again.address, timeout=self.timeout)
+        self.read(peer, one_span(here.region.address, again.region.address, nbytes))
+        assert (here.get() == content(1, nbytes)).all()
+
+    def test_the_near_side_is_killed_in_mid_transfer(self) -> None:
+        nbytes = 64 * MIB
+        near, here = self.open(), self.buffer(nbytes)
+        key = near.register(here.region)
+        child = self.child(nbytes)
+        before = here.get()[:4096]
+        child.tell(do="hammer", address=near.address.hex(), base=here.region.address, rounds=10000)
+        deadline = time.monotonic() + self.timeout
+        while (here.get()[:4096] == before).all():
+            assert time.monotonic() < deadline, "the child never wrote"
+        child.kill()
+        started = time.monotonic()
+        near.revoke(key)
+        assert time.monotonic() - started < self.death_seconds
+        near.register(here.region)
+        self._check_serves(near, here.region.address)
+
+    def test_a_restarted_peer_on_the_same_port_is_another(self) -> None:
+        first = self.child(MIB)
+        near, here = self.open(), self.buffer(MIB)
+        near.register(here.region)
+        peer = near.connect(first.address, timeout=self.timeout)
+        self.read(peer, one_span(here.region.address, first.region.address, MIB))
+        first.kill()
+        second = self.child(MIB)
+        assert second.address != first.address
+        with raises(PeerLost, TransferTimeout):
+            near.connect(first.address, timeout=self.timeout)
+        with raises(PeerLost, TransferTimeout):
+            self.read(peer, one_span(here.region.address, second.region.address, 64))
+        peer = near.connect(second.address, timeout=self.timeout)
+        self.read(peer, one_span(here.region.address, second.region.address, MIB))
+
+    def test_a_stopped_peer_costs_no_more_than_the_deadline(self) -> None:
+        child = self.child(64 * MIB)
+        near, here = self.open(), self.buffer(64 * MIB)
+        near.register(here.region)
+        peer = near.connect(child.address, timeout=self.timeout)
+        child.signal(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            transfer = peer.read(
+                one_span(here.region.address, child.region.address, 64 * MIB), timeout=0.5
+            )
+            assert time.monotonic() - started < 0.4, "read() waited for the peer"
+            failed = False
+            try:
+                transfer.wait()
+            except TransferTimeout:
+                failed = True
+            assert time.monotonic() - started < 5
+            after = here.get()
+        finally:
+            child.signal(signal.SIGCONT)
+        time.sleep(0.1)  # what a timed-out transfer still moved would arrive now
+        assert not failed or (here.get() == after).all()
+
+    def test_nothing_is_left_after_close(self) -> None:
+        self._one_round()
+        before = leftovers()
+        for _ in range(3):
+            self._one_round()
+        after = leftovers()
+        assert after == before
+
+    def test_nothing_is_left_after_a_kill(self) -> None:
+        self._one_round()
+        before = leftovers()
+        for _ in range(2):
+            with PeerProcess(self.loader, self.allocator, self.options(), MIB) as child:
+                near = self.transport.open(self.options())
+                here = self.buffer(MIB)
+                near.register(here.region)
+                peer = near.connect(child.address, timeout=self.timeout)
+                self.read(peer, one_span(here.region.address, child.region.address, MIB))
+                child.kill()
+                with raises(TransferError):
+                    for _ in range(3):
+                        self.read(peer, one_span(here.region.address, child.region.address, MIB))
+                near.close()
+            self.stack.close()
+        assert leftovers() == before
+
+    def test_a_peer_that_leaves_costs_the_server_nothing(self) -> None:
+        child = self.child(MIB)
+        self._visit(child)
+        before: dict[str, Any] = {}
+        for _ in range(5):
+            self._visit(child)
+            before = before or child.ask(do="descriptors")
+        deadline = time.monotonic() + self.timeout
+        while child.ask(do="descriptors") != before:
+            assert time.monotonic() < deadline, "connections of departed peers stay open"
+            time.sleep(0.01)
+
+    def _visit(self, child: PeerProcess) -> None:
+        near, here = self.transport.open(self.options()), self.buffer(4096)
+        near.register(here.region)
+        peer = near.connect(child.address, timeout=self.timeout)
+        self.read(peer, one_span(here.region.address, child.region.address, 4096))
+        near.close()
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:  # the server notices on its own thread
+            time.sleep(0.02)
+
+    def _one_round(self) -> None:
+        """Open, connect, move and close everything once, in this process and with a child."""
+        with PeerProcess(self.loader, self.allocator, self.options(), MIB) as child:
+            near = self.transport.open(self.options())
+            here = self.buffer(MIB)
+            near.register(here.region)
+            peer = near.connect(child.address, timeout=self.timeout)
+            self.read(peer, one_span(here.region.address, child.region.address, MIB))
+            near.close()
+        self.stack.close()
+
+    def _check_serves(self, far: Endpoint, base: int) -> None:
+        near, here = self.open(), self.buffer(MIB)
+        near.register(here.region)
+        peer = near.connect(far.address, timeout=self.timeout)
+        self.read(peer, one_span(here.region.address, base, MIB))
