@@ -236,6 +236,26 @@ class Ops(Protocol):
         """Rotate halves (NeoX form) of the first ``rotary_dim`` elements; may work in place."""
         ...
 
+    def pack_weight(
+        self,
+        weight: Tensor,  # [out, in]
+    ) -> Tensor:
+        """Return the weight in the form that ``linear`` runs on best; may be the same tensor.
+
+        Called once per weight after loading; the caller then drops the original. The result is
+        opaque: only ``linear`` takes it (a CPU blocks it once here, and not again at every call).
+        """
+        ...
+
+    def linear(
+        self,
+        x: Tensor,  # [tokens, in]
+        weight: Tensor,  # what pack_weight returned for [out, in]
+        bias: Tensor | None,  # [out]
+    ) -> Tensor:  # [tokens, out]
+        """``x @ weight.T + bias``."""
+        ...
+
     def silu_mul(self, x: Tensor) -> Tensor:
         """``silu(gate) * up`` for x = [..., gate ++ up]; the result has half the last dim."""
         ...
