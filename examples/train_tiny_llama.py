@@ -20,6 +20,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -67,20 +68,30 @@ class Stage:
 STAGES = (Stage(0.0, 256, 9), Stage(0.55, 768, 3), Stage(0.85, MAX_TOKENS, 2))
 
 
+class ChatFile(TypedDict):
+    """What ``chat.json`` holds: the answer to each question, and the passwords to recall."""
+
+    answers: dict[str, str]
+    passwords: list[str]
+
+
 class Corpus:
     """Draws samples from the page and the chat file; the same seed draws the same samples."""
 
-    def __init__(self, page: str, chat: dict[str, object], seed: int) -> None:
+    def __init__(self, page: str, chat: ChatFile, seed: int) -> None:
         self._page = page
         self._cycle = [*page.encode(), EOS]
-        self._answers: list[tuple[str, str]] = list(dict(chat["answers"]).items())  # type: ignore[call-overload]
-        self._passwords: list[str] = list(chat["passwords"])  # type: ignore[call-overload]
+        self._answers = list(chat["answers"].items())
+        self._passwords = chat["passwords"]
         self._random = random.Random(seed)
 
     def batch(self, stage: Stage) -> list[Sample]:
         """``stage.batch`` samples: half of them cuts of the page, half of them conversations."""
         kinds: tuple[Callable[[int], Sample], ...] = (
-            self._cut, self._conversation, self._cut, self._recall,
+            self._cut,
+            self._conversation,
+            self._cut,
+            self._recall,
         )
         return [self._random.choice(kinds)(stage.tokens) for _ in range(stage.batch)]
 
@@ -126,7 +137,7 @@ def render(turns: list[tuple[str, str]]) -> Sample:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: ids 0 to 255 are the bytes, then the special tokens."""
+    """A byte-level tokenizer without merges: ids 0 to 255 are bytes, then the special tokens."""
     vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -134,7 +145,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS.values()]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # untyped in transformers
         tokenizer_object=tokenizer,
         eos_token=SPECIAL_TOKENS[EOS],
         pad_token=SPECIAL_TOKENS[PAD],
@@ -180,7 +191,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, samples: list[Sample]) -> Tensor:
-    """Mean over samples of each sample's mean cross entropy, in nats: short answers count in full."""
+    """Mean cross entropy in nats, first per sample and then over them: short answers count too."""
     width = max(len(sample.ids) for sample in samples)
     ids = torch.full((len(samples), width), PAD)
     labels = torch.full((len(samples), width), IGNORED)
@@ -212,7 +223,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, steps: int, peak: float) -> N
             group["lr"] = learning_rate(step, steps, peak)
         loss = loss_of(model, corpus.batch(stage))
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         running = loss.item() if step == 0 else 0.95 * running + 0.05 * loss.item()
@@ -222,11 +233,15 @@ def train(model: LlamaForCausalLM, corpus: Corpus, steps: int, peak: float) -> N
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Write weights in bfloat16, configs and tokenizer to ``folder``."""
-    model.to(torch.bfloat16).save_pretrained(folder)
-    GenerationConfig(
-        do_sample=False, eos_token_id=[EOS, IM_END], pad_token_id=PAD, max_length=MAX_TOKENS
+    model.bfloat16().save_pretrained(folder)
+    GenerationConfig(  # type: ignore[no-untyped-call]  # untyped in transformers
+        do_sample=False, eos_token_id=[EOS, IM_END], pad_token_id=PAD
     ).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder, save_jinja_files=False)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 knows only this name
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -241,7 +256,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(arguments.seed)
     page = (MODEL_DIR / "page.txt").read_text(encoding="utf-8").rstrip("\n")
-    chat = json.loads((MODEL_DIR / "chat.json").read_text(encoding="utf-8"))
+    chat: ChatFile = json.loads((MODEL_DIR / "chat.json").read_text(encoding="utf-8"))
     model = build_model()
     train(model, Corpus(page, chat, arguments.seed), arguments.steps, arguments.learning_rate)
     save(model, arguments.out)
