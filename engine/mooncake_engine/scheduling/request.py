@@ -1,0 +1,90 @@
+"""What the scheduler knows of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from mooncake_engine.messages import EngineRequest, TokenLogprobs
+from mooncake_engine.sampling_params import SamplingParams
+
+
+class RequestState(Enum):
+    """Where a request stands. On a decode instance it comes in by PREALLOCATING."""
+
+    PREALLOCATING = auto()
+    """Waits for blocks to load a peer's KV into."""
+    TRANSFERRING = auto()
+    """Has them; the load is under way."""
+    WAITING = auto()
+    """Waits for its turn; owns blocks if its KV was loaded."""
+    RUNNING = auto()
+    """Takes part in steps."""
+    FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The token that a prefill instance sampled, with which a decode instance begins."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request: its tokens, its blocks, and how far it has come.
+
+    Args:
+        spec: what was asked for.
+        seed: resolved seed.
+        arrival: clock reading at which it came, in seconds.
+        keeps_kv: ends after its first token, and its KV is kept for a peer.
+        first_token: set if a peer holds the prompt's KV.
+    """
+
+    spec: EngineRequest
+    seed: int
+    arrival: float
+    keeps_kv: bool = False
+    first_token: FirstToken | None = None
+    state: RequestState = RequestState.WAITING
+    token_ids: list[int] = field(init=False)
+    block_ids: list[int] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached_tokens: int = 0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.spec.prompt_token_ids)
+        if self.first_token is not None:
+            self.token_ids.append(self.first_token.token_id)
+            self.num_cached_tokens = self.first_token.num_cached_tokens
+
+    @property
+    def request_id(self) -> str:
+        """The engine's key."""
+        return self.spec.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self.spec.sampling
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is not there yet: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed

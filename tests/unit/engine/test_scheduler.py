@@ -1,0 +1,323 @@
+"""The scheduler as pure code: whatever comes, ends, fails or is preempted, the books balance."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mooncake_engine.config import LoadFailurePolicy
+from mooncake_engine.kv.block_manager import BlockManager
+from mooncake_engine.messages import EngineRequest, FinishReason, TokenUpdate
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
+from mooncake_engine.scheduling.request import FirstToken, Request
+from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+
+EOS = 2
+
+
+class RecordingConnector:
+    """Remembers what the scheduler asked for; the test plays the peer."""
+
+    def __init__(self) -> None:
+        self.offered: dict[str, list[int]] = {}
+        self.withdrawn: list[str] = []
+        self.expected: set[str] = set()
+        self.loading: dict[str, int] = {}
+        self.cancelled: set[str] = set()
+
+    def offer(self, request: Request, block_ids: list[int]) -> dict[str, object]:
+        self.offered[request.request_id] = list(block_ids)
+        return {"do_remote_prefill": True, "remote_request_id": request.request_id}
+
+    def withdraw(self, request_id: str) -> None:
+        self.withdrawn.append(request_id)
+
+    def expect(self, request: Request) -> None:
+        self.expected.add(request.request_id)
+
+    def load(self, request: Request, first_token: int) -> None:
+        self.loading[request.request_id] = first_token
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.add(request_id)
+
+
+def make_scheduler(
+    num_blocks: int = 16,
+    *,
+    block_size: int = 4,
+    budget: int = 64,
+    max_num_seqs: int = 8,
+    policy: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE,
+) -> tuple[Scheduler, RecordingConnector]:
+    connector = RecordingConnector()
+    limits = SchedulerLimits(
+        max_num_seqs, budget, num_blocks * block_size, frozenset({EOS}), policy
+    )
+    blocks = BlockManager(num_blocks, block_size, prefix_caching=True)
+    return Scheduler(limits, blocks, connector), connector
+
+
+def make_request(
+    name: str,
+    prompt: list[int],
+    *,
+    arrival: float = 0.0,
+    max_tokens: int = 8,
+    keeps_kv: bool = False,
+    first_token: int | None = None,
+) -> Request:
+    spec = EngineRequest(name, tuple(prompt), SamplingParams(max_tokens=max_tokens))
+    first = None if first_token is None else FirstToken(first_token)
+    return Request(spec, 0, arrival, keeps_kv=keeps_kv, first_token=first)
+
+
+def run_step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, list[TokenUpdate]]:
+    plan = scheduler.schedule()
+    tokens = {s.request_id: SampledToken(token) for s in plan.sequences if s.is_sampling}
+    updates = scheduler.update(plan, StepResult(plan.step, tokens))
+    scheduler.check_integrity()
+    return plan, updates
+
+
+def test_a_prompt_runs_in_chunks_and_samples_after_the_last() -> None:
+    scheduler, _ = make_scheduler(budget=6)
+    scheduler.add(make_request("a", list(range(10, 24))))
+    shares = []
+    for _ in range(4):
+        plan, updates = run_step(scheduler)
+        shares.append((plan.sequences[0].start, plan.sequences[0].count, len(updates)))
+    assert shares == [(0, 6, 0), (6, 6, 0), (12, 2, 1), (14, 1, 1)]
+
+
+def test_decodes_come_before_prefills_in_a_plan() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("a", [10, 11, 12]))
+    run_step(scheduler)
+    scheduler.add(make_request("b", [20, 21, 22, 23], arrival=1.0))
+    plan, _ = run_step(scheduler)
+    assert [(s.request_id, s.count) for s in plan.sequences] == [("a", 1), ("b", 4)]
+
+
+def test_a_finished_prompt_is_reused_but_its_last_token_is_run() -> None:
+    scheduler, _ = make_scheduler()
+    prompt = list(range(10, 22))
+    scheduler.add(make_request("a", prompt, max_tokens=1))
+    run_step(scheduler)
+    scheduler.add(make_request("b", prompt, max_tokens=1))
+    plan, updates = run_step(scheduler)
+    assert (plan.sequences[0].start, plan.sequences[0].count) == (8, 4)
+    assert updates[0].num_cached_tokens == 8
+
+
+@pytest.mark.parametrize(("token", "finish"), [(EOS, FinishReason.STOP), (7, FinishReason.LENGTH)])
+def test_an_answer_ends_by_eos_or_length(token: int, finish: FinishReason) -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("a", [10], max_tokens=1))
+    _, updates = run_step(scheduler, token)
+    assert [update.finish for update in updates] == [finish]
+    assert scheduler.blocks.pool.num_free == 16
+
+
+def test_the_newest_request_gives_way_and_comes_back_with_its_tokens() -> None:
+    scheduler, _ = make_scheduler(num_blocks=4)
+    scheduler.add(make_request("old", list(range(10, 17)), arrival=0.0))
+    scheduler.add(make_request("new", list(range(30, 37)), arrival=1.0))
+    run_step(scheduler)
+    run_step(scheduler)
+    plan, _ = run_step(scheduler)
+    assert [s.request_id for s in plan.sequences] == ["old"]
+    assert scheduler.num_preemptions == 1
+    plan, _ = run_step(scheduler)
+    assert plan.retired == ("new",) or scheduler.num_waiting == 1
+    scheduler.abort("old")
+    plan, _ = run_step(scheduler)
+    assert plan.admitted[0].request_id == "new"
+    assert len(plan.admitted[0].token_ids) == 9
+
+
+def test_a_prefill_for_a_peer_keeps_its_blocks_until_released() -> None:
+    scheduler, connector = make_scheduler()
+    scheduler.add(make_request("p", list(range(10, 20)), keeps_kv=True))
+    _, updates = run_step(scheduler)
+    assert updates[0].finish is FinishReason.LENGTH
+    assert updates[0].kv_transfer_params == {"do_remote_prefill": True, "remote_request_id": "p"}
+    assert len(connector.offered["p"]) == 3
+    assert scheduler.blocks.pool.num_free == 13
+    scheduler.abort("p")
+    assert connector.withdrawn == ["p"]
+    scheduler.release("p")
+    scheduler.release("p")
+    scheduler.check_integrity()
+    assert scheduler.blocks.pool.num_free == 16
+
+
+def test_a_prefill_that_ends_by_eos_keeps_nothing() -> None:
+    scheduler, connector = make_scheduler()
+    scheduler.add(make_request("p", [10, 11], keeps_kv=True))
+    _, updates = run_step(scheduler, EOS)
+    assert updates[0].finish is FinishReason.STOP
+    assert updates[0].kv_transfer_params is None
+    assert not connector.offered
+
+
+def test_a_decode_continues_from_the_peers_token_without_running_the_prompt() -> None:
+    scheduler, connector = make_scheduler()
+    scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
+    _, updates = run_step(scheduler)
+    assert updates[0].token_ids == (5,)
+    assert connector.loading == {"d": 0}
+    assert not run_step(scheduler)[0].sequences
+    scheduler.load_ended("d", None)
+    plan, updates = run_step(scheduler)
+    assert (plan.sequences[0].start, plan.sequences[0].count) == (10, 1)
+    assert updates[0].token_ids == (7,)
+
+
+def test_what_the_decode_side_has_cached_is_not_loaded() -> None:
+    scheduler, connector = make_scheduler()
+    prompt = list(range(10, 22))
+    scheduler.add(make_request("a", prompt, max_tokens=1))
+    run_step(scheduler)
+    scheduler.add(make_request("d", prompt, first_token=5))
+    run_step(scheduler)
+    assert connector.loading == {"d": 12}
+
+
+def test_a_failed_load_is_recomputed_with_the_delivered_token_kept() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
+    run_step(scheduler)
+    scheduler.load_ended("d", "peer lost")
+    plan, _ = run_step(scheduler)
+    assert plan.admitted[0].token_ids == (*range(10, 20), 5)
+    assert (plan.sequences[0].start, plan.sequences[0].count) == (0, 11)
+
+
+def test_a_failed_load_fails_the_request_if_told_to() -> None:
+    scheduler, _ = make_scheduler(policy=LoadFailurePolicy.FAIL)
+    scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
+    run_step(scheduler)
+    scheduler.load_ended("d", "peer lost")
+    updates = scheduler.take_updates()
+    assert updates[0].finish is FinishReason.ERROR
+    assert updates[0].error == "the prompt's KV did not arrive: peer lost"
+    scheduler.check_integrity()
+    assert scheduler.blocks.pool.num_free == 16
+
+
+def test_blocks_of_an_aborted_load_are_kept_until_it_is_drained() -> None:
+    scheduler, connector = make_scheduler()
+    scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
+    run_step(scheduler)
+    scheduler.abort("d")
+    assert connector.cancelled == {"d"}
+    assert scheduler.blocks.pool.num_free == 13
+    scheduler.load_ended("d", "cancelled")
+    scheduler.check_integrity()
+    assert scheduler.blocks.pool.num_free == 16
+
+
+def test_a_load_that_never_gets_blocks_ends_at_its_deadline() -> None:
+    scheduler, _ = make_scheduler(num_blocks=4, policy=LoadFailurePolicy.FAIL)
+    scheduler.add(make_request("p", list(range(10, 22)), keeps_kv=True))
+    run_step(scheduler)
+    scheduler.add(make_request("d", list(range(50, 60)), first_token=5, arrival=100.0))
+    run_step(scheduler)
+    scheduler.expire(now=221.0)
+    assert [u.error for u in scheduler.take_updates()] == [
+        "the prompt's KV did not arrive: no KV blocks came free for a load within 120 s"
+    ]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of add, step, abort, load endings and releases keeps the books balanced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler, self.connector = make_scheduler(num_blocks=12, budget=10, max_num_seqs=3)
+        self.count = 0
+        self.live: set[str] = set()
+
+    def _take(self, updates: list[TokenUpdate]) -> None:
+        for update in updates:
+            assert update.request_id in self.live, "an update after the end"
+            if update.finish is not None:
+                self.live.remove(update.request_id)
+
+    @rule(
+        length=st.integers(1, 20),
+        family=st.integers(0, 2),
+        kind=st.sampled_from(["plain", "prefill", "decode"]),
+        max_tokens=st.integers(1, 12),
+    )
+    def add(self, length: int, family: int, kind: str, max_tokens: int) -> None:
+        name = f"r{self.count}"
+        self.count += 1
+        prompt = [100 * family + index for index in range(length)]
+        first = 5 if kind == "decode" else None
+        request = make_request(
+            name,
+            prompt,
+            arrival=self.count,
+            max_tokens=max_tokens,
+            keeps_kv=kind == "prefill",
+            first_token=first,
+        )
+        self.live.add(name)
+        self.scheduler.add(request)
+
+    @rule(token=st.sampled_from([7, 7, 7, EOS]))
+    def step(self, token: int) -> None:
+        plan, updates = run_step(self.scheduler, token)
+        assert plan.num_tokens <= 10
+        assert len(plan.sequences) <= 3
+        self._take(updates)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.scheduler.abort(data.draw(st.sampled_from(sorted(self.live))))
+        self._take(self.scheduler.take_updates())
+
+    @precondition(lambda self: self.connector.loading)
+    @rule(data=st.data(), error=st.sampled_from([None, None, "peer lost"]))
+    def load_ends(self, data: st.DataObject, error: str | None) -> None:
+        name = data.draw(st.sampled_from(sorted(self.connector.loading)))
+        del self.connector.loading[name]
+        self.scheduler.load_ended(name, error)
+        self.scheduler.load_ended(name, error)
+
+    @precondition(lambda self: self.connector.offered)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.connector.offered)))
+        del self.connector.offered[name]
+        self.scheduler.release(name)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        """When peers answer, everything ends and every block comes back."""
+        for _ in range(2000):
+            for name in list(self.connector.loading):
+                del self.connector.loading[name]
+                self.scheduler.load_ended(name, None)
+            for name in list(self.connector.offered):
+                del self.connector.offered[name]
+                self.scheduler.release(name)
+            if not self.live and not self.scheduler.has_work:
+                break
+            self._take(run_step(self.scheduler)[1])
+        assert not self.live, f"never finished: {self.live}"
+        assert self.scheduler.blocks.pool.num_free == 12
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
