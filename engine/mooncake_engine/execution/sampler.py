@@ -1,0 +1,218 @@
+"""Choosing tokens from logits, for a whole batch at once.
+
+Order: logit bias, penalties, end masking, temperature, then the filters. Every filter (min-p,
+top-k, top-p) is a threshold on the logit, so ties at the edge stay in together and the support
+does not depend on how a device sorts equal values. The draw is the inverse of the cumulative
+distribution in token order, at one uniform number of (seed, output position).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.execution.randomness import uniform
+from mooncake_engine.execution.request_state import RequestState
+from mooncake_engine.messages import TokenLogprobs
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.plan import SampledToken
+
+_CANDIDATES = 1024
+"""Sorted tokens that top-p looks at before it sorts the whole vocabulary."""
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse what SamplingParams can't know to be wrong: ids outside the vocabulary.
+
+    Raises:
+        InvalidRequest: an id of ``logit_bias`` or ``stop_token_ids`` that the model lacks.
+    """
+    named = {
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    f"{name} names token {token}, the vocabulary has {vocab_size}", param=name
+                )
+
+
+class Sampler:
+    """Samples one token per row.
+
+    Args:
+        eos_token_ids: masked, with a request's stop ids, before ``min_tokens``.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, states: Sequence[RequestState]) -> list[SampledToken]:
+        """Choose a token per row; does not append it to the states.
+
+        Args:
+            logits: [rows, vocab] float32; may be overwritten.
+            states: the request of each row.
+        """
+        modified = [row for row, state in enumerate(states) if self._is_modified(state)]
+        wants_logprobs = any(state.sampling.logprobs is not None for state in states)
+        raw = logits.clone() if modified and wants_logprobs else logits
+        if modified:
+            self._modify(logits, modified, states)
+        token_ids = _choose(logits, states)
+        if not wants_logprobs:
+            return [SampledToken(token_id) for token_id in token_ids]
+        logprobs = _logprobs(raw, states, token_ids)
+        return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
+
+    def _is_modified(self, state: RequestState) -> bool:
+        sampling = state.sampling
+        return state.counts is not None or bool(sampling.logit_bias) or self._is_end_masked(state)
+
+    def _is_end_masked(self, state: RequestState) -> bool:
+        return state.num_output_tokens < state.sampling.min_tokens
+
+    def _modify(self, logits: Tensor, rows: list[int], states: Sequence[RequestState]) -> None:
+        """Apply bias, penalties and end masking to some rows, in place."""
+        for row in rows:
+            if bias := states[row].sampling.logit_bias:
+                ids, values = zip(*bias, strict=True)
+                logits[row, list(ids)] += logits.new_tensor(values)
+        _penalise(logits, [row for row in rows if states[row].counts is not None], states)
+        for row in rows:
+            if self._is_end_masked(states[row]):
+                sampling = states[row].sampling
+                eos = () if sampling.ignore_eos else self._eos_token_ids
+                logits[row, [*eos, *sampling.stop_token_ids]] = -math.inf
+
+
+def _penalise(logits: Tensor, rows: list[int], states: Sequence[RequestState]) -> None:
+    """Repetition (Keskar et al. 2019: divide positive, multiply negative logits), then OpenAI's."""
+    if not rows:
+        return
+    counts = [counts for row in rows if (counts := states[row].counts) is not None]
+    params = [states[row].sampling for row in rows]
+    chosen = logits[rows]
+    repetition = _column(logits, [p.repetition_penalty for p in params])
+    is_seen = torch.stack([c.is_seen for c in counts])
+    scaled = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
+    chosen = torch.where(is_seen, scaled, chosen)
+    output = torch.stack([c.output for c in counts])
+    chosen -= _column(logits, [p.frequency_penalty for p in params]) * output
+    chosen -= _column(logits, [p.presence_penalty for p in params]) * (output > 0)
+    logits[rows] = chosen
+
+
+def _column(like: Tensor, values: Sequence[float]) -> Tensor:
+    return like.new_tensor(values).unsqueeze(1)
+
+
+def _choose(logits: Tensor, states: Sequence[RequestState]) -> list[int]:
+    random_rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
+    if not random_rows:
+        chosen: list[int] = logits.argmax(dim=-1).tolist()
+        return chosen
+    drawn = _draw(logits[random_rows], [states[row] for row in random_rows])
+    if len(random_rows) == len(states):
+        return drawn
+    chosen = logits.argmax(dim=-1).tolist()
+    for row, token_id in zip(random_rows, drawn, strict=True):
+        chosen[row] = token_id
+    return chosen
+
+
+def _draw(logits: Tensor, states: Sequence[RequestState]) -> list[int]:
+    """Draw one token per row of ``logits`` ([rows, vocab] float32, overwritten)."""
+    params = [state.sampling for state in states]
+    # the largest logit becomes 0: min-p is then a constant, and exp can't overflow
+    logits -= logits.amax(dim=-1, keepdim=True)
+    logits /= _column(logits, [max(p.temperature, 1e-5) for p in params])
+    if any(_has_filter(p, logits.shape[1]) for p in params):
+        logits.masked_fill_(logits < _thresholds(logits, params), -math.inf)
+    # float64: a float32 sum over a large vocabulary is off by more than rare tokens weigh
+    cumulative = logits.exp_().double().cumsum_(dim=-1)
+    numbers = [uniform(state.seed, state.num_output_tokens) for state in states]
+    targets = cumulative.new_tensor(numbers).unsqueeze(1) * cumulative[:, -1:]
+    drawn: list[int] = torch.searchsorted(cumulative, targets, right=True).squeeze(1).tolist()
+    return drawn
+
+
+def _has_filter(params: SamplingParams, vocab_size: int) -> bool:
+    return params.top_p < 1.0 or 0 < params.top_k < vocab_size or params.min_p > 0.0
+
+
+def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """The smallest logit that each row keeps: [rows, 1]. Row maxima are 0."""
+    vocab_size = logits.shape[1]
+    min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+    threshold = _column(logits, min_p)
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+    has_top_p = any(p.top_p < 1.0 for p in params)
+    limited = [k for k in top_k if k < vocab_size]
+    if not limited and not has_top_p:
+        return threshold
+    num_sorted = min(vocab_size, max([_CANDIDATES if has_top_p else 1, *limited]))
+    ordered = logits.topk(num_sorted, dim=-1).values
+    limits = torch.tensor(top_k, device=logits.device).unsqueeze(1)
+    threshold = threshold.maximum(_kth(ordered, limits, vocab_size))
+    if not has_top_p:
+        return threshold
+    top_p = _column(logits, [p.top_p for p in params]).double()
+    return _nucleus(logits, ordered, (threshold, limits), top_p)
+
+
+def _kth(ordered: Tensor, limits: Tensor, vocab_size: int) -> Tensor:
+    """The ``limits``-th largest logit of each row, -inf where there is no limit."""
+    last = (limits - 1).clamp_(max=ordered.shape[1] - 1)
+    return ordered.gather(1, last).masked_fill_(limits >= vocab_size, -math.inf)
+
+
+def _nucleus(logits: Tensor, ordered: Tensor, kept: tuple[Tensor, Tensor], top_p: Tensor) -> Tensor:
+    """Raise the thresholds to top-p's: the smallest prefix of the order that reaches ``top_p``.
+
+    Args:
+        logits: [rows, vocab].
+        ordered: [rows, n], its largest values in falling order.
+        kept: thresholds and ranks that min-p and top-k leave; top-p counts within them.
+        top_p: [rows, 1] float64.
+    """
+    threshold, limits = kept
+    total = _mass(logits, threshold).sum(dim=-1, keepdim=True)
+    while True:
+        cumulative = _mass(ordered, threshold).cumsum(dim=-1)
+        is_reached = cumulative[:, -1:] >= top_p * total
+        if ordered.shape[1] == logits.shape[1] or bool(is_reached.all()):
+            break
+        ordered = logits.sort(dim=-1, descending=True).values
+    last = (cumulative < top_p * total).sum(dim=-1, keepdim=True)
+    last = last.clamp_(max=ordered.shape[1] - 1).minimum(limits - 1)
+    return threshold.maximum(ordered.gather(1, last))
+
+
+def _mass(logits: Tensor, threshold: Tensor) -> Tensor:
+    """Unnormalised probability, float64, zero below the threshold."""
+    return logits.masked_fill(logits < threshold, -math.inf).double().exp_()
+
+
+def _logprobs(
+    logits: Tensor, states: Sequence[RequestState], token_ids: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """Log probabilities of the rows that ask, from unmodified logits."""
+    rows = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
+    asked = [states[row].sampling.logprobs or 0 for row in rows]
+    logprobs = logits[rows].log_softmax(dim=-1)
+    ids = torch.tensor([token_ids[row] for row in rows], device=logits.device).unsqueeze(1)
+    chosen = logprobs.gather(1, ids).squeeze(1).tolist()
+    best = logprobs.topk(min(max(asked), logits.shape[1]), dim=-1)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    found: list[TokenLogprobs | None] = [None] * len(states)
+    for row, count, logprob, (top_ids, top_values) in zip(rows, asked, chosen, tops, strict=True):
+        top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
+        found[row] = TokenLogprobs(token_ids[row], logprob, top)
+    return found

@@ -1,0 +1,102 @@
+"""Supported architectures: one row each. A new model is one file and one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.models.decoder import Decoder, ForwardContext
+from mooncake_engine.models.hf_config import (
+    ModelConfig,
+    RawConfig,
+    read_eos_token_ids,
+    read_llama,
+    read_qwen2,
+    read_qwen3,
+    read_raw,
+)
+from mooncake_engine.models.layers import Placement, WeightSlot
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
+
+ConfigReader = Callable[[RawConfig, str, tuple[int, ...]], ModelConfig]
+
+
+class Model(Protocol):
+    """A causal language model of one rank."""
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Every checkpoint tensor that this rank wants a part of."""
+        ...
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a checkpoint tensor may be left unread."""
+        ...
+
+    def pack(self) -> None:
+        """Called once when all slots are filled."""
+        ...
+
+    def forward(self, token_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """[tokens] and [tokens], both int64, to hidden rows [tokens, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] to [rows, vocab] float32; the same on every rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a checkpoint's config is read, and what runs it."""
+
+    read_config: ConfigReader
+    build: Callable[[ModelConfig, Placement, int], Model]
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(read_llama, Decoder),
+    "Qwen2ForCausalLM": Architecture(read_qwen2, Decoder),
+    "Qwen3ForCausalLM": Architecture(read_qwen3, Decoder),
+}
+"""Keyed by the name in ``architectures`` of config.json."""
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """Read what a model directory says about its model.
+
+    Raises:
+        CheckpointError: missing, incomplete or unsupported; the message says which.
+    """
+    raw = read_raw(model_dir)
+    names = raw.get("architectures", list) or []
+    known = [name for name in names if name in ARCHITECTURES]
+    if not known:
+        raise raw.refuse("architectures", names, ", ".join(sorted(ARCHITECTURES)))
+    eos = read_eos_token_ids(model_dir, raw)
+    return ARCHITECTURES[known[0]].read_config(raw, known[0], eos)
+
+
+def build_model(config: ModelConfig, placement: Placement, max_positions: int) -> Model:
+    """Allocate the rank's share of the model, not yet loaded.
+
+    Raises:
+        ConfigError: its heads can't be divided over so many ranks.
+    """
+    return ARCHITECTURES[config.architecture].build(config, placement, max_positions)
+
+
+def kv_geometry(config: ModelConfig, dtype: torch.dtype) -> KVGeometry:
+    """The KV that the model keeps per token, whatever the number of ranks."""
+    return KVGeometry(
+        kind=AttentionKind.GQA,
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        plane_dims=(config.head_dim, config.head_dim),
+        dtype=str(dtype).removeprefix("torch."),
+        element_bytes=dtype.itemsize,
+    )

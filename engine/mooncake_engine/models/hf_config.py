@@ -1,0 +1,269 @@
+"""Reads a Hugging Face ``config.json`` into a frozen ModelConfig, or says what is wrong with it.
+
+Both spellings in use are read: ``rope_theta`` with ``rope_scaling`` and ``torch_dtype`` (before
+transformers 5), and ``rope_parameters`` and ``dtype`` (since).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mooncake_engine.errors import CheckpointError
+from mooncake_engine.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    YarnScaling,
+    yarn_attention_factor,
+)
+
+T = TypeVar("T")
+_KINDS: dict[type, tuple[type, ...]] = {float: (int, float), int: (int,), bool: (bool,)}
+_SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Facts about a decoder, in our words.
+
+    Args:
+        architecture: the name in ``architectures``.
+        vocab_size: rows of the embedding.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_layers: decoder layers.
+        num_heads, num_kv_heads: query heads, and the key/value heads that they share.
+        head_dim: elements per head.
+        rms_norm_eps: of every norm.
+        max_positions: longest sequence the model was made for.
+        rope: its rotation.
+        tie_embeddings: whether the output head is the embedding.
+        dtype: what the checkpoint says its weights are, such as ``"bfloat16"``.
+        eos_token_ids: tokens that end an answer.
+        qkv_bias, output_bias, mlp_bias: which linear layers carry a bias.
+        has_qk_norm: whether queries and keys are normalised per head (Qwen3).
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+    tie_embeddings: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    has_qk_norm: bool = False
+
+
+class RawConfig:
+    """A parsed JSON object whose fields are checked as they are read.
+
+    Args:
+        fields: the object.
+        source: the file's name, for messages.
+    """
+
+    def __init__(self, fields: dict[str, Any], source: str) -> None:
+        self.fields = fields
+        self.source = source
+
+    def require(self, name: str, kind: type[T]) -> T:
+        """The field's value; raises CheckpointError if it is absent, null or of another kind."""
+        value = self.get(name, kind)
+        if value is None:
+            raise CheckpointError(f"{self.source} lacks {name!r}; the checkpoint is incomplete")
+        return value
+
+    def get(self, name: str, kind: type[T], default: T | None = None) -> T | None:
+        """The field's value, or the default if it is absent or null."""
+        value = self.fields.get(name)
+        if value is None:
+            return default
+        is_bool_for_number = isinstance(value, bool) and kind is not bool
+        if is_bool_for_number or not isinstance(value, _KINDS.get(kind, (kind,))):
+            raise CheckpointError(
+                f"{self.source}: {name!r} must be {kind.__name__}, found {value!r}"
+            )
+        return kind(value)  # type: ignore[call-arg]  # int to float where float is wanted
+
+    def flag(self, name: str) -> bool:
+        """A boolean field that is off when absent."""
+        return self.get(name, bool, False) is True
+
+    def count(self, name: str) -> int:
+        """A required integer above zero."""
+        value = self.require(name, int)
+        if value < 1:
+            raise CheckpointError(f"{self.source}: {name!r} must be at least 1, found {value}")
+        return value
+
+    def refuse(self, name: str, found: object, supported: str) -> CheckpointError:
+        """An error that says that the field's value is beyond what is supported."""
+        return CheckpointError(
+            f"{self.source}: {name} {found!r} is not supported; supported: {supported}"
+        )
+
+
+def read_raw(model_dir: Path) -> RawConfig:
+    """Parse ``config.json``.
+
+    Raises:
+        CheckpointError: no such directory or file, or not a JSON object.
+    """
+    if not model_dir.is_dir():
+        raise CheckpointError(f"model directory {str(model_dir)!r} does not exist")
+    return RawConfig(_read_object(model_dir / "config.json"), str(model_dir / "config.json"))
+
+
+def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:
+    """End-of-sequence tokens of ``generation_config.json`` and ``config.json`` together."""
+    path = model_dir / "generation_config.json"
+    generation = _read_object(path) if path.exists() else {}
+    found: set[int] = set()
+    for value in (generation.get("eos_token_id"), raw.fields.get("eos_token_id")):
+        ids = value if isinstance(value, list) else [value]
+        found.update(token for token in ids if isinstance(token, int))
+    return tuple(sorted(found))
+
+
+def read_llama(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """LlamaForCausalLM: ``attention_bias`` and ``mlp_bias`` as the file says."""
+    attention_bias, mlp_bias = raw.flag("attention_bias"), raw.flag("mlp_bias")
+    biases = {"qkv_bias": attention_bias, "output_bias": attention_bias, "mlp_bias": mlp_bias}
+    return _read_decoder(raw, architecture, eos, biases)
+
+
+def read_qwen2(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """Qwen2ForCausalLM: a bias on queries, keys and values, on nothing else."""
+    return _read_decoder(raw, architecture, eos, {"qkv_bias": True})
+
+
+def read_qwen3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """Qwen3ForCausalLM: norms on queries and keys, ``attention_bias`` as the file says."""
+    bias = raw.flag("attention_bias")
+    options = {"qkv_bias": bias, "output_bias": bias, "has_qk_norm": True}
+    return _read_decoder(raw, architecture, eos, options)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise CheckpointError(
+            f"{path} does not exist; a Hugging Face model directory is wanted"
+        ) from exc
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
+        raise CheckpointError(f"{path} can't be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _read_decoder(
+    raw: RawConfig, architecture: str, eos: tuple[int, ...], options: dict[str, bool]
+) -> ModelConfig:
+    _refuse_unsupported(raw)
+    num_heads = raw.count("num_attention_heads")
+    num_kv_heads = raw.get("num_key_value_heads", int, num_heads) or num_heads
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{raw.source}: {num_heads} query heads can't share {num_kv_heads} key/value heads"
+        )
+    head_dim = raw.get("head_dim", int) or raw.count("hidden_size") // num_heads
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=raw.count("vocab_size"),
+        hidden_size=raw.count("hidden_size"),
+        intermediate_size=raw.count("intermediate_size"),
+        num_layers=raw.count("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=raw.require("rms_norm_eps", float),
+        max_positions=raw.count("max_position_embeddings"),
+        rope=read_rope(raw, head_dim),
+        tie_embeddings=raw.flag("tie_word_embeddings"),
+        dtype=raw.get("dtype", str) or raw.get("torch_dtype", str) or "float32",
+        eos_token_ids=eos,
+        **options,
+    )
+
+
+def _refuse_unsupported(raw: RawConfig) -> None:
+    if raw.fields.get("quantization_config") is not None:
+        method = raw.fields["quantization_config"]
+        raise raw.refuse("quantization_config", method, "unquantised weights")
+    if (activation := raw.get("hidden_act", str, "silu")) != "silu":
+        raise raw.refuse("hidden_act", activation, "silu")
+    layer_types = set(raw.get("layer_types", list) or [])
+    if raw.flag("use_sliding_window") and layer_types != {"full_attention"}:
+        raise raw.refuse("use_sliding_window", True, "full attention in every layer")
+    if others := layer_types - {"full_attention"}:
+        raise raw.refuse("layer_types", sorted(others), "full_attention")
+
+
+def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
+    """The rotation, from either spelling.
+
+    Raises:
+        CheckpointError: a kind of scaling that is not supported, or one with fields missing.
+    """
+    merged = {"rope_theta": raw.fields.get("rope_theta")}
+    merged |= raw.get("rope_scaling", dict) or {}
+    merged |= raw.get("rope_parameters", dict) or {}
+    rope = RawConfig(merged, f"{raw.source}: rope")
+    partial = rope.get("partial_rotary_factor", float) or raw.get("partial_rotary_factor", float)
+    return RopeConfig(
+        theta=rope.get("rope_theta", float, 10000.0) or 10000.0,
+        rotary_dim=int(head_dim * (partial or 1.0)),
+        scaling=_read_scaling(rope, raw.count("max_position_embeddings")),
+    )
+
+
+def _read_scaling(
+    rope: RawConfig, max_positions: int
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+    kind = rope.get("rope_type", str) or rope.get("type", str) or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(rope.require("factor", float))
+    if kind == "llama3":
+        return Llama3Scaling(
+            rope.require("factor", float),
+            rope.require("low_freq_factor", float),
+            rope.require("high_freq_factor", float),
+            rope.require("original_max_position_embeddings", int),
+        )
+    if kind == "yarn":
+        return _read_yarn(rope, max_positions)
+    raise rope.refuse("rope_type", kind, ", ".join(_SCALINGS))
+
+
+def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
+    original = rope.get("original_max_position_embeddings", int) or max_positions
+    factor = rope.get("factor", float) or max_positions / original
+    attention_factor = rope.get("attention_factor", float)
+    if attention_factor is None:
+        scales = (rope.get("mscale", float), rope.get("mscale_all_dim", float))
+        attention_factor = yarn_attention_factor(factor, *scales)
+    return YarnScaling(
+        factor=factor,
+        original_positions=original,
+        beta_fast=rope.get("beta_fast", float) or 32.0,
+        beta_slow=rope.get("beta_slow", float) or 1.0,
+        attention_factor=attention_factor,
+        truncate=rope.get("truncate", bool, True) is not False,
+    )

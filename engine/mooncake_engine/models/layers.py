@@ -1,0 +1,255 @@
+"""Linear layers, embedding and head, whole or split over tensor-parallel ranks.
+
+Every layer names the checkpoint tensors that it wants as WeightSlots; loading copies into them,
+``pack`` then brings weights into the backend's own form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from mooncake_hal.backend import Communicator, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a rank's share of a model lives.
+
+    Args:
+        ops: kernels of the device.
+        device, dtype: of weights and activations.
+        communicator: the rank's group, or None for a rank alone.
+    """
+
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    communicator: Communicator | None = None
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank."""
+        return self.communicator.rank if self.communicator else 0
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks in the group."""
+        return self.communicator.world_size if self.communicator else 1
+
+    def empty(self, *shape: int) -> Tensor:
+        """Uninitialised memory of the placement's device and dtype."""
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def share(self, total: int) -> Span:
+        """This rank's half-open part of ``range(total)``; sizes differ by at most one."""
+        rank, size = self.tp_rank, self.tp_size
+        return Span(rank * total // size, (rank + 1) * total // size)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A half-open range of rows or columns."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightSlot:
+    """A place for (a part of) one checkpoint tensor.
+
+    Args:
+        name: its name in the checkpoint.
+        target: what to fill; a view of the parameter.
+        full_shape: the whole tensor's shape in the checkpoint.
+        offset: where ``target`` begins in it, per dimension.
+    """
+
+    name: str
+    target: Tensor
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSource:
+    """One checkpoint linear of which a fused layer takes some rows.
+
+    Args:
+        name: prefix of ``.weight`` and ``.bias``.
+        out_features: its rows, all ranks together.
+        rows: those of this rank.
+    """
+
+    name: str
+    out_features: int
+    rows: Span
+
+
+class ColumnLinear:
+    """``x @ W.T + b`` with output rows split over ranks; several checkpoint linears stacked."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        sources: tuple[LinearSource, ...],
+        in_features: int,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        self._ops = placement.ops
+        self._sources = sources
+        rows = sum(len(source.rows) for source in sources)
+        self.weight = placement.empty(rows, in_features)
+        self.bias = placement.empty(rows) if has_bias else None
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load."""
+        in_features, start = self.weight.shape[1], 0
+        for source in self._sources:
+            stop, first = start + len(source.rows), source.rows.start
+            shape = (source.out_features, in_features)
+            yield WeightSlot(f"{source.name}.weight", self.weight[start:stop], shape, (first, 0))
+            if self.bias is not None:
+                bias = self.bias[start:stop]
+                yield WeightSlot(f"{source.name}.bias", bias, shape[:1], (first,))
+            start = stop
+
+    def pack(self) -> None:
+        """Bring the loaded weight into the backend's form."""
+        self.weight = self._ops.pack_weight(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in] to [tokens, rows of this rank]."""
+        return self._ops.linear(x, self.weight, self.bias)
+
+
+class RowLinear:
+    """``x @ W.T + b`` with input columns split over ranks and the partial sums added up."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        name: str,
+        columns: Span,
+        shape: tuple[int, int],
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        self._placement = placement
+        self._name = name
+        self._columns = columns
+        self._shape = shape
+        self.weight = placement.empty(shape[0], len(columns))
+        # one rank adds the bias: the sum over ranks must hold it once
+        adds_bias = has_bias and placement.tp_rank == 0
+        self.bias = placement.empty(shape[0]) if adds_bias else None
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load."""
+        offset = (0, self._columns.start)
+        yield WeightSlot(f"{self._name}.weight", self.weight, self._shape, offset)
+        if self.bias is not None:
+            yield WeightSlot(f"{self._name}.bias", self.bias, self._shape[:1], (0,))
+
+    def pack(self) -> None:
+        """Bring the loaded weight into the backend's form."""
+        self.weight = self._placement.ops.pack_weight(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, columns of this rank] to [tokens, out]."""
+        partial = self._placement.ops.linear(x, self.weight, self.bias)
+        communicator = self._placement.communicator
+        return communicator.all_reduce(partial) if communicator else partial
+
+
+class VocabTable:
+    """The rows of a [vocab, hidden] matrix, split over ranks: an embedding, a head, or both.
+
+    Every rank holds ``ceil(vocab / ranks)`` rows, the last ones partly padding (zeros), so that
+    logits of equal width can be gathered.
+    """
+
+    def __init__(self, placement: Placement, name: str, vocab_size: int, hidden_size: int) -> None:
+        self._placement = placement
+        self._name = name
+        self._vocab_size = vocab_size
+        self._rows = -(-vocab_size // placement.tp_size)
+        self._first = min(self._rows * placement.tp_rank, vocab_size)
+        self.weight = placement.empty(self._rows, hidden_size)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load; zeroes the padding."""
+        held = min(self._rows, self._vocab_size - self._first)
+        self.weight[held:].zero_()
+        shape = (self._vocab_size, self.weight.shape[1])
+        yield WeightSlot(f"{self._name}.weight", self.weight[:held], shape, (self._first, 0))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[tokens] int64 to [tokens, hidden]."""
+        communicator = self._placement.communicator
+        if communicator is None:
+            return embedding(token_ids, self.weight)
+        local = token_ids - self._first
+        is_foreign = (local < 0) | (local >= self._rows)
+        rows = embedding(local.masked_fill(is_foreign, 0), self.weight)
+        return communicator.all_reduce(rows.masked_fill_(is_foreign.unsqueeze(-1), 0))
+
+
+class Head:
+    """Logits from hidden rows.
+
+    Args:
+        placement: where it lives.
+        table: its weights, not yet packed; may be the embedding's own.
+        vocab_size: columns of the logits, all ranks together.
+    """
+
+    def __init__(self, placement: Placement, table: VocabTable, vocab_size: int) -> None:
+        self._placement = placement
+        self._table = table
+        self._vocab_size = vocab_size
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Bring the loaded table into the backend's form; an embedding keeps its own copy."""
+        self._packed = self._placement.ops.pack_weight(self._table.weight)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] to [rows, vocab], in the model's dtype, the same on every rank."""
+        assert self._packed is not None, "Head is called before pack()"
+        logits = self._placement.ops.linear(hidden, self._packed, None)
+        communicator = self._placement.communicator
+        if communicator is None:
+            return logits
+        return communicator.all_gather(logits)[:, : self._vocab_size]
+
+
+class Norm:
+    """Weight of an RMS norm; replicated on every rank."""
+
+    def __init__(self, placement: Placement, name: str, size: int, eps: float) -> None:
+        self._ops = placement.ops
+        self._name = name
+        self.eps = eps
+        self.weight = placement.empty(size)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load."""
+        yield WeightSlot(f"{self._name}.weight", self.weight, tuple(self.weight.shape), (0,))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``(norm(x + residual), x + residual)``."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,135 @@
+"""Rotary position embeddings: inverse frequencies of every supported scaling, and their table.
+
+Su et al. 2021 (RoFormer) in the rotate-half form of GPT-NeoX; see each scaling for its source.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by ``factor`` (kaiokendev 2023; Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's: long wavelengths divided by ``factor``, short ones kept, a ramp between.
+
+    Args:
+        factor: divisor of the low frequencies.
+        low_freq_factor, high_freq_factor: wavelengths above ``original_positions /
+            low_freq_factor`` are scaled fully, those below ``original_positions /
+            high_freq_factor`` not at all.
+        original_positions: context length of the pre-training.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): a ramp over dimensions, and warmer attention.
+
+    Args:
+        factor: divisor of the interpolated frequencies.
+        original_positions: context length of the pre-training.
+        beta_fast, beta_slow: rotations over that context at which the ramp begins and ends.
+        attention_factor: multiplies cosines and sines.
+        truncate: whether the ramp's ends are rounded outwards to whole dimensions.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """The rotation of a model.
+
+    Args:
+        theta: base of the frequencies.
+        rotary_dim: how many leading elements of a head are rotated.
+        scaling: how it was stretched beyond the pre-training context, if it was.
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
+    """Angle per position of every rotated pair: ``[rotary_dim / 2]`` float32."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    base = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling):
+        return base / scaling.factor
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3_frequencies(base, scaling)
+    if isinstance(scaling, YarnScaling):
+        return _yarn_frequencies(base, rope, scaling)
+    return base
+
+
+def cos_sin_table(rope: RopeConfig, num_positions: int) -> Tensor:
+    """Cosines, then sines, of every position: ``[num_positions, rotary_dim]`` float32."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(rope))
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    if isinstance(rope.scaling, YarnScaling):
+        table *= rope.scaling.attention_factor
+    return table
+
+
+def yarn_attention_factor(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """The paper's ``0.1 ln(factor) + 1``, or DeepSeek's ratio of two such terms."""
+    if mscale and mscale_all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
+    wavelengths = 2 * math.pi / base
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    ramp = (scaling.original_positions / wavelengths - low) / (high - low)
+    ramp = ramp.clamp(0.0, 1.0)
+    return (1 - ramp) * base / scaling.factor + ramp * base
+
+
+def _yarn_frequencies(base: Tensor, rope: RopeConfig, scaling: YarnScaling) -> Tensor:
+    low = _yarn_dimension(rope, scaling, scaling.beta_fast)
+    high = _yarn_dimension(rope, scaling, scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    width = high - low or 0.001  # equal ends would divide by zero
+    interpolated = ((pairs - low) / width).clamp(0.0, 1.0)
+    return base / scaling.factor * interpolated + base * (1 - interpolated)
+
+
+def _yarn_dimension(rope: RopeConfig, scaling: YarnScaling, rotations: float) -> float:
+    """The dimension that turns ``rotations`` times over the original context."""
+    turns = scaling.original_positions / (rotations * 2 * math.pi)
+    return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
