@@ -9,7 +9,7 @@ from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.solo import SoloCommunicator
 from mooncake_hal_cpu.communicator import GlooCommunicator
 from mooncake_hal_cpu.memory import CpuMemory
-from mooncake_hal_cpu.ops import CpuOps
+from mooncake_hal_cpu.ops import cpu_ops
 from mooncake_hal_cpu.runtime import CpuRuntime
 
 # float16 stays out: no CPU of today multiplies it natively, so it is slower than both others
@@ -32,7 +32,7 @@ class CpuBackend:
             transports=TRANSPORTS,
         )
         self.runtime = CpuRuntime()
-        self.ops = CpuOps()
+        self.ops = cpu_ops()
         self.memory = CpuMemory()
         self._joined: Counter[str] = Counter()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, cast
@@ -42,12 +43,14 @@ class GlooCommunicator:
     def __init__(self, group: GroupSpec, generation: int) -> None:
         self._group = group
         try:
-            self._gloo: _Gloo | None = _join(group, generation)
+            self._joined = [_join(group, generation)]
         except (RuntimeError, ValueError, OSError) as exc:
             raise DeviceError(
                 f"rank {group.rank} of {group.world_size} could not join {group.init_method} "
                 f"within {group.timeout_s:g} s: {exc}"
             ) from exc
+        # a group that outlives the interpreter has threads that nobody joins, and aborts it
+        self._leave = weakref.finalize(self, self._joined.clear)
 
     @property
     def rank(self) -> int:
@@ -84,13 +87,13 @@ class GlooCommunicator:
 
     def close(self) -> None:
         """See ``Communicator``."""
-        self._gloo = None
+        self._leave()
 
     def _wait(self, name: str, start: Callable[[_Gloo], dist.Work]) -> None:
-        if self._gloo is None:
+        if not self._joined:
             raise DeviceError(f"{name}: rank {self.rank} has left the group")
         try:
-            start(self._gloo).wait()
+            start(self._joined[0]).wait()
         except RuntimeError as exc:
             raise DeviceError(
                 f"{name}: rank {self.rank} of {self.world_size} lost the group, or a rank took "

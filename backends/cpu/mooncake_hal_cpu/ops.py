@@ -1,20 +1,54 @@
-"""Kernels of the CPU backend.
+"""Kernels of the CPU backend: C++ where it beats torch, torch for the rest.
 
-Attention of a sequence is computed from that sequence alone, so its result does not depend on
-which others share the batch.
+Every row and every sequence is computed on its own, in an order that its own length fixes, so a
+result does not depend on which others share the batch, nor on the number of threads.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+from functools import lru_cache
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from mooncake_hal import env
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.errors import NativeUnavailable
+from mooncake_hal.native import warn_fallback
+from mooncake_hal_cpu.kernels import load_kernels
+from mooncake_hal_cpu.torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
+
+_LANES = 16
+_DTYPES = (torch.bfloat16, torch.float32)
+# below this many elements a second thread costs more to wake than it saves
+_PARALLEL_ELEMENTS = 1 << 16
 
 
-class CpuOps:
-    """The ops in plain torch, in as few calls as torch allows."""
+def cpu_ops() -> TorchOps:
+    """The best ops that this machine can run; a slower choice is logged with its reason."""
+    if not env.cpu_native():
+        warn_fallback("mooncake_hal_cpu", "plain torch", "MOONCAKE_HAL_CPU_NATIVE=0")
+        return TorchOps()
+    try:
+        return NativeOps(load_kernels())
+    except NativeUnavailable as exc:
+        warn_fallback("mooncake_hal_cpu", "plain torch", exc.reason)
+        return TorchOps()
+
+
+class NativeOps(TorchOps):
+    """C++ kernels, with torch for shapes and dtypes that they don't take.
+
+    Args:
+        library: the compiled kernels.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
 
     def write_kv(
         self,
@@ -25,11 +59,25 @@ class CpuOps:
         slot_mapping: Tensor,
     ) -> None:
         """See ``Ops``."""
-        block_size = key_cache.shape[1]
-        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-        where = (blocks, slot_mapping - blocks * block_size)
-        key_cache.index_put_(where, key)
-        value_cache.index_put_(where, value)
+        tokens, heads, dim = key.shape
+        same = key.dtype == value.dtype == key_cache.dtype == value_cache.dtype
+        if not same or key.stride(2) != 1 or value.stride(2) != 1 or value.shape[2] != dim:
+            super().write_kv(key, value, key_cache, value_cache, slot_mapping)
+            return
+        layout = _write_layout(
+            key.stride() + value.stride() + key_cache.stride() + value_cache.stride(),
+            (tokens, heads, key_cache.shape[1], dim),
+            key.element_size(),
+        )
+        self._library.write_kv(
+            key.data_ptr(),
+            value.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            layout,
+            _threads(key.numel()),
+        )
 
     def decode_attention(
         self,
@@ -40,98 +88,146 @@ class CpuOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        sequences = range(batch.num_decodes)
-        return _attend_each(query, key_cache, value_cache, batch, scale, sequences)
-
-    def prefill_attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-    ) -> Tensor:
-        """See ``Ops``."""
-        sequences = range(batch.num_decodes, len(batch.host_query_lens))
-        return _attend_each(query, key_cache, value_cache, batch, scale, sequences)
+        dim, dtype = query.shape[2], query.dtype
+        fits = dtype in _DTYPES and dim % _LANES == 0 and query.stride(2) == 1
+        if not fits or key_cache.dtype != dtype or value_cache.shape[3] != dim:
+            return super().decode_attention(query, key_cache, value_cache, batch, scale)
+        sequences, heads = query.shape[0], query.shape[1]
+        out = torch.empty((sequences, heads, dim), dtype=dtype)
+        kv_heads = key_cache.shape[2]
+        tables = batch.block_tables
+        contexts = sum(batch.host_context_lens[:sequences])
+        self._library.decode_attention(
+            out.data_ptr(),
+            query.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            tables.data_ptr(),
+            batch.context_lens.data_ptr(),
+            _attention_strides(
+                key_cache.stride(),
+                value_cache.stride(),
+                (query.stride(0), query.stride(1), tables.stride(0)),
+                query.element_size(),
+            ),
+            _int64s((sequences, heads, kv_heads, dim, key_cache.shape[1])),
+            scale,
+            dtype is torch.bfloat16,
+            _threads(contexts * kv_heads * dim),
+        )
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""
-        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+        if x.dtype not in _DTYPES or weight.dtype != x.dtype or x.dim() > 3 or x.stride(-1) != 1:
+            return super().rms_norm(x, weight, eps)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        (outer, inner, dim), strides = _three_dims(x)
+        self._library.rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            outer,
+            inner,
+            *strides,
+            dim,
+            eps,
+            x.dtype is torch.bfloat16,
+            _threads(x.numel()),
+        )
+        return out
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See ``Ops``."""
-        total = residual + x
-        return self.rms_norm(total, weight, eps), total
+        """See ``Ops``. Works in place: the norm takes x's memory, the sum the residual's."""
+        same = x.dtype == residual.dtype == weight.dtype and x.dtype in _DTYPES
+        if not same or not x.is_contiguous() or not residual.is_contiguous():
+            return super().add_rms_norm(x, residual, weight, eps)
+        dim = x.shape[-1]
+        self._library.add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            x.numel() // dim,
+            dim,
+            eps,
+            x.dtype is torch.bfloat16,
+            _threads(x.numel()),
+        )
+        return x, residual
 
     def rope(
         self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See ``Ops``."""
-        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+        """See ``Ops``. Works in place."""
+        dense = query.stride(2) == key.stride(2) == 1 and cos_sin.is_contiguous()
+        if query.dtype not in _DTYPES or key.dtype != query.dtype or not dense:
+            return super().rope(query, key, positions, cos_sin)
+        tokens, heads = query.shape[:2]
+        shape = (tokens, heads, key.shape[1], cos_sin.shape[1])
+        self._library.rope(
+            query.data_ptr(),
+            key.data_ptr(),
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            _int64s(shape + query.stride()[:2] + key.stride()[:2]),
+            query.dtype is torch.bfloat16,
+            _threads(query.numel()),
+        )
+        return query, key
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """See ``Ops``."""
-        gate, up = x.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
-
-    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
-        """See ``Ops``."""
-        cache[target] = cache[source]
-
-    def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-        """See ``Ops``."""
-        torch.index_select(cache, 0, block_ids, out=staging)
-
-    def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-        """See ``Ops``."""
-        cache[block_ids] = staging
-
-
-def _attend_each(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: AttentionBatch,
-    scale: float,
-    sequences: range,
-) -> Tensor:
-    out = torch.empty_like(query)
-    start = 0
-    for sequence in sequences:
-        stop = start + batch.host_query_lens[sequence]
-        context = batch.host_context_lens[sequence]
-        blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
-        key = key_cache.index_select(0, blocks).flatten(0, 1)[:context]
-        value = value_cache.index_select(0, blocks).flatten(0, 1)[:context]
-        out[start:stop] = _attend(query[start:stop], key, value, scale)
-        start = stop
-    return out
+        if x.dtype not in _DTYPES or x.dim() != 2 or x.stride(1) != 1:
+            return super().silu_mul(x)
+        rows, width = x.shape
+        out = torch.empty((rows, width // 2), dtype=x.dtype)
+        self._library.silu_mul(
+            x.data_ptr(),
+            out.data_ptr(),
+            rows,
+            x.stride(0),
+            width // 2,
+            x.dtype is torch.bfloat16,
+            _threads(x.numel()),
+        )
+        return out
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of one sequence's new tokens, which are the last of its context."""
-    new, context = query.shape[0], key.shape[0]
-    mask = None
-    if 1 < new < context:
-        mask = torch.ones(new, context, dtype=torch.bool).tril_(context - new)
-    out = functional.scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0),
-        key.transpose(0, 1).unsqueeze(0),
-        value.transpose(0, 1).unsqueeze(0),
-        attn_mask=mask,
-        is_causal=1 < new == context,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1)
+def _threads(elements: int) -> int:
+    return torch.get_num_threads() if elements >= _PARALLEL_ELEMENTS else 1
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+def _three_dims(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """Shape and outer strides of x as if it had three dimensions; x has one to three."""
+    shape, strides = x.shape, x.stride()
+    padding = 3 - len(shape)
+    outer, inner, dim = (1,) * padding + tuple(shape)
+    outer_stride, inner_stride, _ = (0,) * padding + tuple(strides)
+    return (outer, inner, dim), (outer_stride, inner_stride)
+
+
+@lru_cache(maxsize=4096)
+def _int64s(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """A C array of the values; the same shapes come back step after step."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+@lru_cache(maxsize=4096)
+def _attention_strides(
+    key: tuple[int, ...], value: tuple[int, ...], rest: tuple[int, ...], element_bytes: int
+) -> ctypes.Array[ctypes.c_int64]:
+    caches = [stride * element_bytes for stride in key[:3] + value[:3]]
+    return _int64s((*caches, *rest))
+
+
+@lru_cache(maxsize=4096)
+def _write_layout(
+    strides: tuple[int, ...], shape: tuple[int, int, int, int], element_bytes: int
+) -> ctypes.Array[ctypes.c_int64]:
+    """Strides are those of key, value (3 each) and of the two caches (4 each), in elements."""
+    tokens, heads, block_size, dim = shape
+    wanted = (*strides[0:2], *strides[3:5], *strides[6:9], *strides[10:13])
+    in_bytes = [stride * element_bytes for stride in wanted]
+    return _int64s((*in_bytes, tokens, heads, block_size, dim * element_bytes))

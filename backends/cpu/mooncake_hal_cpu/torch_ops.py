@@ -1,0 +1,137 @@
+"""The ops of the CPU backend in plain torch, for machines without a compiler and odd shapes.
+
+Attention of a sequence is computed from that sequence alone, so its result does not depend on
+which others share the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mooncake_hal.backend import AttentionBatch
+
+
+class TorchOps:
+    """The ops in plain torch, in as few calls as torch allows."""
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """See ``Ops``."""
+        block_size = key_cache.shape[1]
+        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+        where = (blocks, slot_mapping - blocks * block_size)
+        key_cache.index_put_(where, key)
+        value_cache.index_put_(where, value)
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        sequences = range(batch.num_decodes)
+        return _attend_each(query, key_cache, value_cache, batch, scale, sequences)
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        sequences = range(batch.num_decodes, len(batch.host_query_lens))
+        return _attend_each(query, key_cache, value_cache, batch, scale, sequences)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Ops``."""
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Ops``."""
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Ops``."""
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """See ``Ops``."""
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        """See ``Ops``."""
+        cache[target] = cache[source]
+
+    def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+        """See ``Ops``."""
+        torch.index_select(cache, 0, block_ids, out=staging)
+
+    def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+        """See ``Ops``."""
+        cache[block_ids] = staging
+
+
+def _attend_each(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    sequences: range,
+) -> Tensor:
+    out = torch.empty_like(query)
+    start = 0
+    for sequence in sequences:
+        stop = start + batch.host_query_lens[sequence]
+        context = batch.host_context_lens[sequence]
+        blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
+        key = key_cache.index_select(0, blocks).flatten(0, 1)[:context]
+        value = value_cache.index_select(0, blocks).flatten(0, 1)[:context]
+        out[start:stop] = _attend(query[start:stop], key, value, scale)
+        start = stop
+    return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence's new tokens, which are the last of its context."""
+    new, context = query.shape[0], key.shape[0]
+    mask = None
+    if 1 < new < context:
+        mask = torch.ones(new, context, dtype=torch.bool).tril_(context - new)
+    out = functional.scaled_dot_product_attention(
+        query.transpose(0, 1).unsqueeze(0),
+        key.transpose(0, 1).unsqueeze(0),
+        value.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        is_causal=1 < new == context,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
