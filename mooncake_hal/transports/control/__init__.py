@@ -1,0 +1,1 @@
+"""The control connection of transports whose bytes move elsewhere: peers and regions."""
