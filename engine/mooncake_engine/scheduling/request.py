@@ -56,6 +56,7 @@ class Request:
     num_computed: int = 0
     num_published: int = 0
     num_cached_tokens: int = 0
+    last_logprobs: TokenLogprobs | None = None
     deadline: float | None = None
 
     def __post_init__(self) -> None:

@@ -335,6 +335,7 @@ class Scheduler:
 
     def _append(self, request: Request, token: SampledToken) -> None:
         request.token_ids.append(token.token_id)
+        request.last_logprobs = token.logprobs
         self._report(request, token)
 
     def _report(self, request: Request, token: SampledToken) -> None:

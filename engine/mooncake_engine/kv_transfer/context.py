@@ -1,0 +1,33 @@
+"""What both halves of a connector work with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_engine.kv_transfer.events import EventSink
+from mooncake_engine.kv_transfer.facts import InstanceFacts
+
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class SideContext:
+    """Facts and services.
+
+    Args:
+        facts: of this instance.
+        lease_s: how long KV is held without a word from its reader.
+        sink: hears of what ended.
+        spawn: runs a task on the connector's loop; its failure is the engine's.
+        clock: seconds, monotonic.
+    """
+
+    facts: InstanceFacts
+    lease_s: float
+    sink: EventSink
+    spawn: Spawn
+    clock: Callable[[], float] = time.monotonic

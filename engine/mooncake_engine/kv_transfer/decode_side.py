@@ -1,0 +1,178 @@
+"""The decode half of pulling: keep leases while requests queue, then load. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from dataclasses import dataclass
+from zlib import crc32
+
+from mooncake_engine.errors import KVTransferError, LeaseLost
+from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.events import LoadEnded
+from mooncake_engine.kv_transfer.params import RemoteKV
+from mooncake_engine.kv_transfer.peers import Peer, PeerBook
+from mooncake_engine.kv_transfer.protocol import LeaseStatus
+from mooncake_engine.kv_transfer.rank_loads import RankLoads
+from mooncake_engine.kv_transfer.rank_messages import Load
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE = 6
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A request whose KV a peer holds."""
+
+    remote: RemoteKV
+    last_renewed: float
+    is_loading: bool = False
+    is_cancelled: bool = False
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """What the decode side has done so far."""
+
+    loads: int = 0
+    failures: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class DecodeSide:
+    """Expected requests and running loads.
+
+    Args:
+        context: what both halves work with.
+        ranks: the workers of this instance.
+        peers: the prefill instances.
+    """
+
+    def __init__(self, context: SideContext, ranks: RankLoads, peers: PeerBook) -> None:
+        self.counts = LoadCounts()
+        self._facts = context.facts
+        self._lease_s = context.lease_s
+        self._sink = context.sink
+        self._spawn = context.spawn
+        self._clock = context.clock
+        self._ranks = ranks
+        self._peers = peers
+        self._expected: dict[str, _Expected] = {}
+
+    def expect(self, request_id: str, remote: RemoteKV) -> None:
+        """Keep this lease alive until the request is loaded or cancelled."""
+        self._expected[request_id] = _Expected(remote, self._clock())
+
+    def load(self, request_id: str, local_blocks: tuple[int, ...], start: int) -> None:
+        """Load an expected request's prompt from token ``start`` on; ``LoadEnded`` follows."""
+        expected = self._expected[request_id]
+        expected.is_loading = True
+        remote = expected.remote
+        order = Load(
+            request_id,
+            remote.engine_id,
+            local_blocks,
+            remote.block_ids,
+            start,
+            remote.num_tokens,
+            spread=crc32(remote.request_id.encode()),
+        )
+        self._spawn(self._run(order, expected))
+
+    def cancel(self, request_id: str) -> None:
+        """Give up on a request: tell its peer, and end its load if one runs. Idempotent."""
+        expected = self._expected.get(request_id)
+        if expected is None:
+            return
+        if expected.is_loading:
+            expected.is_cancelled = True
+            self._ranks.cancel(request_id)
+            return
+        del self._expected[request_id]
+        self._spawn(self._tell_failed(expected.remote, "the request ended before its KV was read"))
+
+    async def keep_leases(self) -> None:
+        """Renew, in one message per peer, what is expected; until cancelled."""
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            by_peer: defaultdict[str, dict[str, _Expected]] = defaultdict(dict)
+            for request_id, expected in self._expected.items():
+                by_peer[expected.remote.engine_id][request_id] = expected
+            await asyncio.gather(*(self._renew(group) for group in by_peer.values()))
+
+    async def _renew(self, group: dict[str, _Expected]) -> None:
+        """One peer's leases: what it has lost, or all of them if it has long been silent."""
+        names = {expected.remote.request_id: name for name, expected in group.items()}
+        peer = self._peers.get(next(iter(group.values())).remote)
+        try:
+            lost = await peer.renew(tuple(names))
+        except KVTransferError as exc:
+            self._drop_silent(group, str(exc))
+            return
+        now = self._clock()
+        for expected in group.values():
+            expected.last_renewed = now
+        for remote_id in lost:
+            self._lose(names[remote_id], "the prefill instance no longer holds its KV")
+
+    def _drop_silent(self, group: dict[str, _Expected], reason: str) -> None:
+        for request_id, expected in group.items():
+            if self._clock() - expected.last_renewed > self._lease_s:
+                self._lose(request_id, reason)
+                self._peers.forget(expected.remote.engine_id)
+
+    def _lose(self, request_id: str, reason: str) -> None:
+        """A running load finds out by itself; a queued request is told."""
+        expected = self._expected.get(request_id)
+        if expected is not None and not expected.is_loading:
+            del self._expected[request_id]
+            self.counts.failures += 1
+            self._sink(LoadEnded(request_id, reason))
+
+    async def _run(self, order: Load, expected: _Expected) -> None:
+        """One load from first to last; whatever happens, its end is reported once, drained."""
+        error = None
+        self.counts.loads += 1
+        try:
+            await self._load(order, expected)
+        except KVTransferError as exc:
+            error = str(exc)
+            self.counts.failures += 1
+            logger.warning("loading the KV of %s failed: %s", order.request_id, error)
+            self._spawn(self._tell_failed(expected.remote, error))
+        finally:
+            self._expected.pop(order.request_id, None)
+            self._sink(LoadEnded(order.request_id, error))
+
+    async def _load(self, order: Load, expected: _Expected) -> None:
+        peer = self._peers.get(expected.remote)
+        if order.start < order.stop:
+            await self._read(peer, order, expected)
+        status = await peer.done(expected.remote.request_id)
+        if status is not LeaseStatus.RELEASED and order.start < order.stop:
+            raise LeaseLost(
+                f"the prefill instance's lease was {status.value} when the read ended; "
+                "what was read is not used"
+            )
+
+    async def _read(self, peer: Peer, order: Load, expected: _Expected) -> None:
+        try:
+            await peer.shake_hands(self._facts, self._ranks)
+        except KVTransferError:
+            self._peers.forget(peer.engine_id)
+            raise
+        if expected.is_cancelled:
+            raise KVTransferError("cancelled before it began")
+        for report in await self._ranks.run(order):
+            self.counts.nbytes += report.nbytes
+            self.counts.seconds += report.seconds
+
+    async def _tell_failed(self, remote: RemoteKV, reason: str) -> None:
+        try:
+            await self._peers.get(remote).failed(remote.request_id, reason)
+        except KVTransferError as exc:
+            logger.info("could not tell the holder of %s: %s", remote.request_id, exc)
+            self._peers.forget(remote.engine_id)

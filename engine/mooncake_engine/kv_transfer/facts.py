@@ -1,0 +1,133 @@
+"""What an instance says of itself in the handshake, and whether two of them fit together."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from mooncake_engine.errors import HandshakeRefused
+from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.layout import KVLayout
+from mooncake_hal.kv.plan import KVPlacement
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """One tensor-parallel rank.
+
+    Args:
+        shard, layout: what it holds, and where.
+        endpoints: transport name to the address that a peer's endpoint connects to.
+    """
+
+    shard: KVShard
+    layout: KVLayout
+    endpoints: dict[str, bytes]
+
+    @property
+    def placement(self) -> KVPlacement:
+        """As the planner takes it."""
+        return KVPlacement(self.shard, self.layout)
+
+
+class HardwareFacts(msgspec.Struct, frozen=True):
+    """What runs the instance.
+
+    Args:
+        backend, generation: names.
+        constraints: what its backend allows in a deployment.
+    """
+
+    backend: str
+    generation: str
+    constraints: DeploymentConstraints
+
+
+class InstanceFacts(msgspec.Struct, frozen=True):
+    """One instance, as it is: measured, not configured.
+
+    Args:
+        engine_id: name of this incarnation.
+        model_fingerprint, tokenizer_fingerprint: equal for equal files.
+        geometry: of the whole model's KV.
+        block_size: tokens per block.
+        hardware: what it runs on.
+        ranks: its tensor-parallel ranks, in order.
+    """
+
+    engine_id: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    geometry: KVGeometry
+    block_size: int
+    hardware: HardwareFacts
+    ranks: tuple[RankFacts, ...]
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    what: str
+    prefill: object
+    decode: object
+
+
+def check_fit(prefill: InstanceFacts, decode: InstanceFacts) -> None:
+    """Whether KV of one instance can serve the other. Both sides run this on what they were told.
+
+    Raises:
+        HandshakeRefused: names the first fact that differs, with both values.
+    """
+    for check in (
+        _Check("model", prefill.model_fingerprint, decode.model_fingerprint),
+        _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint),
+        _Check("KV geometry", prefill.geometry, decode.geometry),
+    ):
+        if check.prefill != check.decode:
+            raise HandshakeRefused(
+                f"{check.what} differs: the prefill instance has {check.prefill}, "
+                f"the decode instance {check.decode}; serve the same model with the same dtype"
+            )
+    for own, other in ((prefill, decode), (decode, prefill)):
+        _check_constraints(own.hardware, other.hardware, own.block_size)
+    strict = not (
+        prefill.hardware.constraints.any_tp_ratio and decode.hardware.constraints.any_tp_ratio
+    )
+    if strict and (prefill.tp_size < decode.tp_size or prefill.tp_size % decode.tp_size):
+        raise HandshakeRefused(
+            f"tensor-parallel sizes: prefill {prefill.tp_size}, decode {decode.tp_size}; this "
+            "hardware needs prefill >= decode and a multiple of it"
+        )
+
+
+def _check_constraints(own: HardwareFacts, other: HardwareFacts, block_size: int) -> None:
+    rules = own.constraints
+    if rules.same_backend and own.backend != other.backend:
+        raise HandshakeRefused(
+            f"backend {own.backend!r} works only with itself, the peer runs {other.backend!r}"
+        )
+    if rules.same_generation and own.generation != other.generation:
+        raise HandshakeRefused(
+            f"backend {own.backend!r} needs one device generation on both sides: "
+            f"{own.generation!r} here, {other.generation!r} at the peer"
+        )
+    if rules.block_size is not None and block_size != rules.block_size:
+        raise HandshakeRefused(
+            f"backend {own.backend!r} needs KV blocks of {rules.block_size} tokens, "
+            f"not {block_size}"
+        )
+
+
+def model_fingerprint(directory: Path) -> str:
+    """A name for a checkpoint: its configuration, and the names and sizes of its weights."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for weights in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{weights.name}:{weights.stat().st_size};".encode())
+    return digest.hexdigest()[:32]

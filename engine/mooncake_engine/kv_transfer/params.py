@@ -1,0 +1,186 @@
+"""The field's ``kv_transfer_params``, parsed once, at the border.
+
+Names as in vLLM and vLLM-Ascend's MooncakeConnectorV1, so that their proxies can stand in front
+of our instances. ``last_token_id`` is the token that the prefill instance sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.messages import KVTransferParams, TokenLogprobs
+from mooncake_engine.scheduling.request import FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKV:
+    """Where the KV of a prompt lies.
+
+    Args:
+        engine_id: the holder; another incarnation of it has another id.
+        request_id: the holder's name for the lease.
+        host, port: its side channel.
+        block_ids: its block table.
+        num_tokens: prompt tokens whose KV is there.
+    """
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What a request's parameters ask this instance to do.
+
+    Args:
+        keeps_kv: hold the KV for a peer after the first token.
+        remote: load the KV from there.
+        first_token: the holder's token, to continue from.
+    """
+
+    keeps_kv: bool = False
+    remote: RemoteKV | None = None
+    first_token: FirstToken | None = None
+
+
+class _Wire(msgspec.Struct):
+    """The fields that we read; unknown ones belong to others and are left alone."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_block_ids: list[list[int]] | None = None
+    num_prompt_tokens: int | None = None
+    last_token_id: int | None = None
+    last_token_logprobs: tuple[float, list[tuple[int, float]]] | None = None
+    remote_cached_tokens: int = 0
+
+
+NEEDED = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "last_token_id",
+)
+
+
+def parse_handoff(params: KVTransferParams | None, num_prompt_tokens: int) -> Handoff:
+    """Read a request's parameters.
+
+    Args:
+        params: as they came; None asks for nothing.
+        num_prompt_tokens: of the request that carries them.
+
+    Raises:
+        InvalidRequest: a field is missing or of the wrong kind, or they contradict the prompt.
+    """
+    if params is None:
+        return Handoff()
+    try:
+        wire = msgspec.convert(params, _Wire, strict=True)
+    except msgspec.ValidationError as exc:
+        raise _invalid(str(exc)) from exc
+    if wire.do_remote_decode and wire.do_remote_prefill:
+        raise _invalid("do_remote_decode and do_remote_prefill exclude each other")
+    if wire.do_remote_decode:
+        return Handoff(keeps_kv=True)
+    if wire.do_remote_prefill:
+        return _parse_remote(wire, num_prompt_tokens)
+    return Handoff()
+
+
+def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> Handoff:
+    missing = [name for name in NEEDED if getattr(wire, name) is None]
+    if missing:
+        raise _invalid(
+            f"do_remote_prefill needs {', '.join(missing)}; pass on what the prefill answered"
+        )
+    assert wire.remote_block_ids is not None
+    if len(wire.remote_block_ids) != 1:
+        raise _invalid(
+            f"remote_block_ids must hold the table of one KV-cache group, "
+            f"got {len(wire.remote_block_ids)}"
+        )
+    told = wire.num_prompt_tokens
+    if told is not None and told != num_prompt_tokens:
+        raise _invalid(
+            f"the prefill instance counted {told} prompt tokens, this one {num_prompt_tokens}; "
+            "the two must be given the same prompt, tokenizer and chat template"
+        )
+    assert wire.last_token_id is not None
+    first = FirstToken(wire.last_token_id, _logprobs(wire), wire.remote_cached_tokens)
+    return Handoff(remote=_remote(wire, num_prompt_tokens), first_token=first)
+
+
+def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
+    values: dict[str, Any] = {name: getattr(wire, f"remote_{name}") for name in _REMOTE_FIELDS}
+    assert wire.remote_block_ids is not None
+    return RemoteKV(**values, block_ids=tuple(wire.remote_block_ids[0]), num_tokens=num_tokens)
+
+
+_REMOTE_FIELDS = ("engine_id", "request_id", "host", "port")
+
+
+def _logprobs(wire: _Wire) -> TokenLogprobs | None:
+    if wire.last_token_logprobs is None or wire.last_token_id is None:
+        return None
+    logprob, top = wire.last_token_logprobs
+    return TokenLogprobs(wire.last_token_id, logprob, tuple(top))
+
+
+def _invalid(problem: str) -> InvalidRequest:
+    return InvalidRequest(f"kv_transfer_params: {problem}", param="kv_transfer_params")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What stays the same in all that an instance offers."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    block_size: int
+
+
+def build_params(
+    holder: Holder, request_id: str, block_ids: list[int], num_tokens: int, first: FirstToken
+) -> KVTransferParams:
+    """What the decode instance needs to fetch this KV; the proxy carries it there."""
+    params: KVTransferParams = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": holder.engine_id,
+        "remote_request_id": request_id,
+        "remote_host": holder.host,
+        "remote_port": holder.port,
+        "remote_block_ids": [list(block_ids)],
+        "remote_block_size": holder.block_size,
+        "remote_ptp_size": holder.tp_size,
+        "remote_pcp_size": 1,
+        "remote_dcp_size": 1,
+        "remote_multi_nodes_meta_mapping": {},
+        "num_prompt_blocks": len(block_ids),
+        "num_prompt_tokens": num_tokens,
+        "last_token_id": first.token_id,
+        "remote_cached_tokens": first.num_cached_tokens,
+    }
+    if first.logprobs is not None:
+        params["last_token_logprobs"] = [
+            first.logprobs.logprob,
+            [list(pair) for pair in first.logprobs.top],
+        ]
+    return params

@@ -1,0 +1,101 @@
+"""The prefill half of pulling: hold finished prompts for peers. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from mooncake_engine.errors import HandshakeRefused
+from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.events import LeaseEnded
+from mooncake_engine.kv_transfer.facts import check_fit
+from mooncake_engine.kv_transfer.leases import LeaseTable
+from mooncake_engine.kv_transfer.protocol import (
+    AnyMessage,
+    Done,
+    Failed,
+    Hello,
+    LeaseStatus,
+    Reject,
+    Renew,
+    Renewed,
+    Status,
+    Welcome,
+    check_version,
+)
+
+logger = logging.getLogger(__name__)
+
+SWEEPS_PER_LEASE = 10
+
+
+class PrefillSide:
+    """Leases, and what peers may say about them.
+
+    Args:
+        context: what both halves work with.
+    """
+
+    def __init__(self, context: SideContext) -> None:
+        self.num_expired = 0
+        self._facts = context.facts
+        self._leases = LeaseTable(context.lease_s)
+        self._sink = context.sink
+        self._clock = context.clock
+
+    @property
+    def num_held(self) -> int:
+        """Leases running now."""
+        return len(self._leases)
+
+    def grant(self, request_id: str) -> None:
+        """Hold a request's KV from now on."""
+        self._leases.grant(request_id, self._clock())
+
+    def end(self, request_id: str, ending: LeaseStatus) -> LeaseStatus:
+        """End a lease by somebody's word; returns how it ended, now or earlier."""
+        was_held = self._leases.is_held(request_id)
+        status = self._leases.end(request_id, ending)
+        if was_held:
+            self._sink(LeaseEnded(request_id))
+        return status
+
+    def handle(self, message: AnyMessage) -> AnyMessage:
+        """Answer a peer.
+
+        Raises:
+            HandshakeRefused: a peer that does not fit.
+        """
+        ticket = message.ticket
+        if isinstance(message, Hello):
+            return self._welcome(message)
+        if isinstance(message, Renew):
+            return Renewed(ticket, self._leases.renew(message.request_ids, self._clock()))
+        if isinstance(message, Done):
+            return Status(ticket, self.end(message.request_id, LeaseStatus.RELEASED))
+        if isinstance(message, Failed):
+            logger.warning("a peer gave up reading %s: %s", message.request_id, message.reason)
+            return Status(ticket, self.end(message.request_id, LeaseStatus.EXPIRED))
+        return Reject(ticket, f"{type(message).__name__} is not a request")
+
+    async def sweep(self) -> None:
+        """End leases at their deadlines, until cancelled; whether or not the engine steps."""
+        while True:
+            await asyncio.sleep(self._leases.duration_s / SWEEPS_PER_LEASE)
+            for request_id in self._leases.expire(self._clock()):
+                self.num_expired += 1
+                logger.warning(
+                    "the KV of %s was held for %g s and nobody read it; its blocks are free again",
+                    request_id,
+                    self._leases.duration_s,
+                )
+                self._sink(LeaseEnded(request_id))
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        check_version(hello.version)
+        try:
+            check_fit(self._facts, hello.facts)
+        except HandshakeRefused as exc:
+            logger.warning("refused instance %s: %s", hello.facts.engine_id, exc)
+            raise
+        return Welcome(hello.ticket, self._facts)

@@ -1,0 +1,134 @@
+"""What instances say to each other on the side channel: versioned, typed, sealed; never pickled.
+
+A frame is ``mac || msgpack``, the mac being HMAC-SHA256 with the deployment's secret. Requests
+carry a ticket that the answer repeats. All of them may be sent twice: identities are minted once
+per prefill, so a repeated one changes nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+from enum import Enum
+from hashlib import sha256
+
+import msgspec
+
+from mooncake_engine.errors import HandshakeRefused, KVTransferError
+from mooncake_engine.kv_transfer.facts import InstanceFacts
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+_MAC_BYTES = sha256().digest_size
+
+
+class LeaseStatus(str, Enum):
+    """What the holder answers about a lease."""
+
+    HELD = "held"
+    RELEASED = "released"
+    """It was held until the reader said that it was done: what was read is valid."""
+    EXPIRED = "expired"
+    """It ended before: what was read since may be someone else's KV."""
+    UNKNOWN = "unknown"
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
+    """Base of all messages."""
+
+    ticket: int
+
+
+class Hello(Message, frozen=True):
+    """Decode to prefill, once per pair and incarnation: who I am."""
+
+    version: int
+    facts: InstanceFacts
+
+
+class Welcome(Message, frozen=True):
+    """The answer: who I am, and where my KV lies."""
+
+    facts: InstanceFacts
+
+
+class Renew(Message, frozen=True):
+    """I still want these; sent for all of a pair at once."""
+
+    request_ids: tuple[str, ...]
+
+
+class Renewed(Message, frozen=True):
+    """The answer: these of them are not held (any more)."""
+
+    lost: tuple[str, ...]
+
+
+class Done(Message, frozen=True):
+    """I have read it; was it valid all along?"""
+
+    request_id: str
+
+
+class Failed(Message, frozen=True):
+    """I will not read it (any more)."""
+
+    request_id: str
+    reason: str
+
+
+class Status(Message, frozen=True):
+    """The answer to Done and Failed."""
+
+    status: LeaseStatus
+
+
+class Reject(Message, frozen=True):
+    """A message that was not understood, or not allowed; it changed nothing."""
+
+    reason: str
+
+
+AnyMessage = Hello | Welcome | Renew | Renewed | Done | Failed | Status | Reject
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class BadFrame(KVTransferError):
+    """A frame that can't be honoured: too long, wrongly sealed, or not a message of ours."""
+
+
+def seal(message: AnyMessage, secret: bytes) -> bytes:
+    """Encode a message and seal it with the deployment's secret."""
+    payload = _encoder.encode(message)
+    return hmac.digest(secret, payload, "sha256") + payload
+
+
+def unseal(frame: bytes, secret: bytes) -> AnyMessage:
+    """Check a frame's seal, in constant time, and decode it.
+
+    Raises:
+        BadFrame: says which check failed.
+    """
+    if not _MAC_BYTES < len(frame) <= MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {len(frame)} bytes")
+    mac, payload = frame[:_MAC_BYTES], frame[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, hmac.digest(secret, payload, "sha256")):
+        raise BadFrame("the seal does not fit: the instances have different secrets")
+    try:
+        return _decoder.decode(payload)
+    except msgspec.DecodeError as exc:
+        raise BadFrame(f"not a message of protocol {PROTOCOL_VERSION}: {exc}") from exc
+
+
+def check_version(theirs: int) -> None:
+    """Refuse a peer of another protocol version.
+
+    Raises:
+        HandshakeRefused: names both.
+    """
+    if theirs != PROTOCOL_VERSION:
+        raise HandshakeRefused(
+            f"the peer speaks side-channel protocol {theirs}, this instance {PROTOCOL_VERSION}; "
+            "run the same release on both"
+        )

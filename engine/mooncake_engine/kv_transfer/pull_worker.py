@@ -1,0 +1,172 @@
+"""The pull connector beside a rank's KV pool: registers it with transports, and reads into it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.extension import ExtensionContext, LayerDone
+from mooncake_engine.kv_transfer.endpoints import OpenTransports
+from mooncake_engine.kv_transfer.facts import RankFacts
+from mooncake_engine.kv_transfer.rank_messages import (
+    CancelLoad,
+    ConnectPeer,
+    ForgetPeer,
+    Load,
+    LoadReport,
+    RankReady,
+    encode,
+    to_rank,
+)
+from mooncake_engine.scheduling.plan import StepPlan
+from mooncake_hal.errors import HalError, TransferCancelled, TransferError
+from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
+from mooncake_hal.transport import Transfer
+
+logger = logging.getLogger(__name__)
+
+LOAD_THREADS = 4
+
+
+class PullWorker:
+    """One rank's half of MooncakeConnector.
+
+    Args:
+        context: the rank's pool, hardware, and way to the core.
+    """
+
+    def __init__(self, context: ExtensionContext) -> None:
+        config = context.config.kv_transfer
+        if config is None:
+            raise ConfigError("PullWorker needs a kv_transfer configuration")
+        self._context = context
+        self._timeout_s = config.transfer_timeout_s
+        pool = context.pool
+        self._placement = KVPlacement(pool.shard, pool.layout)
+        self._transports = OpenTransports(config, context.backend, context.device, pool.region)
+        self._peers: dict[str, tuple[RankFacts, ...]] = {}
+        self._loads: dict[str, _RunningLoad] = {}
+        self._threads = ThreadPoolExecutor(
+            LOAD_THREADS,
+            f"kv-load-{context.rank}",
+            initializer=lambda: context.backend.runtime.bind_thread(context.device),
+        )
+        facts = RankFacts(pool.shard, pool.layout, self._transports.addresses)
+        context.emit(encode(RankReady(facts)))
+
+    def receive(self, message: bytes) -> None:
+        """See ``WorkerExtension``."""
+        command = to_rank.decode(message)
+        if isinstance(command, Load):
+            self._loads[command.request_id] = load = _RunningLoad(command)
+            self._threads.submit(self._run, load)
+        elif isinstance(command, CancelLoad):
+            running = self._loads.get(command.request_id)
+            if running is not None:
+                self._threads.submit(running.cancel)
+        elif isinstance(command, ConnectPeer):
+            self._peers[command.engine_id] = command.ranks
+        elif isinstance(command, ForgetPeer):
+            self._forget(command.engine_id)
+
+    def begin_step(self, plan: StepPlan) -> LayerDone | None:
+        """See ``WorkerExtension``: pulling does not care for steps."""
+        return None
+
+    def close(self) -> None:
+        """See ``WorkerExtension``."""
+        for load in list(self._loads.values()):
+            load.cancel()
+        self._threads.shutdown(wait=True)
+        self._transports.close()
+
+    def _run(self, load: _RunningLoad) -> None:
+        """Top of a pool thread: the load is reported once, drained, whatever happens."""
+        started = time.monotonic()
+        error = None
+        try:
+            self._read(load)
+        except HalError as exc:
+            error = f"{type(exc).__name__}: {exc}"
+        except BaseException as exc:
+            error = f"the loader died: {exc!r}"
+            self._context.fail(exc)
+            raise
+        finally:
+            del self._loads[load.command.request_id]
+            seconds = time.monotonic() - started
+            report = LoadReport(load.command.request_id, error, load.nbytes, seconds)
+            self._context.emit(encode(report))
+
+    def _read(self, load: _RunningLoad) -> None:
+        command = load.command
+        ranks = self._peers[command.engine_id]
+        movement = Movement(
+            command.local_blocks,
+            command.remote_blocks,
+            (command.start, command.stop),
+            spread=command.spread,
+        )
+        plans = plan_transfer(
+            self._context.pool.geometry,
+            self._placement,
+            [rank.placement for rank in ranks],
+            movement,
+        )
+        try:
+            for plan in plans:
+                peer = self._transports.peer(
+                    command.engine_id, plan.peer, ranks[plan.peer].endpoints
+                )
+                load.start(peer.read(plan.spans, timeout=self._timeout_s), plan.spans.total_bytes)
+            load.wait()
+        except TransferError:
+            load.cancel()
+            self._transports.forget(command.engine_id)
+            raise
+
+    def _forget(self, engine_id: str) -> None:
+        if self._peers.pop(engine_id, None) is not None:
+            self._threads.submit(self._transports.forget, engine_id)
+
+
+class _RunningLoad:
+    """A load's transfers, and whether it was cancelled."""
+
+    def __init__(self, command: Load) -> None:
+        self.command = command
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._transfers: list[Transfer] = []
+        self._is_cancelled = False
+
+    def start(self, transfer: Transfer, nbytes: int) -> None:
+        """Note a transfer in flight; ends it at once if the load is cancelled."""
+        with self._lock:
+            self._transfers.append(transfer)
+            self.nbytes += nbytes
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            transfer.cancel()
+
+    def wait(self) -> None:
+        """Block until all transfers are done.
+
+        Raises:
+            TransferError: the first failure.
+        """
+        for transfer in self._transfers:
+            transfer.wait()
+        if self._is_cancelled:
+            raise TransferCancelled("the request ended while its KV was read")
+
+    def cancel(self) -> None:
+        """End and drain what is in flight, and whatever is started later."""
+        with self._lock:
+            self._is_cancelled = True
+            transfers = list(self._transfers)
+        for transfer in transfers:
+            transfer.cancel()

@@ -1,0 +1,172 @@
+"""The side channel: a ROUTER that answers peers, and DEALERs that ask them. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, PortTaken
+from mooncake_engine.kv_transfer.protocol import (
+    MAX_FRAME_BYTES,
+    AnyMessage,
+    BadFrame,
+    Message,
+    Reject,
+    seal,
+    unseal,
+)
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[AnyMessage], AnyMessage]
+Answer = TypeVar("Answer", bound=Message)
+
+TRY_TIMEOUT_S = 2.0
+TRIES = 3
+
+
+def tcp_url(host: str, port: int) -> str:
+    """A ZeroMQ address; IPv6 hosts get their brackets."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+class SideChannelServer:
+    """Answers every well-formed request, and rejects every other one without harm.
+
+    Args:
+        context: ZeroMQ context of the connector.
+        host, port: where to listen; port 0 takes a free one.
+        secret: of the deployment.
+        handler: from request to answer; quick, and raises nothing but HandshakeRefused.
+
+    Raises:
+        PortTaken: somebody else listens there.
+    """
+
+    def __init__(
+        self, context: zmq.asyncio.Context, host: str, port: int, secret: bytes, handler: Handler
+    ) -> None:
+        self._secret = secret
+        self._handler = handler
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
+        try:
+            self._socket.bind(tcp_url(host, port or "*"))  # type: ignore[arg-type]  # "*": any
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            raise PortTaken(f"side channel {host}:{port} can't be bound: {exc.strerror}") from exc
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(endpoint.rsplit(":", 1)[1])
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 2:
+                logger.warning("side channel: dropped a message of %d frames", len(frames))
+                continue
+            answer = seal(self._answer(frames[1]), self._secret)
+            await self._socket.send_multipart([frames[0], answer])
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+
+    def _answer(self, frame: bytes) -> AnyMessage:
+        try:
+            request = unseal(frame, self._secret)
+        except BadFrame as exc:
+            logger.warning("side channel: rejected %s", exc)
+            return Reject(0, str(exc))
+        try:
+            return self._handler(request)
+        except HandshakeRefused as exc:
+            return Reject(request.ticket, str(exc))
+
+
+class SideChannelClient:
+    """Asks one peer. Requests are repeated until answered, since all of them may be.
+
+    Args:
+        context: ZeroMQ context of the connector.
+        host, port: the peer's side channel.
+        secret: of the deployment.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, host: str, port: int, secret: bytes) -> None:
+        self.url = tcp_url(host, port)
+        self._secret = secret
+        self._tickets = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[AnyMessage]] = {}
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.connect(self.url)
+
+    async def receive(self) -> None:
+        """Hand answers to those who asked, until cancelled."""
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                message = unseal(frames[-1], self._secret)
+            except BadFrame as exc:
+                logger.warning("side channel: %s answered with %s", self.url, exc)
+                continue
+            self._deliver(message)
+
+    async def ask(
+        self, make: Callable[[int], AnyMessage], kind: type[Answer], *, tries: int = TRIES
+    ) -> Answer:
+        """Send a request until it is answered.
+
+        Args:
+            make: from ticket to request.
+            kind: the answer's type.
+            tries: how often to send it, TRY_TIMEOUT_S apart.
+
+        Raises:
+            KVTransferError: no answer, or one of another kind.
+            HandshakeRefused: the peer rejected the request; its reason is the message.
+        """
+        ticket = next(self._tickets)
+        answer = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            for _ in range(tries):
+                await self._socket.send(seal(make(ticket), self._secret))
+                done, _pending = await asyncio.wait({answer}, timeout=TRY_TIMEOUT_S)
+                if done:
+                    return _expect(answer.result(), kind, self.url)
+        finally:
+            del self._waiting[ticket]
+        raise KVTransferError(
+            f"peer {self.url} did not answer within {tries * TRY_TIMEOUT_S:g} s; "
+            "it is gone, overloaded, or has another secret"
+        )
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._socket.close()
+
+    def _deliver(self, message: AnyMessage) -> None:
+        waiting = self._waiting.get(message.ticket)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+        elif isinstance(message, Reject):
+            logger.warning("side channel: %s rejected a message: %s", self.url, message.reason)
+
+
+def _expect(message: AnyMessage, kind: type[Answer], url: str) -> Answer:
+    if isinstance(message, Reject):
+        raise HandshakeRefused(f"peer {url} refused: {message.reason}")
+    if not isinstance(message, kind):
+        raise KVTransferError(f"peer {url} answered {type(message).__name__}, not {kind.__name__}")
+    return message
