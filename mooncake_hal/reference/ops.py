@@ -73,6 +73,15 @@ class ReferenceOps:
         cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)
         return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """See ``Ops``."""
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Ops``."""
+        wide = x.float() @ weight.float().T
+        return (wide if bias is None else wide + bias.float()).to(x.dtype)
+
     def silu_mul(self, x: Tensor) -> Tensor:
         """See ``Ops``."""
         gate, up = x.float().chunk(2, dim=-1)

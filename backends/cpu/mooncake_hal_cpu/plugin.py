@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.hookspecs import hookimpl
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
 from mooncake_hal_cpu.facts import cpu_name, this_generation
@@ -32,7 +33,14 @@ def probe() -> Availability:
 
 
 def load() -> Backend:
-    """Import torch and construct the backend."""
-    from mooncake_hal_cpu.backend import CpuBackend
+    """Import torch and construct the backend.
 
+    Raises:
+        BackendUnavailable: torch is there and can't be imported. One cause: torch-npu without CANN
+            breaks ``import torch`` unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+    """
+    try:
+        from mooncake_hal_cpu.backend import CpuBackend
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise BackendUnavailable("cpu", f"torch can't be imported: {exc}") from exc
     return CpuBackend()

@@ -12,6 +12,11 @@ from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch
 
+_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch
+_PACKED_DTYPES = (torch.bfloat16, torch.float32)
+# what oneDNN lays weights out for; measured: the choice hardly matters, but 1 is bad for float32
+_PACK_TOKENS = 64
+
 
 class TorchOps:
     """The ops in plain torch, in as few calls as torch allows."""
@@ -72,6 +77,20 @@ class TorchOps:
         """See ``Ops``."""
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """See ``Ops``. Blocked for oneDNN, which would otherwise do so at every call."""
+        if not _HAS_ONEDNN or weight.dtype not in _PACKED_DTYPES:
+            return weight
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_TOKENS)
+        return packed
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Ops``."""
+        if not weight.is_mkldnn:
+            return functional.linear(x, weight, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """See ``Ops``."""
