@@ -1,0 +1,223 @@
+"""What the engine's core drives: all ranks of an instance as one object."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.extension import MessageHandler
+from mooncake_engine.execution.setup import ExecutionSetup, plan_execution
+from mooncake_engine.execution.weights import ProgressHandler
+from mooncake_engine.execution.worker import RankHandlers, Worker
+from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_engine.scheduling.plan import StepPlan, StepResult
+from mooncake_hal.backend import Backend
+from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.layout import KVLayout
+from mooncake_hal.transport import MemoryRegion
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One rank's KV memory.
+
+    Args:
+        rank: which.
+        shard: the part of the KV that it holds.
+        layout: where it lies, in addresses of the rank's process.
+        region: all of it.
+    """
+
+    rank: int
+    shard: KVShard
+    layout: KVLayout
+    region: MemoryRegion
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorFacts:
+    """What is fixed once an instance is loaded.
+
+    Args:
+        model: the model's facts.
+        geometry: its KV.
+        ranks: every rank's memory, in rank order.
+        num_blocks, block_size: the KV pool of each rank.
+        max_model_len: longest sequence, in tokens.
+    """
+
+    model: ModelConfig
+    geometry: KVGeometry
+    ranks: tuple[RankFacts, ...]
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.model.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self.model.eos_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorOptions:
+    """How an executor reports and what it carries beside the model.
+
+    Args:
+        extension: name of an ExtensionFactory, ``"package.module:factory"``.
+        on_message: takes what the extensions emit; called from any thread.
+        progress: told while weights are read (rank 0's share).
+    """
+
+    extension: str | None = None
+    on_message: MessageHandler | None = None
+    progress: ProgressHandler | None = None
+
+
+class Executor(Protocol):
+    """All ranks of an instance. ``execute`` belongs to one thread, ``send`` to any."""
+
+    @property
+    def facts(self) -> ExecutorFacts:
+        """Fixed since loading."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run the model once on made-up tokens; before the first plan."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step on every rank; blocks until the sampled tokens are known.
+
+        Raises:
+            EngineDead: a rank died or failed; its reason is in the message. Nothing can be
+                executed any more.
+        """
+        ...
+
+    def send(self, message: bytes, rank: int | None = None) -> None:
+        """Hand a message to one rank's extension, or to all ranks'; see ``WorkerExtension``."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDead if a rank or an extension's thread died; never blocks."""
+        ...
+
+    def close(self) -> None:
+        """End all ranks and free everything. Idempotent."""
+        ...
+
+
+class FirstFailure:
+    """Keeps the first thing that killed an executor; any thread may record, one raises."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cause: BaseException | None = None
+        self._what = ""
+
+    def record(self, what: str, cause: BaseException) -> None:
+        """Remember what died of what, unless something died before."""
+        with self._lock:
+            if self._cause is None:
+                self._what, self._cause = what, cause
+
+    def check(self) -> None:
+        """Raise EngineDead from the first cause, if there is one."""
+        if self._cause is not None:
+            raise EngineDead(f"{self._what}: {self._cause}") from self._cause
+
+
+class InProcessExecutor:
+    """A single rank in the caller's process.
+
+    Args:
+        config: with ``tp_size`` 1.
+        backend: its hardware.
+        options: extension and handlers.
+
+    Raises:
+        CheckpointError, ConfigError, OutOfMemory: the model can't be loaded.
+    """
+
+    def __init__(
+        self, config: EngineConfig, backend: Backend, options: ExecutorOptions | None = None
+    ) -> None:
+        if config.tp_size != 1:
+            raise ConfigError(f"one process holds one rank, tp_size is {config.tp_size}")
+        options = options or ExecutorOptions()
+        self._failure = FirstFailure()
+        self._send_lock = threading.Lock()
+        setup = plan_execution(config, backend)
+        handlers = RankHandlers(
+            options.progress, _emitter(options.on_message, 0), self._extension_died
+        )
+        self._worker = Worker(
+            config, setup, backend, None, extension=options.extension, handlers=handlers
+        )
+        self.facts = make_facts(setup, (rank_facts(0, self._worker),))
+
+    def warm_up(self) -> None:
+        """See ``Executor``."""
+        self._worker.warm_up()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``Executor``."""
+        self._failure.check()
+        try:
+            return self._worker.execute(plan)
+        except Exception as exc:
+            self._failure.record("rank 0 failed", exc)
+            raise EngineDead(f"rank 0 failed in step {plan.step}: {exc}") from exc
+
+    def send(self, message: bytes, rank: int | None = None) -> None:
+        """See ``Executor``."""
+        if self._worker.extension is None or rank not in (None, 0):
+            raise ConfigError(f"there is no extension on rank {rank or 0} to send to")
+        with self._send_lock:
+            self._worker.extension.receive(message)
+
+    def check(self) -> None:
+        """See ``Executor``."""
+        self._failure.check()
+
+    def close(self) -> None:
+        """See ``Executor``."""
+        self._worker.close()
+
+    def _extension_died(self, cause: BaseException) -> None:
+        self._failure.record("the worker extension of rank 0 died", cause)
+
+
+def rank_facts(rank: int, worker: Worker) -> RankFacts:
+    """What others may know of a rank's memory."""
+    return RankFacts(rank, worker.pool.shard, worker.pool.layout, worker.pool.region)
+
+
+def make_facts(setup: ExecutionSetup, ranks: tuple[RankFacts, ...]) -> ExecutorFacts:
+    """Put together what is fixed since loading."""
+    return ExecutorFacts(
+        model=setup.model,
+        geometry=setup.geometry,
+        ranks=ranks,
+        num_blocks=setup.pool_size.num_blocks,
+        block_size=setup.pool_size.block_size,
+        max_model_len=setup.max_model_len,
+    )
+
+
+def _emitter(on_message: MessageHandler | None, rank: int) -> Callable[[bytes], None]:
+    def emit(message: bytes) -> None:
+        if on_message is not None:
+            on_message(rank, message)
+
+    return emit

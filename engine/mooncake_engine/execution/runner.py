@@ -1,0 +1,89 @@
+"""Runs step plans on one rank: inputs, forward pass, sampling, and what is kept of requests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.execution.batch import StepInputs, make_inputs
+from mooncake_engine.execution.extension import LayerDone
+from mooncake_engine.execution.kv_pool import KVPool
+from mooncake_engine.execution.request_state import RequestState, RequestTable
+from mooncake_engine.execution.sampler import Sampler
+from mooncake_engine.models.catalog import Model
+from mooncake_engine.models.decoder import ForwardContext
+from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from mooncake_hal.backend import Ops
+
+
+class ModelRunner:
+    """One rank's share of every step.
+
+    Args:
+        model: loaded and packed.
+        pool: where KV lives.
+        requests: what is running.
+        sampler: the same on every rank, so that all ranks choose the same tokens.
+        ops: for copies on write.
+        device: of the model and the pool.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        requests: RequestTable,
+        sampler: Sampler,
+        ops: Ops,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._requests = requests
+        self._sampler = sampler
+        self._ops = ops
+        self._device = device
+        self._kv = [pool.layer(index) for index in range(pool.shard.layers)]
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
+        """Do what the plan says; returns when the sampled tokens are known on the host."""
+        self._requests.retire(plan.retired)
+        self._requests.admit(plan.admitted)
+        if plan.block_copies:
+            self._copy_blocks(plan.block_copies)
+        if not plan.sequences:
+            return StepResult(plan.step, {})
+        states = [self._state_of(sequence) for sequence in plan.sequences]
+        inputs = make_inputs(
+            plan.sequences, states, self._requests.tables, self._pool.block_size, self._device
+        )
+        hidden = self._forward(inputs, layer_done)
+        return StepResult(plan.step, self._sample(hidden, inputs))
+
+    def _state_of(self, sequence: ScheduledSequence) -> RequestState:
+        state = self._requests[sequence.request_id]
+        if sequence.new_block_ids:
+            self._requests.tables.extend(state.row, sequence.new_block_ids)
+        return state
+
+    def _forward(self, inputs: StepInputs, layer_done: LayerDone | None) -> Tensor:
+        context = ForwardContext(inputs.attention, self._kv, layer_done)
+        return self._model.forward(inputs.token_ids, inputs.positions, context)
+
+    def _sample(self, hidden: Tensor, inputs: StepInputs) -> dict[str, SampledToken]:
+        if not inputs.sampling:
+            return {}
+        rows = hidden if inputs.sampled_rows is None else hidden[inputs.sampled_rows]
+        sampled = self._sampler.sample(self._model.logits(rows), inputs.sampling)
+        for state, token in zip(inputs.sampling, sampled, strict=True):
+            state.append(token.token_id)
+        return {
+            state.request_id: token for state, token in zip(inputs.sampling, sampled, strict=True)
+        }
+
+    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
+        source, target = torch.tensor(copies, device=self._device).unbind(dim=1)
+        for planes in self._kv:
+            for plane in planes:
+                self._ops.copy_blocks(plane, source, target)

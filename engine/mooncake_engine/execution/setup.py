@@ -1,0 +1,129 @@
+"""What follows from a config, a checkpoint and a backend before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.kv_pool import (
+    PoolSize,
+    choose_layout,
+    choose_num_blocks,
+    torch_dtype,
+)
+from mooncake_engine.models.catalog import kv_geometry, read_model_config
+from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
+from mooncake_hal.kv.geometry import KVGeometry, shard_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionSetup:
+    """Decisions that every rank of an instance shares.
+
+    Args:
+        model: the model's facts.
+        dtype: of weights, activations and KV.
+        geometry: the model's KV.
+        pool_size: blocks per rank.
+        layout_name: key of ``KV_LAYOUTS``.
+        max_model_len: longest sequence.
+    """
+
+    model: ModelConfig
+    dtype: torch.dtype
+    geometry: KVGeometry
+    pool_size: PoolSize
+    layout_name: str
+    max_model_len: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.pool_size.block_size)
+
+
+def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
+    """Read the checkpoint's config and decide what the config leaves open.
+
+    Raises:
+        CheckpointError: the checkpoint's config is missing, incomplete or unsupported.
+        ConfigError: the config asks for what the model or the backend does not have.
+    """
+    capabilities = backend.capabilities
+    if config.block_size not in capabilities.block_sizes:
+        raise ConfigError(
+            f"block_size {config.block_size} was asked for, backend {backend.name!r} has "
+            f"{sorted(capabilities.block_sizes)}"
+        )
+    model = read_model_config(config.model)
+    dtype = _choose_dtype(config, model, capabilities)
+    geometry = kv_geometry(model, dtype)
+    shards = [shard_of(geometry, config.tp_size, rank) for rank in range(config.tp_size)]
+    num_blocks = choose_num_blocks(config, geometry, shards)
+    return ExecutionSetup(
+        model=model,
+        dtype=dtype,
+        geometry=geometry,
+        pool_size=PoolSize(num_blocks, config.block_size),
+        layout_name=choose_layout(config, capabilities.kv_layouts),
+        max_model_len=_choose_length(config, model, num_blocks * config.block_size),
+    )
+
+
+def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> int:
+    """Device index of a rank; a machine with a single device (a CPU) shares it among ranks.
+
+    Raises:
+        ConfigError: the rank has no device.
+    """
+    if len(devices) == 1 and config.device == devices[0].index:
+        return config.device
+    wanted = config.device + rank
+    if wanted not in {device.index for device in devices}:
+        raise ConfigError(
+            f"rank {rank} of {config.tp_size} wants device {wanted}, "
+            f"found {[device.index for device in devices]}; use fewer ranks or another device"
+        )
+    return wanted
+
+
+def _choose_dtype(
+    config: EngineConfig, model: ModelConfig, capabilities: Capabilities
+) -> torch.dtype:
+    if config.dtype != "auto":
+        if config.dtype not in capabilities.dtypes:
+            raise ConfigError(
+                f"dtype {config.dtype!r} was asked for, the backend has {list(capabilities.dtypes)}"
+            )
+        return torch_dtype(config.dtype)
+    if model.dtype in capabilities.dtypes:
+        return torch_dtype(model.dtype)
+    best = capabilities.dtypes[0]
+    logger.warning("checkpoint is %s, which the backend lacks: running in %s", model.dtype, best)
+    return torch_dtype(best)
+
+
+def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -> int:
+    """The longest sequence that was asked for, or else that the model and the pool allow."""
+    wanted = config.max_model_len
+    if wanted is None:
+        if pool_tokens < model.max_positions:
+            logger.warning(
+                "KV pool holds %d tokens: sequences are limited to that, the model could take %d",
+                pool_tokens,
+                model.max_positions,
+            )
+        return min(model.max_positions, pool_tokens)
+    for limit, owner in ((model.max_positions, "model was made for"), (pool_tokens, "pool holds")):
+        if not 1 <= wanted <= limit:
+            raise ConfigError(
+                f"max_model_len {wanted} was asked for, the {owner} {limit} tokens; lower it"
+            )
+    return wanted
