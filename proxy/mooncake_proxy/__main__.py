@@ -1,0 +1,8 @@
+"""`python -m mooncake_proxy` is `mooncake-proxy`."""
+
+import sys
+
+from mooncake_proxy.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

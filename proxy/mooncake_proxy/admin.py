@@ -1,0 +1,143 @@
+"""Everything but generation: models, health, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mooncake_proxy import __version__, openai
+from mooncake_proxy.access import check_key
+from mooncake_proxy.errors import UpstreamError
+from mooncake_proxy.flows.relay import check_status
+from mooncake_proxy.http1.server import Exchange
+from mooncake_proxy.instances import Instance, Role
+from mooncake_proxy.metrics import gauge_lines
+
+if TYPE_CHECKING:
+    from mooncake_proxy.app import Application
+
+Handler = Callable[[Exchange], Awaitable[None]]
+Routes = dict[str, dict[str, Handler]]
+MODELS_TIMEOUT_S = 10.0
+
+
+def routes(app: Application) -> Routes:
+    """Path -> method -> handler."""
+    surface = Surface(app)
+    generating: Routes = {endpoint.path: {"POST": surface.no_query} for endpoint in openai.Endpoint}
+    return {
+        "/health": {"GET": surface.health},
+        "/ready": {"GET": surface.ready},
+        "/metrics": {"GET": surface.metrics},
+        "/v1/models": {"GET": surface.models},
+        **generating,
+    }
+
+
+def respond_json(exchange: Exchange, status: int, value: Any) -> None:
+    """A JSON answer."""
+    exchange.respond(status, openai.encode(value), "application/json")
+
+
+class Surface:
+    """Handlers of the read-only paths."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._router = app.router
+
+    async def no_query(self, exchange: Exchange) -> None:
+        """A generating path that came with a query string: the query means nothing there."""
+        exchange.target = exchange.path.encode("latin-1")
+        await self._app.handle(exchange)
+
+    async def health(self, exchange: Exchange) -> None:
+        """200 while the process serves at all."""
+        instances = [_facts(instance) for instance in self._router.fleet]
+        respond_json(
+            exchange, 200, {"status": "ok", "version": __version__, "instances": instances}
+        )
+
+    async def ready(self, exchange: Exchange) -> None:
+        """200 when a request could be answered now, else 503 with the reason."""
+        reason = self._not_ready()
+        status = (
+            {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
+        )
+        respond_json(exchange, 503 if reason else 200, status)
+
+    def _not_ready(self) -> str | None:
+        if self._app.is_draining:
+            return "the proxy is shutting down"
+        fleet = self._router.fleet
+        if not fleet.live(Role.DECODE):
+            return "no live decode instance"
+        if not fleet.live(Role.PREFILL) and not self._app.config.local_prefill:
+            return "no live prefill instance"
+        return None
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """Prometheus text."""
+        lines = [*self._router.metrics.lines(), *self._gauges()]
+        body = "\n".join(lines).encode() + b"\n"
+        exchange.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
+
+    def _gauges(self) -> Iterator[str]:
+        instances = list(self._router.fleet)
+        prefix = "mooncake_proxy_"
+
+        def rows(value: Callable[[Instance], float]) -> list[tuple[dict[str, str], float]]:
+            return [({"instance": i.name, "role": i.spec.role.value}, value(i)) for i in instances]
+
+        yield from gauge_lines(
+            f"{prefix}instance_up",
+            "1 while it gets requests.",
+            rows(lambda i: i.state.value == "up"),
+        )
+        yield from gauge_lines(
+            f"{prefix}instance_running", "Requests in flight.", rows(lambda i: i.num_running)
+        )
+        yield from gauge_lines(
+            f"{prefix}instance_prompt_tokens",
+            "Prompt tokens of the requests in flight.",
+            rows(lambda i: i.num_prompt_tokens),
+        )
+        admission = self._app.admission
+        yield from gauge_lines(
+            f"{prefix}running", "Requests being served.", [({}, admission.num_running)]
+        )
+        yield from gauge_lines(
+            f"{prefix}waiting", "Requests in the queue.", [({}, admission.num_waiting)]
+        )
+
+    async def models(self, exchange: Exchange) -> None:
+        """The models of the first live decode instance that answers, as it says them."""
+        check_key(exchange.headers, self._app.config.api_keys)
+        last: UpstreamError | None = None
+        for instance in self._router.fleet.require(Role.DECODE):
+            deadline = self._router.now() + MODELS_TIMEOUT_S
+            try:
+                async with instance.pool.send(instance.get("/v1/models"), deadline) as answer:
+                    await check_status(answer)
+                    body = await answer.read()
+            except UpstreamError as error:
+                last = error
+                continue
+            exchange.respond(200, body, "application/json")
+            return
+        assert last is not None
+        from mooncake_proxy.app import answer_error
+
+        answer_error(exchange, last, ())
+
+
+def _facts(instance: Instance) -> dict[str, Any]:
+    return {
+        "name": instance.name,
+        "role": instance.spec.role.value,
+        "state": instance.state.value,
+        "error": instance.error,
+        "running": instance.total_running,
+        "prompt_tokens": instance.total_prompt_tokens,
+        "source": instance.spec.source,
+    }

@@ -1,0 +1,80 @@
+"""How many requests run at once: a bounded queue in front of the flows."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from types import TracebackType
+
+from mooncake_proxy.config import AdmissionConfig
+from mooncake_proxy.errors import Overloaded
+
+
+class Admission:
+    """`async with admission:` runs when there is room; Overloaded when the queue is full or slow.
+
+    First come, first served. A client that leaves the queue gives its place up.
+    """
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.num_running = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    async def __aenter__(self) -> None:
+        limit = self._config.max_running
+        if limit and (self.num_running >= limit or self._waiting):
+            await self._queue()
+        else:
+            self.num_running += 1
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the place to the first one that still waits."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.num_running -= 1
+
+    async def _queue(self) -> None:
+        config = self._config
+        if len(self._waiting) >= config.max_waiting:
+            raise Overloaded(
+                f"{self.num_running} requests run and {len(self._waiting)} wait "
+                "(--max-running, --max-waiting): try again later",
+                retry_after_s=self._retry_after(),
+            )
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await asyncio.wait_for(turn, config.max_wait_s)
+        except asyncio.TimeoutError as exc:
+            raise Overloaded(
+                f"waited {config.max_wait_s:g} s for a place (--max-wait)",
+                retry_after_s=self._retry_after(),
+            ) from exc
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._leave()
+            raise
+        finally:
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+
+    def _retry_after(self) -> int:
+        return max(1, math.ceil(self._config.max_wait_s / 2))

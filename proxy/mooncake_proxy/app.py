@@ -1,0 +1,269 @@
+"""The proxy as an application: routes, the top of every request, start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from mooncake_proxy import admin, openai
+from mooncake_proxy.access import AccessLog, check_key
+from mooncake_proxy.admission import Admission
+from mooncake_proxy.call import (
+    Call,
+    estimate_prompt_tokens,
+    forwarded_headers,
+    request_id_of,
+)
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import (
+    FailedStream,
+    MethodNotAllowed,
+    NotFound,
+    ProxyError,
+    Refusal,
+    Rejected,
+    UpstreamError,
+)
+from mooncake_proxy.flows.pull import pull
+from mooncake_proxy.health import HealthChecker
+from mooncake_proxy.http1.client import ClientContext, sweep_timeouts
+from mooncake_proxy.http1.server import Exchange, ServerContext, ServerProtocol
+from mooncake_proxy.openai import Endpoint
+from mooncake_proxy.router import Router
+
+logger = logging.getLogger(__name__)
+Flow = Callable[[Router, Call], Awaitable[None]]
+FLOWS: dict[str, Flow] = {"pull": pull}
+SWEEP_INTERVAL_S = 0.25
+ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in Endpoint}
+
+
+class Application:
+    """One proxy process. `start` listens, `close` drains and stops."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self.config = config
+        self.client = ClientContext(limits=config.client, tls=_upstream_tls(config))
+        self.router = Router(config, self.client)
+        self.access = AccessLog(config.access_log)
+        self.admission = Admission(config.admission)
+        self.server = ServerContext(self.handle, config.server)
+        self.is_draining = False
+        self.checker = HealthChecker(config.health, self.router.fleet, lambda instance: None)
+        self._flow = FLOWS[config.flow]
+        self._listener: asyncio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.admin_routes = admin.routes(self)
+
+    # ------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Check the instances once, then listen. ConfigError when the address is taken."""
+        for spec in self.config.instances:
+            self.router.fleet.add(spec)
+        loop = asyncio.get_running_loop()
+        if self.config.health.interval_s > 0:
+            await self.checker.check_all()
+            self._tasks.append(loop.create_task(self.checker.run()))
+        self._tasks.append(loop.create_task(self._sweep()))
+        self._listener = await loop.create_server(
+            lambda: ServerProtocol(self.server),
+            self.config.host,
+            self.config.port,
+            ssl=_server_tls(self.config),
+            backlog=4096,
+        )
+
+    @property
+    def port(self) -> int:
+        """The port that is really listened on (`--port 0` asks for a free one)."""
+        assert self._listener is not None
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """No new requests; those that run may finish within `drain_timeout_s`."""
+        self.is_draining = True
+        self.server.is_closing = True
+        if self._listener is not None:
+            self._listener.close()
+        end = self.router.now() + self.config.drain_timeout_s
+        while any(c.is_busy for c in self.server.connections) and self.router.now() < end:
+            await asyncio.sleep(0.02)  # many owners, no event to wait for
+        for connection in tuple(self.server.connections):
+            connection.close()
+        await asyncio.sleep(0)
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        await self.router.close()
+        self.access.flush()
+
+    async def _sweep(self) -> None:
+        """Time limits of both sides, a few times a second instead of a timer per request."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            sweep_timeouts(self.client)
+            now = self.router.now()
+            for connection in tuple(self.server.connections):
+                connection.sweep(now)
+            self.access.flush()
+
+    def poll(self) -> None:
+        """Raise what ended a background task: a proxy without health checks is no proxy."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()):
+                raise error
+
+    # ------------------------------------------------ one request
+
+    async def handle(self, exchange: Exchange) -> None:
+        """Top of every request."""
+        endpoint = ENDPOINTS.get(exchange.target)
+        if endpoint is not None and exchange.method == "POST":
+            await self._generate(exchange, endpoint)
+            return
+        try:
+            await self._administer(exchange)
+        except Refusal as error:
+            answer_error(exchange, error, ())
+
+    async def _generate(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        arrival = self.router.now()
+        request_id = request_id_of(exchange.headers)
+        call: Call | None = None
+        try:
+            check_key(exchange.headers, self.config.api_keys)
+            call = self._call(exchange, endpoint, request_id, arrival)
+            self.router.budget.deposit()
+            async with self.admission:
+                await self._flow(self.router, call)
+        except asyncio.CancelledError:
+            self.router.metrics.disconnects.add(_stage_of(call))
+            self.access.write(exchange, call, request_id, 499, self.router.now() - arrival, None)
+            raise
+        except ProxyError as error:
+            self._answer_error(exchange, error, request_id)
+            self._account(exchange, call, request_id, arrival, error)
+        else:
+            self._account(exchange, call, request_id, arrival, None)
+
+    def _call(
+        self, exchange: Exchange, endpoint: Endpoint, request_id: str, arrival: float
+    ) -> Call:
+        ask, fields = openai.parse_request(exchange.body)
+        return Call(
+            exchange,
+            endpoint,
+            ask,
+            fields,
+            request_id,
+            arrival,
+            arrival + self.config.request_timeout_s,
+            estimate_prompt_tokens(endpoint, ask),
+            forwarded_headers(exchange.headers),
+        )
+
+    def _answer_error(self, exchange: Exchange, error: ProxyError, request_id: str) -> None:
+        if exchange.has_started and not exchange.ended:
+            self.router.metrics.stream_errors.add()
+        answer_error(exchange, error, (("x-request-id", request_id),))
+
+    def _account(
+        self,
+        exchange: Exchange,
+        call: Call | None,
+        request_id: str,
+        arrival: float,
+        error: ProxyError | None,
+    ) -> None:
+        elapsed = self.router.now() - arrival
+        path = exchange.target.decode("latin-1")
+        self.router.metrics.requests.add(path, str(exchange.status))
+        self.router.metrics.request_seconds.observe(elapsed, path)
+        self.access.write(exchange, call, request_id, exchange.status, elapsed, error)
+
+    # ------------------------------------------------ everything else
+
+    async def _administer(self, exchange: Exchange) -> None:
+        path = exchange.path
+        methods = self.admin_routes.get(path)
+        if methods is None:
+            raise NotFound(f"no such path: {path}")
+        handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        if handler is None:
+            raise MethodNotAllowed(f"{exchange.method} {path}: wanted {', '.join(methods)}")
+        await handler(exchange)
+
+
+def _stage_of(call: Call | None) -> str:
+    if call is None or (not call.prefiller and not call.decoder):
+        return "queue"
+    if call.is_committed or call.decoder:
+        return "decode"
+    return "prefill"
+
+
+def answer_error(
+    exchange: Exchange, error: ProxyError, headers: tuple[tuple[str, str], ...]
+) -> None:
+    """The true status where none was sent yet, an SSE error event afterwards."""
+    if exchange.ended:
+        return
+    if exchange.has_started:
+        exchange.end(_error_event(error))
+        return
+    if isinstance(error, Rejected):
+        kept = (
+            (name.decode("latin-1"), error.headers[name].decode("latin-1"))
+            for name in (b"retry-after", b"www-authenticate")
+            if name in error.headers
+        )
+        kind = error.headers.get(b"content-type", b"application/json").decode("latin-1")
+        exchange.respond(error.status, error.body, kind, (*headers, *kept))
+    elif isinstance(error, FailedStream):
+        body = b'{"error":%b}' % error.error
+        exchange.respond(error.status, body, "application/json", headers)
+    elif isinstance(error, Refusal):
+        body = openai.error_body(error.message, error.type, code=error.code, param=error.param)
+        exchange.respond(error.status, body, "application/json", (*headers, *error.headers))
+    else:
+        status = error.status if isinstance(error, UpstreamError) else 500
+        body = openai.error_body(str(error), "upstream_error", code=_code(error), param=None)
+        exchange.respond(status, body, "application/json", headers)
+
+
+def _error_event(error: ProxyError) -> bytes:
+    if isinstance(error, FailedStream):
+        return error.event
+    kind = error.type if isinstance(error, Refusal) else "upstream_error"
+    return openai.error_event(str(error), kind, code=_code(error))
+
+
+def _code(error: ProxyError) -> str | None:
+    if isinstance(error, Refusal):
+        return error.code
+    return error.reason if isinstance(error, UpstreamError) else None
+
+
+def _server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
+    if config.tls.certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls.certificate, config.tls.key)
+    return context
+
+
+def _upstream_tls(config: ProxyConfig) -> ssl.SSLContext | None:
+    if not config.tls.upstream_verify:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    if config.tls.upstream_ca is not None:
+        return ssl.create_default_context(cafile=config.tls.upstream_ca)
+    return None

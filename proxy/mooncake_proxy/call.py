@@ -1,0 +1,164 @@
+"""One client request on its way through the proxy."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from dataclasses import dataclass, field
+
+from msgspec import Raw
+
+from mooncake_proxy.http1.server import Exchange
+from mooncake_proxy.openai import Ask, Endpoint, Fields, encode, is_batch
+
+# Headers of the client that instances get to see.
+FORWARDED = (b"authorization", b"traceparent", b"tracestate")
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_BYTES_PER_TOKEN = 4
+
+# An id that no other process makes, without a system call per request.
+_id_prefix = os.urandom(8).hex()
+_id_numbers = itertools.count(int.from_bytes(os.urandom(4), "big"))
+
+
+def new_request_id() -> str:
+    """32 hex digits: random per process, counted within it."""
+    return f"{_id_prefix}{next(_id_numbers):016x}"
+
+
+def request_id_of(headers: dict[bytes, bytes]) -> str:
+    """The client's X-Request-Id if it is safe in headers and logs, else a new one."""
+    given = headers.get(b"x-request-id")
+    if given is not None and _SANE_ID.fullmatch(given):
+        return given.decode("ascii")
+    return new_request_id()
+
+
+@dataclass(slots=True)
+class Call:
+    """What the flows know of a request. `arrival` and `deadline` are loop times in seconds."""
+
+    exchange: Exchange
+    endpoint: Endpoint
+    ask: Ask
+    fields: Fields
+    request_id: str
+    arrival: float
+    deadline: float
+    # Estimated from the body; P's answer corrects it.
+    prompt_tokens: int
+    # Header lines that every instance gets.
+    forward: bytes = b""
+    # Grows with every step that is sent a second time; part of the id from then on.
+    attempt: int = 0
+    # True once an instance's own stream events went to the client: no failover from then on.
+    is_committed: bool = False
+    # The answer's id once P's first token went to the client.
+    delivered_id: str | None = None
+    session: str | None = None
+    prefix_blocks: tuple[int, ...] = ()
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    # For the log: which instances took part.
+    prefiller: str = ""
+    decoder: str = ""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants SSE."""
+        return bool(self.ask.stream)
+
+    @property
+    def attempt_id(self) -> str:
+        """The id of the present attempt: the request's own, then `-1`, `-2`..."""
+        return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
+
+    @property
+    def reply_headers(self) -> tuple[tuple[str, str], ...]:
+        """Headers of every answer to this request."""
+        return (("x-request-id", self.request_id),)
+
+    def obstacle_to_hand_over(self) -> str | None:
+        """Why prefill and decode stay together for this request, or None.
+
+        One KV hand-over carries one prompt whose tokens go on; these requests are no such thing.
+        """
+        ask = self.ask
+        if ask.use_beam_search or (ask.best_of or 1) > (ask.n or 1):
+            return "beam_search"
+        if ask.echo:
+            return "echo"
+        if ask.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if self.endpoint is Endpoint.COMPLETION and is_batch(ask.prompt):
+            return "prompt_batch"
+        return None
+
+
+def forwarded_headers(headers: dict[bytes, bytes]) -> bytes:
+    """Header lines for instances; absent ones are not sent (never `Bearer None`)."""
+    if not any(name in headers for name in FORWARDED):
+        return b""
+    return b"".join(b"%b: %b\r\n" % (n, headers[n]) for n in FORWARDED if n in headers)
+
+
+def estimate_prompt_tokens(endpoint: Endpoint, ask: Ask) -> int:
+    """Prompt tokens, roughly: ids are counted, text is measured, pictures are not text."""
+    if endpoint is Endpoint.CHAT:
+        raw = bytes(ask.messages)
+        if b'"image_url"' in raw or b'"input_audio"' in raw:
+            raw = re.sub(rb'"data:[^"]*"', b'""', raw)
+        return len(raw) // _BYTES_PER_TOKEN + 1
+    raw = bytes(ask.prompt)
+    if raw[:1] == b"[":
+        return raw.count(b",") + 1
+    return len(raw) // _BYTES_PER_TOKEN + 1
+
+
+# ---------------------------------------------------------------- bodies for instances
+
+# What P is asked: prefill, keep the KV, tell where it is.
+ASK_TO_HOLD = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_ONE = Raw(b"1")
+_FALSE = Raw(b"false")
+
+
+def prefill_body(call: Call, params: Raw = ASK_TO_HOLD) -> bytes:
+    """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first."""
+    fields = call.fields.copy()
+    fields["stream"] = _FALSE
+    fields["max_tokens"] = _ONE
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = _ONE
+    if call.ask.min_tokens is not None and call.ask.min_tokens > 1:
+        fields["min_tokens"] = _ONE
+    fields.pop("stream_options", None)
+    fields["kv_transfer_params"] = params
+    return encode(fields)
+
+
+def decode_body(call: Call, params: Raw, *, delivered: bool) -> bytes:
+    """The body for D: the client's own, with P's parameters and who delivers the first token."""
+    fields = call.fields.copy()
+    fields["kv_transfer_params"] = with_delivery(params, delivered=delivered)
+    return encode(fields)
+
+
+def with_delivery(params: Raw, *, delivered: bool) -> Raw:
+    """P's parameters plus `first_token_delivered`, otherwise byte for byte."""
+    inside = bytes(params).strip()[1:-1].rstrip()
+    comma = b"," if inside else b""
+    flag = b"true" if delivered else b"false"
+    return Raw(b'{%b%b"first_token_delivered":%b}' % (inside, comma, flag))
+
+
+def plain_body(call: Call) -> bytes:
+    """The client's body without any hand-over fields."""
+    if "kv_transfer_params" not in call.fields:
+        return call.exchange.body
+    fields = call.fields.copy()
+    del fields["kv_transfer_params"]
+    return encode(fields)

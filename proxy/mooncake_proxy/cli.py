@@ -1,0 +1,204 @@
+"""`mooncake-proxy`: flags to configuration, signals to a clean stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from mooncake_proxy import __version__
+from mooncake_proxy.app import Application
+from mooncake_proxy.config import AdmissionConfig, ProxyConfig, TlsConfig
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.health import HealthConfig
+from mooncake_proxy.http1.client import ClientLimits, Origin
+from mooncake_proxy.http1.server import ServerLimits
+from mooncake_proxy.instances import InstanceSpec, Role
+from mooncake_proxy.policy import POLICIES
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags, in the groups they belong to."""
+    parser = argparse.ArgumentParser(
+        prog="mooncake-proxy",
+        description="OpenAI-compatible front of prefill and decode instances.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (:: for IPv6)")
+    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
+    parser.add_argument("--flow", default="pull", choices=("pull", "push"))
+
+    pools = parser.add_argument_group("instances")
+    pools.add_argument("--prefill", action="append", default=[], metavar="URL")
+    pools.add_argument("--decode", action="append", default=[], metavar="URL")
+    pools.add_argument(
+        "--backend-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an OpenAI server that prefills and decodes by itself",
+    )
+    pools.add_argument(
+        "--decode-emits-first-token",
+        action="store_true",
+        help="decode instances send the first token again (vLLM): forward theirs, not P's",
+    )
+    pools.add_argument(
+        "--no-local-prefill",
+        action="store_true",
+        help="fail instead of letting a decode instance prefill when no prefill instance can",
+    )
+
+    choice = parser.add_argument_group("choice and retries")
+    choice.add_argument("--policy", choices=tuple(POLICIES), help="for both roles")
+    choice.add_argument("--prefill-policy", choices=tuple(POLICIES))
+    choice.add_argument("--decode-policy", choices=tuple(POLICIES))
+    choice.add_argument(
+        "--max-attempts", type=int, default=3, help="per step, on one instance each"
+    )
+    choice.add_argument("--retry-ratio", type=float, default=0.2, help="retries per request")
+    choice.add_argument("--max-running", type=int, default=0, help="0: no bound")
+    choice.add_argument("--max-waiting", type=int, default=1024)
+    choice.add_argument("--max-wait", type=float, default=30.0, metavar="SECONDS")
+
+    health = parser.add_argument_group("health")
+    health.add_argument("--health-interval", type=float, default=1.0, help="seconds; 0: no checks")
+    health.add_argument("--health-timeout", type=float, default=2.0)
+    health.add_argument("--health-path", default="/health")
+    health.add_argument("--health-rise", type=int, default=2)
+    health.add_argument("--health-fall", type=int, default=3)
+    health.add_argument(
+        "--eject-after", type=int, default=3, help="failed requests in a row; 0: never"
+    )
+
+    limits = parser.add_argument_group("limits, in seconds and bytes")
+    limits.add_argument("--request-timeout", type=float, default=3600.0)
+    limits.add_argument("--connect-timeout", type=float, default=5.0)
+    limits.add_argument("--first-byte-timeout", type=float, default=600.0)
+    limits.add_argument("--stall-timeout", type=float, default=120.0)
+    limits.add_argument("--drain-timeout", type=float, default=30.0)
+    limits.add_argument("--max-body-bytes", type=int, default=64 * 1024 * 1024)
+
+    access = parser.add_argument_group("access")
+    access.add_argument("--api-key-file", metavar="FILE", help="one key per line")
+    access.add_argument("--admin-key-file", metavar="FILE", help="keys that may change instances")
+    access.add_argument("--tls-cert", metavar="FILE")
+    access.add_argument("--tls-key", metavar="FILE")
+    access.add_argument("--upstream-ca", metavar="FILE", help="authority of https instances")
+    access.add_argument("--upstream-insecure", action="store_true", help="don't verify them")
+    access.add_argument("--access-log", choices=("off", "errors", "all"), default="errors")
+    access.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+    )
+    return parser
+
+
+def config_from(args: argparse.Namespace) -> ProxyConfig:
+    """The configuration that the flags describe; ConfigError names the bad one."""
+    policy = args.policy or "least-loaded"
+    return ProxyConfig(
+        host=args.host,
+        port=args.port,
+        flow=args.flow,
+        instances=_instances(args),
+        prefill_policy=args.prefill_policy or policy,
+        decode_policy=args.decode_policy or policy,
+        api_keys=read_keys(args.api_key_file),
+        admin_keys=read_keys(args.admin_key_file),
+        local_prefill=not args.no_local_prefill,
+        max_attempts=args.max_attempts,
+        retry_ratio=args.retry_ratio,
+        eject_after=args.eject_after,
+        request_timeout_s=args.request_timeout,
+        drain_timeout_s=args.drain_timeout,
+        access_log=args.access_log,
+        server=ServerLimits(max_body_bytes=args.max_body_bytes),
+        client=ClientLimits(args.connect_timeout, args.first_byte_timeout, args.stall_timeout),
+        health=HealthConfig(
+            args.health_interval,
+            args.health_timeout,
+            args.health_path,
+            args.health_rise,
+            args.health_fall,
+        ),
+        admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
+        tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
+    )
+
+
+def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
+    given = [
+        (Role.PREFILL, args.prefill),
+        (Role.DECODE, args.decode),
+        (Role.BOTH, args.backend_url),
+    ]
+    return tuple(
+        InstanceSpec(
+            Origin.parse(url),
+            role,
+            emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
+        )
+        for role, urls in given
+        for url in urls
+    )
+
+
+def read_keys(path: str | None) -> frozenset[str]:
+    """Keys of a file, one per line; empty lines and `#` comments are skipped."""
+    if path is None:
+        return frozenset()
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except OSError as exc:
+        raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
+    keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"key file {path} holds no key: it would lock everybody out")
+    return keys
+
+
+async def serve(config: ProxyConfig) -> None:
+    """Run until SIGINT or SIGTERM, then drain."""
+    app = Application(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await app.start()
+    except OSError as exc:
+        raise ConfigError(f"can't listen on {config.host}:{config.port}: {exc}") from exc
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    scheme = "https" if config.tls.certificate else "http"
+    print(f"mooncake-proxy listens on {scheme}://{host}:{app.port}", flush=True)
+    try:
+        while not stop.is_set():
+            app.poll()
+            try:
+                await asyncio.wait_for(stop.wait(), 1.0)
+            except asyncio.TimeoutError:
+                continue
+    finally:
+        await app.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. 2 for a configuration that can't be used."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = config_from(args)
+        uvloop.install()
+        asyncio.run(serve(config))
+    except ConfigError as exc:
+        print(f"mooncake-proxy: {exc}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,89 @@
+"""The proxy's configuration: complete and checked when constructed, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.health import HealthConfig
+from mooncake_proxy.http1.client import ClientLimits
+from mooncake_proxy.http1.server import ServerLimits
+from mooncake_proxy.instances import InstanceSpec
+from mooncake_proxy.policy import POLICIES
+
+FLOWS = ("pull", "push")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """Files of the proxy's own certificate, and of the authority that signed the instances'."""
+
+    certificate: str | None = None
+    key: str | None = None
+    upstream_ca: str | None = None
+    upstream_verify: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """How many requests run at once and how many may wait, for how long. 0 running: no bound."""
+
+    max_running: int = 0
+    max_waiting: int = 1024
+    max_wait_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    """Everything a proxy process needs to know. Times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    flow: str = "pull"
+    instances: tuple[InstanceSpec, ...] = ()
+    prefill_policy: str = "least-loaded"
+    decode_policy: str = "least-loaded"
+    api_keys: frozenset[str] = frozenset()
+    admin_keys: frozenset[str] = frozenset()
+    upstream_key: str | None = None
+    local_prefill: bool = True
+    max_attempts: int = 3
+    retry_ratio: float = 0.2
+    retry_reserve: int = 10
+    eject_after: int = 3
+    request_timeout_s: float = 3600.0
+    drain_timeout_s: float = 30.0
+    access_log: str = "errors"
+    metaserver_url: str | None = None
+    pool_file: str | None = None
+    kubernetes: str | None = None
+    workers: int = 1
+    server: ServerLimits = field(default_factory=ServerLimits)
+    client: ClientLimits = field(default_factory=ClientLimits)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+
+    def __post_init__(self) -> None:
+        self._check_choice("--flow", self.flow, FLOWS)
+        self._check_choice("--prefill-policy", self.prefill_policy, tuple(POLICIES))
+        self._check_choice("--decode-policy", self.decode_policy, tuple(POLICIES))
+        self._check_choice("--access-log", self.access_log, ("off", "errors", "all"))
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}: wanted 0 to 65535")
+        if self.max_attempts < 1:
+            raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: wanted 1 or more")
+        names = [spec.name for spec in self.instances]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ConfigError(
+                f"{', '.join(sorted(twice))} given twice: an instance has one role "
+                "(--backend-url for one that does both)"
+            )
+
+    @staticmethod
+    def _check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+        if value not in allowed:
+            raise ConfigError(f"{flag} {value!r}: wanted one of {', '.join(allowed)}")

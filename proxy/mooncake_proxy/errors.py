@@ -1,0 +1,210 @@
+"""Everything that goes wrong in the proxy, by name.
+
+ProxyError
+├── ConfigError             a flag, file or value that the proxy can't run with
+├── Refusal                 the proxy itself says no; carries HTTP status, type and code
+│   ├── BadRequest          400
+│   ├── Unauthorized        401
+│   ├── NotFound            404
+│   ├── MethodNotAllowed    405
+│   ├── Conflict            409
+│   ├── TooLarge            413
+│   ├── Overloaded          429, with Retry-After
+│   ├── NoInstance          503, no live instance of a role
+│   └── DeadlineExceeded    504
+└── UpstreamError           an instance did not give a usable answer
+    ├── ConnectFailed       nothing listens there, or not in time
+    ├── ConnectionLost      it went away before its answer was whole
+    ├── UpstreamTimeout     it was silent for too long
+    ├── MalformedAnswer     it answered something that is no HTTP, JSON or SSE
+    ├── Rejected            it answered with an error status, kept as it came
+    ├── FailedStream        it answered 200 and then an SSE error event
+    └── Recomputed          it gave the request back for a new prefill
+"""
+
+from __future__ import annotations
+
+
+class ProxyError(Exception):
+    """Base of everything the proxy raises on purpose."""
+
+
+class ConfigError(ProxyError):
+    """The configuration can't be used; the message names the value and what is allowed."""
+
+
+class Refusal(ProxyError):
+    """The proxy's own refusal; becomes an OpenAI error body with `status`."""
+
+    status = 500
+    type = "internal_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Extra response headers."""
+        return ()
+
+
+class BadRequest(Refusal):
+    """The body or a field of it can't be understood."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class Unauthorized(Refusal):
+    """No key, or one that is not in the key file."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """A 401 has to name its scheme (RFC 9110 §11.6.1)."""
+        return (("www-authenticate", "Bearer"),)
+
+
+class NotFound(Refusal):
+    """No such path, instance or model."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class MethodNotAllowed(Refusal):
+    """The path exists, the method doesn't."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class Conflict(Refusal):
+    """The change does not fit the present state, such as a role switch of a busy instance."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+
+class TooLarge(Refusal):
+    """The body exceeds `--max-body-bytes`."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class Overloaded(Refusal):
+    """The queue is full, or the wait in it was too long."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Retry-After, in whole seconds."""
+        return (("retry-after", str(self.retry_after_s)),)
+
+
+class NoInstance(Refusal):
+    """No live instance can take this step."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "no_live_instance"
+
+
+class DeadlineExceeded(Refusal):
+    """The request's own deadline passed before an answer began."""
+
+    status = 504
+    type = "timeout"
+    code = "deadline_exceeded"
+
+
+class UpstreamError(ProxyError):
+    """An instance failed this attempt; another one may still answer."""
+
+    reason = "failed"
+    status = 502
+
+    def __init__(self, instance: str, detail: str) -> None:
+        super().__init__(f"{instance}: {detail}")
+        self.instance = instance
+        self.detail = detail
+
+
+class ConnectFailed(UpstreamError):
+    """No connection could be made."""
+
+    reason = "connect_failed"
+
+
+class ConnectionLost(UpstreamError):
+    """The connection ended in the middle of the answer, or before it."""
+
+    reason = "connection_lost"
+
+
+class UpstreamTimeout(UpstreamError):
+    """Nothing came for longer than the limit."""
+
+    reason = "timeout"
+    status = 504
+
+
+class MalformedAnswer(UpstreamError):
+    """What came is not what the contract says."""
+
+    reason = "malformed"
+
+
+class Rejected(UpstreamError):
+    """An error status; `body` goes to the client unchanged when no other instance helps."""
+
+    reason = "rejected"
+
+    def __init__(self, instance: str, status: int, headers: dict[bytes, bytes], body: bytes):
+        super().__init__(instance, f"answered {status}: {body[:200].decode('utf-8', 'replace')}")
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+    @property
+    def is_client_fault(self) -> bool:
+        """True where another instance would say the same: 4xx other than 408, 425 and 429."""
+        return 400 <= self.status < 500 and self.status not in {408, 425, 429}
+
+
+class FailedStream(UpstreamError):
+    """A 200 whose stream turned into an error event; `event` is that event, byte for byte."""
+
+    reason = "error_event"
+
+    def __init__(self, instance: str, event: bytes, error: bytes, status: int) -> None:
+        super().__init__(instance, f"error event: {error[:200].decode('utf-8', 'replace')}")
+        self.event = event
+        self.error = error
+        self.status = status
+
+
+class Recomputed(UpstreamError):
+    """D ran out of KV and gave the request back (`stop_reason: "recomputed"`)."""
+
+    reason = "recomputed"

@@ -1,0 +1,1 @@
+"""How one request travels: the two flows with a hand-over, and the plain one."""

@@ -1,0 +1,200 @@
+"""Pull flow: P prefills and holds the KV, D comes for it.
+
+client -> P   one token, "hold the KV"          P -> client  the first token, at once
+       -> D   the request and where the KV is   D -> client  everything from the second token
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+from msgspec import Raw
+
+from mooncake_proxy import openai
+from mooncake_proxy.call import Call, decode_body, prefill_body
+from mooncake_proxy.errors import MalformedAnswer, Rejected, UpstreamError
+from mooncake_proxy.flows.plain import generate, plain
+from mooncake_proxy.flows.relay import check_status
+from mooncake_proxy.instances import Instance, Role
+from mooncake_proxy.openai import Answer, HandOver
+from mooncake_proxy.router import Router
+
+logger = logging.getLogger(__name__)
+
+
+async def pull(router: Router, call: Call) -> None:
+    """Serve one request from a prefill and a decode instance."""
+    router.fleet.require(Role.DECODE)
+    alone = _serve_alone(router, call)
+    if alone is not None:
+        await plain(router, call, alone)
+        return
+    try:
+        prefilled = await router.attempt(
+            Role.PREFILL, call, lambda chosen: _prefill(router, call, chosen)
+        )
+    except UpstreamError as error:
+        if not _may_prefill_on_decoder(router, error):
+            raise
+        await _fall_back(router, call, "prefill_failed")
+        return
+    if prefilled.is_final:
+        _answer_from_prefill(router, call, prefilled)
+    elif prefilled.params is None:
+        await _fall_back(router, call, "no_params")
+    else:
+        with Held(router, call, prefilled) as held:
+            await router.attempt(
+                Role.DECODE, call, lambda chosen: _decode(router, call, held, chosen)
+            )
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """P's answer."""
+
+    instance: Instance
+    body: bytes
+    answer: Answer
+    # What D needs, unread; None when P holds nothing.
+    params: Raw | None
+    facts: HandOver
+    is_final: bool
+
+
+class Held:
+    """P holds KV for as long as this block runs without D having taken it.
+
+    Leaving early (client gone, no D, D failed) tells P to let go at once instead of when its
+    lease ends.
+    """
+
+    __slots__ = ("_call", "_router", "is_taken", "prefilled")
+
+    def __init__(self, router: Router, call: Call, prefilled: Prefilled) -> None:
+        self._router = router
+        self._call = call
+        self.prefilled = prefilled
+        self.is_taken = False
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._call.is_committed and not self.is_taken:
+            self._router.release(self.prefilled.instance, self.prefilled.facts.remote_request_id)
+
+
+# ---------------------------------------------------------------- before
+
+
+def _serve_alone(router: Router, call: Call) -> Role | None:
+    """The role that serves the whole request, when a hand-over can't or needn't happen."""
+    limit = call.ask.token_limit
+    obstacle = call.obstacle_to_hand_over()
+    if limit is not None and limit <= 1 and obstacle is None and router.fleet.live(Role.PREFILL):
+        return Role.PREFILL
+    if obstacle is not None:
+        router.metrics.fallbacks.add(obstacle)
+        return Role.DECODE
+    if not router.fleet.live(Role.PREFILL) and router.config.local_prefill:
+        logger.warning("request %s: no live prefill instance, D prefills", call.request_id)
+        router.metrics.fallbacks.add("no_live_prefill")
+        return Role.DECODE
+    return None
+
+
+def _may_prefill_on_decoder(router: Router, error: UpstreamError) -> bool:
+    is_client_fault = isinstance(error, Rejected) and error.is_client_fault
+    return router.config.local_prefill and not is_client_fault
+
+
+async def _fall_back(router: Router, call: Call, reason: str) -> None:
+    logger.warning("request %s: %s, D prefills", call.request_id, reason)
+    router.metrics.fallbacks.add(reason)
+    call.attempt += 1
+    await plain(router, call, Role.DECODE)
+
+
+# ---------------------------------------------------------------- prefill
+
+
+async def _prefill(router: Router, call: Call, instance: Instance) -> Prefilled:
+    """One attempt: P's answer, read and understood."""
+    call.prefiller = instance.name
+    started = router.now()
+    payload = instance.request(
+        call.endpoint.path, call.attempt_id, call.forward, prefill_body(call)
+    )
+    async with instance.pool.send(payload, call.deadline) as answer:
+        await check_status(answer)
+        body = await answer.read()
+    router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
+    return understand(instance, body)
+
+
+def understand(instance: Instance, body: bytes) -> Prefilled:
+    """What P's answer means. A P without a PD connector answers "length" and no parameters."""
+    try:
+        answer = openai.answer_decoder.decode(body)
+        facts = openai.hand_over_decoder.decode(answer.kv_transfer_params)
+    except msgspec.DecodeError as exc:
+        raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc
+    is_stopped = all(choice.finish_reason != "length" for choice in answer.choices)
+    if facts is None:
+        if not is_stopped:
+            instance.warn_once(
+                "no_params",
+                "answered a prefill without kv_transfer_params: is its KV connector on? "
+                "D prefills these requests itself",
+            )
+        return Prefilled(instance, body, answer, None, HandOver(), is_final=is_stopped)
+    is_final = is_stopped or not facts.do_remote_prefill
+    return Prefilled(instance, body, answer, answer.kv_transfer_params, facts, is_final)
+
+
+def _answer_from_prefill(router: Router, call: Call, prefilled: Prefilled) -> None:
+    """P's first token was the last: its answer is the answer."""
+    router.metrics.first_token_seconds.observe(router.now() - call.arrival)
+    if prefilled.facts.do_remote_prefill:
+        router.release(prefilled.instance, prefilled.facts.remote_request_id)
+    if not call.streams:
+        call.exchange.respond(200, prefilled.body, "application/json", call.reply_headers)
+        return
+    events = openai.final_answer_events(call.endpoint, prefilled.answer, call.ask)
+    call.exchange.start_stream("text/event-stream", call.reply_headers, events)
+    call.exchange.end()
+
+
+# ---------------------------------------------------------------- decode
+
+
+async def _decode(router: Router, call: Call, held: Held, instance: Instance) -> None:
+    """One attempt: the first token out if it is not yet, then D's own stream or answer."""
+    call.decoder = instance.name
+    params = held.prefilled.params
+    assert params is not None
+    if call.streams:
+        _deliver_first_token(router, call, held.prefilled.answer, instance)
+    delivered = call.delivered_id is not None
+    await generate(router, call, instance, decode_body(call, params, delivered=delivered))
+    held.is_taken = True
+
+
+def _deliver_first_token(router: Router, call: Call, answer: Answer, instance: Instance) -> None:
+    """Forward P's token before D is even asked, unless D will send it itself."""
+    if call.delivered_id is None and not instance.spec.emits_first_token:
+        events = openai.first_token_events(call.endpoint, answer, call.ask)
+        call.exchange.start_stream("text/event-stream", call.reply_headers, events)
+        router.metrics.first_token_seconds.observe(router.now() - call.arrival)
+        call.delivered_id = answer.id
+    elif call.delivered_id is not None and instance.spec.emits_first_token:
+        raise MalformedAnswer(instance.name, "would send the first token a second time")

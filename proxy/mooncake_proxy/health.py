@@ -1,0 +1,126 @@
+"""Whether instances live: hysteresis as pure state, active checks as one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mooncake_proxy.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    MalformedAnswer,
+    UpstreamError,
+    UpstreamTimeout,
+)
+from mooncake_proxy.instances import Fleet, Instance
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Track:
+    """Successes and failures in a row of one instance."""
+
+    num_good: int = 0
+    num_bad: int = 0
+    is_known: bool = False
+
+    def observe(self, *, good: bool, rise: int, fall: int) -> bool | None:
+        """The new verdict, or None while the row is too short. The first check decides alone."""
+        self.num_good = self.num_good + 1 if good else 0
+        self.num_bad = 0 if good else self.num_bad + 1
+        if not self.is_known:
+            self.is_known = True
+            return good
+        if self.num_good >= rise:
+            return True
+        return False if self.num_bad >= fall else None
+
+
+class PassiveHealth:
+    """Ejects an instance after `limit` requests in a row that failed for its own reasons."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bad: dict[str, int] = {}
+
+    def succeeded(self, name: str) -> None:
+        """A request was answered."""
+        if self._bad:
+            self._bad.pop(name, None)
+
+    def failed(self, name: str, error: UpstreamError) -> bool:
+        """Whether this failure ejects. Error statuses don't count: the instance did answer."""
+        if not isinstance(
+            error, ConnectFailed | ConnectionLost | UpstreamTimeout | MalformedAnswer
+        ):
+            return False
+        count = self._bad.get(name, 0) + 1
+        self._bad[name] = count
+        return self._limit > 0 and count >= self._limit
+
+
+@dataclass(frozen=True, slots=True)
+class HealthConfig:
+    """Active checks. `interval_s` 0 turns them off: then instances count as up."""
+
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    path: str = "/health"
+    rise: int = 2
+    fall: int = 3
+
+
+class HealthChecker:
+    """Asks every instance for its health at an interval and tells the fleet the verdicts."""
+
+    def __init__(
+        self, config: HealthConfig, fleet: Fleet, on_verdict: Callable[[Instance], None]
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._on_verdict = on_verdict
+        self._tracks: dict[str, Track] = {}
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        while True:
+            await self.check_all()
+            await asyncio.sleep(self._config.interval_s)
+
+    async def check_all(self) -> None:
+        """One round over all instances at once."""
+        instances = list(self._fleet)
+        if instances:
+            await asyncio.gather(*(self.check(instance) for instance in instances))
+        names = {instance.name for instance in instances}
+        self._tracks = {name: track for name, track in self._tracks.items() if name in names}
+
+    async def check(self, instance: Instance) -> None:
+        """One instance."""
+        error = await self._ask(instance)
+        track = self._tracks.setdefault(instance.name, Track())
+        if not instance.is_up and track.num_bad == 0 and error:
+            track.num_good = 0
+        verdict = track.observe(good=not error, rise=self._config.rise, fall=self._config.fall)
+        if verdict is not None:
+            was_up = instance.is_up
+            self._fleet.set_up(instance, up=verdict, error=error)
+            if was_up is not verdict:
+                self._on_verdict(instance)
+
+    async def _ask(self, instance: Instance) -> str:
+        """What is wrong with it; empty when nothing is."""
+        pool = instance.pool
+        deadline = pool.context.loop.time() + self._config.timeout_s
+        try:
+            async with pool.send(instance.get(self._config.path), deadline) as answer:
+                body = await answer.read()
+        except UpstreamError as exc:
+            return exc.detail
+        if answer.status == 200:
+            return ""
+        text = body[:200].decode("utf-8", "replace")
+        return f"{self._config.path} answered {answer.status}: {text}"

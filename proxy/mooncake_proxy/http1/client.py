@@ -1,0 +1,423 @@
+"""The instance side of the proxy: keep-alive connections and a pool of them per instance."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import httptools
+
+from mooncake_proxy.errors import (
+    ConfigError,
+    ConnectFailed,
+    ConnectionLost,
+    MalformedAnswer,
+    UpstreamError,
+    UpstreamTimeout,
+)
+
+
+class Sink(Protocol):
+    """Takes the body of an answer as it comes."""
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes. An UpstreamError raised here ends the exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an instance listens. `prefix` is a path in front of `/v1/...`, usually empty."""
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Origin:
+        """`http://host:port[/prefix]`, `https://...`, or `host:port`; IPv6 in brackets."""
+        text = url if "://" in url else f"http://{url}"
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as exc:
+            raise ConfigError(f"instance URL {url!r}: {exc}; wanted http://HOST:PORT") from exc
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ConfigError(f"instance URL {url!r}: wanted http://HOST:PORT or https://HOST:PORT")
+        if parts.username or parts.query or parts.fragment:
+            raise ConfigError(f"instance URL {url!r}: user, query and fragment have no place in it")
+        default = 443 if parts.scheme == "https" else 80
+        return cls(parts.scheme, parts.hostname, port or default, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        """`host:port` as it stands in URLs and Host headers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.prefix}"
+
+
+@dataclass(slots=True)
+class ClientLimits:
+    """Seconds and counts for connections to instances."""
+
+    connect_timeout_s: float = 5.0
+    # Until the head of an answer: P answers only after its prefill.
+    first_byte_timeout_s: float = 600.0
+    # Between two pieces of a body.
+    stall_timeout_s: float = 120.0
+    max_idle: int = 256
+
+
+@dataclass(slots=True)
+class ClientContext:
+    """What all pools share. `busy` is what the time-out sweep looks at."""
+
+    limits: ClientLimits = field(default_factory=ClientLimits)
+    busy: set[Connection] = field(default_factory=set)
+    tls: ssl.SSLContext | None = None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an instance; carries one exchange at a time."""
+
+    __slots__ = (
+        "_context",
+        "_failure",
+        "_has_head",
+        "_headers",
+        "_is_complete",
+        "_is_head_wanted",
+        "_parser",
+        "_parts",
+        "_pool",
+        "_sink",
+        "_transport",
+        "_waiter",
+        "deadline",
+        "headers",
+        "last_deadline",
+        "name",
+        "num_received",
+        "reusable",
+        "status",
+    )
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._context = pool.context
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: UpstreamError | None = None
+        self._sink: Sink | None = None
+        self._parts: list[bytes] = []
+        self._headers: dict[bytes, bytes] = {}
+        self._has_head = False
+        self._is_complete = True
+        self._is_head_wanted = False
+        self.headers: dict[bytes, bytes] = {}
+        self.status = 0
+        self.num_received = 0
+        self.reusable = True
+        self.deadline = 0.0
+        self.last_deadline = 0.0
+        self.name = pool.name
+
+    # ------------------------------------------------ one exchange
+
+    def send(self, payload: bytes, last_deadline: float) -> None:
+        """Start an exchange. `last_deadline` (loop time) bounds it whatever arrives."""
+        self._headers = {}
+        self._parts = []
+        self._sink = None
+        self._has_head = False
+        self._is_complete = False
+        self.num_received = 0
+        self.reusable = False
+        self.last_deadline = last_deadline
+        first = self._context.loop.time() + self._context.limits.first_byte_timeout_s
+        self.deadline = first if first < last_deadline else last_deadline
+        self._context.busy.add(self)
+        if self._transport is None:
+            self._failure = ConnectionLost(self.name, "closed before the request was sent")
+        else:
+            self._transport.write(payload)
+
+    async def head(self) -> int:
+        """Wait for status and headers; returns the status."""
+        while not self._has_head:
+            self._is_head_wanted = True
+            await self._wait()
+        return self.status
+
+    async def read(self) -> bytes:
+        """The rest of the body, whole."""
+        while not self._is_complete:
+            await self._wait()
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    async def relay(self, sink: Sink) -> None:
+        """Feed the body to `sink` from inside the read event; returns at its end.
+
+        No task wakes up per chunk: that would cost more than the chunk itself.
+        """
+        self._sink = sink
+        if self._parts:
+            self._flush(sink)
+        while not self._is_complete:
+            await self._wait()
+
+    def pause(self) -> None:
+        """Stop reading (the client is slower); the stall limit stops counting meanwhile."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+            self.deadline = self.last_deadline
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+            self._touch()
+
+    def finish(self) -> None:
+        """End the exchange: back to the pool, or closed, which aborts the request there."""
+        self._context.busy.discard(self)
+        self._sink = None
+        if self._is_complete and self.reusable and self._transport is not None:
+            self._parts = []
+            self._pool.give_back(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Drop the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    def fail(self, error: UpstreamError) -> None:
+        """Make the exchange end with `error`."""
+        if self._failure is None:
+            self._failure = error
+        self._wake()
+        self.close()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = self._context.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+        if self._failure is not None and not self._is_complete:
+            raise self._failure
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _touch(self) -> None:
+        stall = self._context.loop.time() + self._context.limits.stall_timeout_s
+        self.deadline = stall if stall < self.last_deadline else self.last_deadline
+
+    # ------------------------------------------------ transport events
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection stands."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The instance closed, or died."""
+        self._transport = None
+        self._pool.forget(self)
+        if self._is_complete:
+            return
+        if self._has_head and self._ends_with_connection():
+            self.on_message_complete()
+            return
+        detail = f"connection lost after {self.num_received} bytes of the answer"
+        self.fail(ConnectionLost(self.name, detail if exc is None else f"{detail}: {exc}"))
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the instance."""
+        self.num_received += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
+            self.fail(MalformedAnswer(self.name, f"no HTTP answer: {exc}"))
+            return
+        sink = self._sink
+        if sink is not None and self._parts:
+            self._touch()
+            self._flush(sink)
+        if self._is_complete or (self._is_head_wanted and self._has_head):
+            self._is_head_wanted = False
+            self._wake()
+
+    def _flush(self, sink: Sink) -> None:
+        """All body bytes of one network read, in one piece."""
+        parts = self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        try:
+            sink.feed(data)
+        except UpstreamError as exc:
+            self.reusable = False
+            self._is_complete = False
+            self.fail(exc)
+
+    def _ends_with_connection(self) -> bool:
+        """True for a body without length: HTTP says that closing ends it."""
+        return not (self.headers.keys() & {b"content-length", b"transfer-encoding"})
+
+    # ------------------------------------------------ parser events
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header of the answer."""
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """The head is whole; 1xx heads are no answer yet."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = {}
+            return
+        self.status = status
+        self.headers = self._headers
+        self._has_head = True
+        self._touch()
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body."""
+        self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        if not self._has_head:
+            return
+        if self._is_complete:
+            self.close()  # an answer that nobody asked for
+            return
+        self.reusable = self._parser.should_keep_alive() and self._transport is not None
+        self._is_complete = True
+        self._wake()
+
+
+class Upstream:
+    """`async with pool.send(payload, deadline) as connection:` — status known inside.
+
+    Leaving the block gives a finished connection back and closes an unfinished one.
+    """
+
+    __slots__ = ("_connection", "_deadline", "_payload", "_pool")
+
+    def __init__(self, pool: Pool, payload: bytes, deadline: float) -> None:
+        self._pool = pool
+        self._payload = payload
+        self._deadline = deadline
+        self._connection: Connection | None = None
+
+    async def __aenter__(self) -> Connection:
+        connection = self._pool.take_idle()
+        if connection is not None:
+            try:
+                return await self._head_on(connection)
+            except ConnectionLost:
+                # A server may close an idle connection just as it is used again; that no byte
+                # came back and the close was clean tells it from a crash in the middle.
+                if connection.num_received:
+                    raise
+        return await self._head_on(await self._pool.connect(self._deadline))
+
+    async def _head_on(self, connection: Connection) -> Connection:
+        try:
+            connection.send(self._payload, self._deadline)
+            await connection.head()
+        except BaseException:
+            connection.finish()
+            raise
+        self._connection = connection
+        return connection
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._connection is not None:
+            self._connection.finish()
+
+
+class Pool:
+    """Connections to one instance. The latest used is taken first, so that spare ones time out."""
+
+    def __init__(self, origin: Origin, context: ClientContext) -> None:
+        self.origin = origin
+        self.context = context
+        self.name = str(origin)
+        self._idle: list[Connection] = []
+        self._is_closed = False
+
+    def send(self, payload: bytes, deadline: float) -> Upstream:
+        """An exchange as an async context manager; `deadline` in loop time."""
+        return Upstream(self, payload, deadline)
+
+    def take_idle(self) -> Connection | None:
+        """An open connection, if there is one."""
+        return self._idle.pop() if self._idle else None
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep for the next exchange."""
+        if self._is_closed or len(self._idle) >= self.context.limits.max_idle:
+            connection.close()
+        else:
+            self._idle.append(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """An idle connection was closed from the other side."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Close the idle ones; busy ones end with their exchange."""
+        self._is_closed = True
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def connect(self, deadline: float) -> Connection:
+        """A new connection, or ConnectFailed."""
+        limit = self.context.limits.connect_timeout_s
+        timeout = max(0.0, min(limit, deadline - self.context.loop.time()))
+        try:
+            _, connection = await asyncio.wait_for(self._create(), timeout)
+        except asyncio.TimeoutError as exc:
+            raise ConnectFailed(self.name, f"no connection within {timeout:.1f} s") from exc
+        except (OSError, ssl.SSLError) as exc:
+            raise ConnectFailed(self.name, f"no connection: {exc}") from exc
+        return connection
+
+    async def _create(self) -> tuple[asyncio.BaseTransport, Connection]:
+        origin = self.origin
+        tls = self.context.tls or ssl.create_default_context() if origin.scheme == "https" else None
+        return await self.context.loop.create_connection(
+            lambda: Connection(self), origin.host, origin.port, ssl=tls
+        )
+
+
+def sweep_timeouts(context: ClientContext) -> None:
+    """Fail every exchange whose deadline has passed; called a few times a second."""
+    now = context.loop.time()
+    for connection in [c for c in context.busy if c.deadline < now]:
+        connection.fail(UpstreamTimeout(connection.name, "silent for longer than its limit"))

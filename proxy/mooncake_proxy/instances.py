@@ -1,0 +1,296 @@
+"""The instances behind the proxy: what they are, whether they are live, what they carry now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import TracebackType
+
+from mooncake_proxy.errors import Conflict, NoInstance, NotFound
+from mooncake_proxy.http1.client import ClientContext, Origin, Pool
+
+logger = logging.getLogger(__name__)
+
+
+class Role(Enum):
+    """What an instance is for. BOTH serves whole requests by itself, without a hand-over."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class State(Enum):
+    """Whether an instance gets new requests."""
+
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """What an operator says about an instance."""
+
+    origin: Origin
+    role: Role
+    # A D that sends the first token again (vLLM): then P's is not forwarded.
+    emits_first_token: bool = False
+    # A D that may answer `stop_reason: "recomputed"` (vLLM-Ascend's recompute scheduler).
+    recomputes: bool = False
+    # Who declared it: flags, file, api, kubernetes. Each source only removes its own.
+    source: str = "flags"
+
+    @property
+    def name(self) -> str:
+        """How the instance is called in metrics, logs and the admin API: its URL."""
+        return str(self.origin)
+
+
+class Instance:
+    """One instance with its connections and its load as this proxy knows it."""
+
+    __slots__ = (
+        "_heads",
+        "error",
+        "is_draining",
+        "is_up",
+        "name",
+        "num_elsewhere",
+        "num_prompt_tokens",
+        "num_running",
+        "pool",
+        "spec",
+        "warned",
+    )
+
+    def __init__(self, spec: InstanceSpec, context: ClientContext) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.pool = Pool(spec.origin, context)
+        self.is_up = True
+        self.is_draining = False
+        # Why it is down, for people.
+        self.error = ""
+        self.num_running = 0
+        self.num_prompt_tokens = 0
+        # The same two counts as the other worker processes report them.
+        self.num_elsewhere = (0, 0)
+        self.warned: set[str] = set()
+        self._heads: dict[str, bytes] = {}
+
+    @property
+    def state(self) -> State:
+        """UP, DOWN or DRAINING."""
+        if self.is_draining:
+            return State.DRAINING
+        return State.UP if self.is_up else State.DOWN
+
+    @property
+    def total_running(self) -> int:
+        """Requests on it from all worker processes."""
+        return self.num_running + self.num_elsewhere[0]
+
+    @property
+    def total_prompt_tokens(self) -> int:
+        """Prompt tokens of those requests."""
+        return self.num_prompt_tokens + self.num_elsewhere[1]
+
+    def request(self, path: str, request_id: str, extra: bytes, body: bytes) -> bytes:
+        """A POST of JSON to this instance, ready to be written."""
+        head = self._heads.get(path)
+        if head is None:
+            origin = self.spec.origin
+            head = (
+                f"POST {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n"
+                "content-type: application/json\r\nx-request-id: "
+            ).encode("latin-1")
+            self._heads[path] = head
+        return b"%b%b\r\n%bcontent-length: %d\r\n\r\n%b" % (
+            head,
+            request_id.encode("latin-1"),
+            extra,
+            len(body),
+            body,
+        )
+
+    def get(self, path: str) -> bytes:
+        """A GET to this instance."""
+        origin = self.spec.origin
+        return (f"GET {origin.prefix}{path} HTTP/1.1\r\nhost: {origin.authority}\r\n\r\n").encode(
+            "latin-1"
+        )
+
+    def warn_once(self, key: str, message: str) -> None:
+        """Log a fact about this instance the first time it shows."""
+        if key not in self.warned:
+            self.warned.add(key)
+            logger.warning("%s: %s", self.name, message)
+
+
+class Lease:
+    """Counts a request on an instance for as long as the block runs."""
+
+    __slots__ = ("_instance", "_on_idle", "_prompt_tokens")
+
+    def __init__(
+        self, instance: Instance, prompt_tokens: int, on_idle: Callable[[Instance], None]
+    ) -> None:
+        self._instance = instance
+        self._prompt_tokens = prompt_tokens
+        self._on_idle = on_idle
+
+    def __enter__(self) -> Instance:
+        self._instance.num_running += 1
+        self._instance.num_prompt_tokens += self._prompt_tokens
+        return self._instance
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        instance = self._instance
+        instance.num_running -= 1
+        instance.num_prompt_tokens -= self._prompt_tokens
+        if instance.is_draining and instance.num_running == 0:
+            self._on_idle(instance)
+
+
+class Fleet:
+    """All instances. Lists of live ones are kept ready; they change rarely and are read always."""
+
+    def __init__(self, context: ClientContext) -> None:
+        self._context = context
+        self._instances: dict[str, Instance] = {}
+        self._live: dict[Role, tuple[Instance, ...]] = {}
+        self._leaving: set[str] = set()
+        self.version = 0
+        self._refresh()
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(tuple(self._instances.values()))
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def get(self, name: str) -> Instance:
+        """The instance of that name, or NotFound with the names there are."""
+        instance = self._instances.get(name)
+        if instance is None:
+            known = ", ".join(self._instances) or "none"
+            raise NotFound(f"no instance {name!r}; known: {known}")
+        return instance
+
+    def live(self, role: Role) -> tuple[Instance, ...]:
+        """Instances that take new requests of a role; BOTH counts for each role."""
+        return self._live[role]
+
+    def require(self, role: Role) -> tuple[Instance, ...]:
+        """The same, or NoInstance."""
+        live = self._live[role]
+        if not live:
+            raise NoInstance(self._explain(role), code=f"no_live_{role.value}")
+        return live
+
+    def lease(self, instance: Instance, prompt_tokens: int) -> Lease:
+        """Counts a request on the instance while the `with` block runs."""
+        return Lease(instance, prompt_tokens, self._drained)
+
+    # ------------------------------------------------ changes
+
+    def add(self, spec: InstanceSpec) -> Instance:
+        """A new instance, or new facts about a known one."""
+        known = self._instances.get(spec.name)
+        if known is not None:
+            self._leaving.discard(spec.name)
+            known.is_draining = False
+            if known.spec.role is not spec.role:
+                self.switch_role(spec.name, spec.role)
+            known.spec = spec
+            self._refresh()
+            return known
+        instance = self._instances[spec.name] = Instance(spec, self._context)
+        logger.info("instance added: %s (%s)", spec.name, spec.role.value)
+        self._refresh()
+        return instance
+
+    def drain(self, name: str, *, then_remove: bool = False) -> Instance:
+        """No new requests; what runs is finished. `then_remove` forgets it when it is idle."""
+        instance = self.get(name)
+        instance.is_draining = True
+        if then_remove:
+            self._leaving.add(name)
+        self._refresh()
+        if instance.num_running == 0:
+            self._drained(instance)
+        return instance
+
+    def resume(self, name: str) -> Instance:
+        """Undo a drain."""
+        instance = self.get(name)
+        instance.is_draining = False
+        self._leaving.discard(name)
+        self._refresh()
+        return instance
+
+    def remove(self, name: str) -> None:
+        """Forget it now. What runs on it keeps its connection until it ends."""
+        instance = self.get(name)
+        del self._instances[name]
+        self._leaving.discard(name)
+        instance.pool.close()
+        logger.info("instance removed: %s", name)
+        self._refresh()
+
+    def switch_role(self, name: str, role: Role) -> Instance:
+        """P becomes D or the reverse; only when nothing runs on it."""
+        instance = self.get(name)
+        if instance.total_running:
+            raise Conflict(
+                f"{name} runs {instance.total_running} requests and only an idle instance can "
+                "switch its role: drain it first"
+            )
+        instance.spec = replace(instance.spec, role=role)
+        instance.warned.clear()
+        self._refresh()
+        logger.info("instance %s is now %s", name, role.value)
+        return instance
+
+    def set_up(self, instance: Instance, *, up: bool, error: str = "") -> None:
+        """The verdict of the health checks."""
+        instance.error = "" if up else error
+        if instance.is_up is up:
+            return
+        instance.is_up = up
+        if up:
+            logger.info("instance up: %s", instance.name)
+        else:
+            logger.warning("instance down: %s: %s", instance.name, error)
+        self._refresh()
+
+    def close(self) -> None:
+        """Close all connections."""
+        for instance in self._instances.values():
+            instance.pool.close()
+
+    def _drained(self, instance: Instance) -> None:
+        if instance.name in self._leaving and instance.name in self._instances:
+            self.remove(instance.name)
+
+    def _refresh(self) -> None:
+        self.version += 1
+        takes = [i for i in self._instances.values() if i.is_up and not i.is_draining]
+        for role in (Role.PREFILL, Role.DECODE):
+            self._live[role] = tuple(i for i in takes if i.spec.role in (role, Role.BOTH))
+        self._live[Role.BOTH] = tuple(i for i in takes if i.spec.role is Role.BOTH)
+
+    def _explain(self, role: Role) -> str:
+        wanted = [i for i in self._instances.values() if i.spec.role in (role, Role.BOTH)]
+        if not wanted:
+            return f"no {role.value} instance is configured (--{role.value} URL)"
+        facts = "; ".join(f"{i.name} {i.state.value} {i.error}".rstrip() for i in wanted)
+        return f"no live {role.value} instance: {facts}"

@@ -1,0 +1,157 @@
+"""What all flows share: the fleet, the choice of an instance, retries, release of held KV."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, TypeVar
+
+from mooncake_proxy.budget import RetryBudget
+from mooncake_proxy.call import Call
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import Rejected, UpstreamError
+from mooncake_proxy.health import PassiveHealth
+from mooncake_proxy.http1.client import ClientContext
+from mooncake_proxy.instances import Fleet, Instance, Role
+from mooncake_proxy.metrics import Metrics
+from mooncake_proxy.openai import encode
+from mooncake_proxy.policy import POLICIES, Hint
+from mooncake_proxy.prefix import PrefixIndex
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+ABORT_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True)
+class Turns:
+    """Round-robin counters, one per role."""
+
+    prefill: int = 0
+    decode: int = 0
+
+    def next(self, role: Role) -> int:
+        """The next turn of this role."""
+        if role is Role.PREFILL:
+            self.prefill += 1
+            return self.prefill
+        self.decode += 1
+        return self.decode
+
+
+class Router:
+    """The state of one proxy process that requests act on."""
+
+    def __init__(self, config: ProxyConfig, client: ClientContext, *, seed: int | None = None):
+        self.config = config
+        self.client = client
+        self.fleet = Fleet(client)
+        self.metrics = Metrics()
+        self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
+        self.passive = PassiveHealth(config.eject_after)
+        self.prefixes = PrefixIndex()
+        self._rng = Random(seed)
+        self._turns = Turns()
+        self._prefill_policy = POLICIES[config.prefill_policy]
+        self._decode_policy = POLICIES[config.decode_policy]
+        self._background: set[asyncio.Task[None]] = set()
+
+    def now(self) -> float:
+        """Loop time in seconds."""
+        return self.client.loop.time()
+
+    # ------------------------------------------------ choice
+
+    def choose(self, role: Role, call: Call, tried: Sequence[Instance] = ()) -> Instance:
+        """The instance for this step, not one that already failed it. NoInstance if none lives."""
+        live: Sequence[Instance] = self.fleet.require(role)
+        if tried:
+            live = [instance for instance in live if instance not in tried] or live
+        hint = Hint(call.prompt_tokens, self._turns.next(role), call.session, call.cached_tokens)
+        policy = self._prefill_policy if role is Role.PREFILL else self._decode_policy
+        chosen: Instance = policy(live, hint, self._rng)
+        return chosen
+
+    # ------------------------------------------------ attempts
+
+    async def attempt(self, role: Role, call: Call, step: Callable[[Instance], Awaitable[T]]) -> T:
+        """Run `step` on an instance, and on another one for as long as nothing was forwarded.
+
+        Each new try has a new attempt id. It takes from the retry budget, so that a fleet that
+        is failing does not get more traffic than a healthy one.
+        """
+        tried: list[Instance] = []
+        while True:
+            instance = self.choose(role, call, tried)
+            try:
+                with self.fleet.lease(instance, call.prompt_tokens):
+                    result = await step(instance)
+            except UpstreamError as error:
+                self._count_failure(instance, role, error)
+                tried.append(instance)
+                if not self._may_try_again(role, call, tried, error):
+                    raise
+                call.attempt += 1
+                self.metrics.retries.add(role.value)
+                logger.warning(
+                    "request %s: %s failed, trying another: %s", call.request_id, role.value, error
+                )
+            else:
+                self.metrics.attempts.add(instance.name, role.value, "ok")
+                self.passive.succeeded(instance.name)
+                return result
+
+    def _may_try_again(
+        self, role: Role, call: Call, tried: Sequence[Instance], error: UpstreamError
+    ) -> bool:
+        if call.is_committed or (isinstance(error, Rejected) and error.is_client_fault):
+            return False
+        untried = any(instance not in tried for instance in self.fleet.live(role))
+        is_early = len(tried) < self.config.max_attempts and self.now() < call.deadline
+        return untried and is_early and self.budget.take()
+
+    def _count_failure(self, instance: Instance, role: Role, error: UpstreamError) -> None:
+        self.metrics.attempts.add(instance.name, role.value, error.reason)
+        if self.passive.failed(instance.name, error):
+            self.fleet.set_up(instance, up=False, error=str(error))
+
+    # ------------------------------------------------ release
+
+    def release(self, instance: Instance, remote_request_id: str | None) -> None:
+        """Tell P that nobody comes for this request's KV. In the background: the client is
+        gone or has its answer, and P's lease is the safety net."""
+        if remote_request_id is not None:
+            self.spawn(self._abort(instance, remote_request_id))
+
+    async def _abort(self, instance: Instance, remote_request_id: str) -> None:
+        body = encode({"request_id": remote_request_id})
+        payload = instance.request("/abort", remote_request_id, b"", body)
+        try:
+            async with instance.pool.send(payload, self.now() + ABORT_TIMEOUT_S) as answer:
+                await answer.read()
+                outcome = str(answer.status)
+        except UpstreamError as error:
+            outcome = error.reason
+            logger.warning("abort of %s not delivered: %s", remote_request_id, error)
+        self.metrics.aborts.add(outcome)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A background task that is kept alive, and awaited by `close`."""
+        task = self.client.loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("background task failed", exc_info=error)
+
+    async def close(self) -> None:
+        """Let running releases end, then close all connections."""
+        if self._background:
+            await asyncio.wait(tuple(self._background), timeout=ABORT_TIMEOUT_S)
+        self.fleet.close()

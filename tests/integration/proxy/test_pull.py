@@ -1,0 +1,158 @@
+"""The pull flow over real sockets, in front of instances that behave."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from support.proxy_fakes import stand, text_of, word
+from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
+
+
+def test_whole_completion() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            answer = await post(s, BODY)
+            assert answer.status_code == 200
+            assert answer.json()["choices"][0]["text"] == text_of(5)
+            assert answer.headers["x-request-id"] == "abc"
+            [asked] = s.prefill.generated
+            assert asked.body["max_tokens"] == 1
+            assert asked.body["stream"] is False
+            assert asked.body["kv_transfer_params"]["do_remote_decode"] is True
+            assert asked.headers["x-request-id"] == "abc"
+            [decoded] = s.decode.generated
+            params = decoded.body["kv_transfer_params"]
+            assert params["remote_request_id"] == "p0:abc"
+            assert params["first_token_delivered"] is False
+            assert decoded.body["max_tokens"] == 5
+            assert decoded.headers["x-request-id"] == "abc"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cut", ["one", "two", "split"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_stream_is_one_coherent_answer(cut: str, path: str) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.decode.behaviour.cut = cut
+            body = CHAT if "chat" in path else BODY
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            answer = await post(s, body | options, path)
+            events = events_of(answer.text)
+            assert answer.headers["content-type"] == "text/event-stream"
+            assert streamed_text(events) == text_of(5)
+            assert events[-1] == "[DONE]"
+            assert events[-2]["usage"]["completion_tokens"] == 5
+            assert events[0]["usage"] is None
+            assert len({event["id"] for event in events[:-1]}) == 1
+            assert len({event["created"] for event in events[:-1]}) == 1
+            finishes = [e["choices"][0]["finish_reason"] for e in events[:-1] if e["choices"]]
+            assert finishes[-1] == "length"
+            assert set(finishes[:-1]) == {None}
+            if "chat" in path:
+                roles = [e["choices"][0]["delta"].get("role") for e in events[:-1] if e["choices"]]
+                assert roles == ["assistant", *[None] * 5]
+            assert s.decode.generated[0].body["kv_transfer_params"]["first_token_delivered"] is True
+            assert "stream_options" not in s.prefill.generated[0].body
+
+    asyncio.run(main())
+
+
+def test_first_token_arrives_before_the_decoder_says_anything() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.decode.behaviour.hangs = True
+            async with (
+                httpx.AsyncClient(base_url=s.url) as client,
+                client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer,
+            ):
+                chunk = await asyncio.wait_for(anext(answer.aiter_text()), 2)
+                assert streamed_text(events_of(chunk)) == word(0)
+
+    asyncio.run(main())
+
+
+def test_a_decoder_that_repeats_the_first_token_is_not_doubled() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True) as s:
+            answer = await post(s, BODY | {"stream": True})
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_ends_on_the_first_token_never_reaches_the_decoder(stream: bool) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.prefill.behaviour.stops_at_first = True
+            s.prefill.behaviour.first_text = ""
+            options = {"stream": stream, "stream_options": {"include_usage": True}}
+            answer = await post(s, CHAT | options, "/v1/chat/completions")
+            assert s.decode.generated == []
+            if not stream:
+                assert answer.json()["choices"][0]["finish_reason"] == "stop"
+                return
+            events = events_of(answer.text)
+            assert events[-1] == "[DONE]"
+            assert events[-2]["usage"]["completion_tokens"] == 1
+            assert events[-3]["choices"][0]["finish_reason"] == "stop"
+
+    asyncio.run(main())
+
+
+def test_one_token_is_the_prefillers_own_answer() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            answer = await post(s, BODY | {"max_tokens": 1})
+            assert answer.json()["choices"][0]["text"] == word(0)
+            assert "kv_transfer_params" not in s.prefill.generated[0].body
+            assert s.decode.generated == []
+
+    asyncio.run(main())
+
+
+def test_min_tokens_is_only_sent_when_the_client_sent_it() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            await post(s, BODY)
+            await post(s, BODY | {"min_tokens": 4})
+            first, second = s.prefill.generated
+            assert "min_tokens" not in first.body
+            assert second.body["min_tokens"] == 1
+            assert s.decode.generated[1].body["min_tokens"] == 4
+
+    asyncio.run(main())
+
+
+def test_several_choices_stream_side_by_side() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            answer = await post(s, BODY | {"stream": True, "n": 2, "logprobs": 1})
+            events = events_of(answer.text)[:-1]
+            for index in (0, 1):
+                mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+                assert "".join(choice["text"] for choice in mine) == text_of(5)
+                tokens = [token for choice in mine for token in choice["logprobs"]["tokens"]]
+                assert tokens == text_of(5).split()
+
+    asyncio.run(main())
+
+
+def test_models_metrics_health() -> None:
+    async def main() -> None:
+        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "m"
+            health = (await client.get("/health")).json()
+            assert [i["role"] for i in health["instances"]] == ["prefill", "decode"]
+            assert (await client.get("/ready")).status_code == 200
+            await post(s, BODY)
+            text = (await client.get("/metrics")).text
+            line = 'mooncake_proxy_requests_total{endpoint="/v1/completions",status="200"} 1'
+            assert line in text.splitlines()
+            assert "mooncake_proxy_stage_seconds_bucket" in text
+
+    asyncio.run(main())

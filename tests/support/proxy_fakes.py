@@ -1,0 +1,433 @@
+"""Fake prefill and decode instances that speak the contract, and fail on demand.
+
+They generate the words ` t0 t1 t2 ...`: token k of any answer is ` t{k}`, so a missing, doubled or
+foreign token shows in the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from mooncake_proxy.app import Application
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.health import HealthConfig
+from mooncake_proxy.http1.client import Origin
+from mooncake_proxy.instances import InstanceSpec, Role
+
+Json = dict[str, Any]
+CREATED = 1_700_000_000
+
+
+def word(position: int) -> str:
+    """Token `position` of every answer."""
+    return f" t{position}"
+
+
+def text_of(num_tokens: int, first: int = 0) -> str:
+    """What an answer of that many tokens says."""
+    return "".join(word(position) for position in range(first, num_tokens))
+
+
+@dataclass
+class Seen:
+    """A request that an instance got."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Json
+
+
+@dataclass
+class Behaviour:
+    """What an instance does wrong, if anything. Changing it acts on the next request."""
+
+    # Status and body instead of an answer.
+    status: int = 200
+    error: Json = field(default_factory=lambda: {"error": {"message": "made to fail", "code": 1}})
+    headers: dict[str, str] = field(default_factory=dict)
+    # Never answer at all; the connection stays open.
+    hangs: bool = False
+    # Close the connection without an answer.
+    drops: bool = False
+    delay_s: float = 0.0
+    token_delay_s: float = 0.0
+    # How events are cut into network chunks: "one", "two" (two events per chunk), "split".
+    cut: str = "one"
+    # After so many events: die (close without [DONE]), stop talking, or send an error event.
+    die_after: int | None = None
+    hang_after: int | None = None
+    error_after: int | None = None
+    recompute_after: int | None = None
+    # P: leave kv_transfer_params out, or finish on the first token.
+    has_params: bool = True
+    stops_at_first: bool = False
+    first_text: str | None = None
+    last_token_id: int = 100
+    # D: a vLLM that knows nothing of first_token_delivered.
+    emits_first_token: bool = False
+    health: int = 200
+
+
+class FakeInstance:
+    """One P or D on loopback. `seen` has its requests, `cut_off` those whose client went away."""
+
+    def __init__(self, name: str = "fake", behaviour: Behaviour | None = None) -> None:
+        self.name = name
+        self.behaviour = behaviour or Behaviour()
+        self.seen: list[Seen] = []
+        self.cut_off: list[str] = []
+        self.released: list[str] = []
+        self.num_holding = 0
+        self.changed = asyncio.Event()
+        self._server: asyncio.AbstractServer | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def generated(self) -> list[Seen]:
+        """Requests for text, without health checks and aborts."""
+        return [seen for seen in self.seen if seen.path.startswith("/v1/") and seen.body]
+
+    async def start(self) -> None:
+        """Listen; a second start takes the same port again."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def kill(self) -> None:
+        """Die: connections are reset, nobody listens any more."""
+        if self._server is not None:
+            self._server.close()
+            for writer in tuple(self._writers):
+                writer.transport.abort()
+            await asyncio.sleep(0)
+            self._server = None
+
+    async def wait_for(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+        """Until the condition holds; checked whenever something happens here."""
+
+        async def wait() -> None:
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+        await asyncio.wait_for(wait(), timeout)
+
+    # ------------------------------------------------ connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while (seen := await _read_request(reader)) is not None:
+                self.seen.append(seen)
+                self.changed.set()
+                await self._answer_watched(seen, reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError, _Broken):
+            pass
+        finally:
+            self._writers.discard(writer)
+            self.changed.set()
+            writer.transport.abort()
+
+    async def _answer_watched(
+        self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer, unless the proxy closes the connection first: that aborts the request."""
+        answer = asyncio.ensure_future(self._answer(seen, writer))
+        gone = asyncio.ensure_future(_closed(reader))
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            self.cut_off.append(seen.headers.get("x-request-id", ""))
+        gone.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await gone
+        try:
+            await answer
+        except asyncio.CancelledError:
+            raise _Broken from None
+
+    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        behaviour = self.behaviour
+        if seen.path == "/health":
+            _respond(writer, behaviour.health, {"status": behaviour.health})
+            return
+        if seen.path == "/abort":
+            self.released.append(seen.body["request_id"])
+            self.changed.set()
+            _respond(writer, 200, {})
+            return
+        if seen.path == "/v1/models":
+            _respond(writer, 200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
+            return
+        await self._misbehave(behaviour, writer)
+        if behaviour.status != 200:
+            _respond(writer, behaviour.status, behaviour.error, behaviour.headers)
+            return
+        params = seen.body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode"):
+            _respond(writer, 200, self._prefilled(seen))
+        elif seen.body.get("stream"):
+            await self._stream(seen, params, writer)
+        else:
+            _respond(writer, 200, self._whole(seen))
+        await writer.drain()
+
+    async def _misbehave(self, behaviour: Behaviour, writer: asyncio.StreamWriter) -> None:
+        if behaviour.drops:
+            writer.transport.abort()
+            raise _Broken
+        if behaviour.hangs:
+            await asyncio.Event().wait()
+        if behaviour.delay_s:
+            await asyncio.sleep(behaviour.delay_s)
+
+    # ------------------------------------------------ answers
+
+    def _base(self, seen: Seen, kind: str) -> Json:
+        is_chat = seen.path.endswith("chat/completions")
+        prefix = "chatcmpl" if is_chat else "cmpl"
+        name = {"answer": "chat.completion", "chunk": "chat.completion.chunk"}[kind]
+        return {
+            "id": f"{prefix}-{seen.headers['x-request-id']}",
+            "object": name if is_chat else "text_completion",
+            "created": CREATED,
+            "model": seen.body.get("model", "m"),
+        }
+
+    def _choice(self, seen: Seen, index: int, text: str, finish: str | None) -> Json:
+        choice: Json = {"index": index, "logprobs": None, "finish_reason": finish}
+        if seen.body.get("logprobs"):
+            choice["logprobs"] = {"tokens": text.split()}
+        if seen.path.endswith("chat/completions"):
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        return choice
+
+    def _prefilled(self, seen: Seen) -> Json:
+        behaviour = self.behaviour
+        text = word(0) if behaviour.first_text is None else behaviour.first_text
+        finish = "stop" if behaviour.stops_at_first else "length"
+        count = seen.body.get("n") or 1
+        answer = self._base(seen, "answer") | {
+            "choices": [self._choice(seen, index, text, finish) for index in range(count)],
+            "usage": {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count},
+            "kv_transfer_params": None,
+        }
+        if behaviour.has_params and not behaviour.stops_at_first:
+            self.num_holding += 1
+            answer["kv_transfer_params"] = self._params(seen)
+        return answer
+
+    def _params(self, seen: Seen) -> Json:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.name,
+            "remote_request_id": f"{self.name}:{seen.headers['x-request-id']}",
+            "remote_host": "127.0.0.1",
+            "remote_port": 1,
+            "remote_block_ids": [[1, 2]],
+            "remote_block_size": 16,
+            "remote_ptp_size": 1,
+            "remote_pcp_size": 1,
+            "remote_dcp_size": 1,
+            "remote_multi_nodes_meta_mapping": {},
+            "num_prompt_blocks": 2,
+            "num_prompt_tokens": 7,
+            "last_token_id": self.behaviour.last_token_id,
+            "created": CREATED,
+            "remote_cached_tokens": 3,
+        }
+
+    def _whole(self, seen: Seen) -> Json:
+        num_tokens = seen.body.get("max_tokens") or 16
+        count = seen.body.get("n") or 1
+        return self._base(seen, "answer") | {
+            "choices": [
+                self._choice(seen, index, text_of(num_tokens), "length") for index in range(count)
+            ],
+            "usage": _usage(num_tokens * count),
+        }
+
+    async def _stream(self, seen: Seen, params: Json, writer: asyncio.StreamWriter) -> None:
+        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head.encode())
+        behaviour = self.behaviour
+        for position, data in enumerate(_cut(self._events(seen, params), behaviour.cut)):
+            if behaviour.die_after == position:
+                await writer.drain()
+                writer.transport.abort()
+                raise _Broken
+            if behaviour.hang_after == position:
+                await asyncio.Event().wait()
+            if behaviour.token_delay_s:
+                await asyncio.sleep(behaviour.token_delay_s)
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    def _events(self, seen: Seen, params: Json) -> list[bytes]:
+        behaviour = self.behaviour
+        num_tokens = seen.body.get("max_tokens") or 16
+        delivered = params.get("first_token_delivered") and not behaviour.emits_first_token
+        first = 1 if delivered else 0
+        is_chat = seen.path.endswith("chat/completions")
+        count = seen.body.get("n") or 1
+        events = []
+        if is_chat and not delivered:
+            events.append(self._chunk(seen, 0, {"role": "assistant", "content": ""}, None))
+        for position in range(first, num_tokens):
+            if position - first == behaviour.error_after:
+                return [*events, b'data: {"error":{"message":"broke","type":"x","code":500}}\n\n']
+            if position - first == behaviour.recompute_after:
+                chunk = json.loads(self._chunk(seen, 0, "", "stop")[6:])
+                chunk["choices"][0]["stop_reason"] = "recomputed"
+                return [*events, f"data: {json.dumps(chunk)}\n\n".encode(), b"data: [DONE]\n\n"]
+            finish = "length" if position == num_tokens - 1 else None
+            events += [self._chunk(seen, i, word(position), finish) for i in range(count)]
+        if (seen.body.get("stream_options") or {}).get("include_usage"):
+            usage = self._base(seen, "chunk") | {"choices": [], "usage": _usage(num_tokens * count)}
+            events.append(f"data: {json.dumps(usage)}\n\n".encode())
+        return [*events, b"data: [DONE]\n\n"]
+
+    def _chunk(self, seen: Seen, index: int, content: Any, finish: str | None) -> bytes:
+        choice: Json = {"index": index, "logprobs": None, "finish_reason": finish}
+        if seen.path.endswith("chat/completions"):
+            choice["delta"] = content if isinstance(content, dict) else {"content": content}
+        else:
+            choice["text"] = content
+        if seen.body.get("logprobs") and isinstance(content, str):
+            choice["logprobs"] = {"tokens": content.split()}
+        chunk = self._base(seen, "chunk") | {"choices": [choice]}
+        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _Broken(Exception):
+    """The fake broke the connection on purpose, or the proxy did."""
+
+
+def _usage(num_tokens: int) -> Json:
+    return {
+        "prompt_tokens": 7,
+        "completion_tokens": num_tokens,
+        "total_tokens": 7 + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+def _cut(events: list[bytes], how: str) -> list[bytes]:
+    """Network chunks: one event each, two at a time, or cut at awkward places."""
+    if how == "two":
+        return [b"".join(events[i : i + 2]) for i in range(0, len(events), 2)]
+    if how == "split":
+        whole = b"".join(events)
+        return [whole[i : i + 37] for i in range(0, len(whole), 37)]
+    return events
+
+
+async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return None
+    first, *lines = head.decode("latin-1").split("\r\n")
+    method, path, _ = first.split(" ")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name:
+            headers[name.lower()] = value.strip()
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Seen(method, path, headers, json.loads(body) if body else {})
+
+
+async def _closed(reader: asyncio.StreamReader) -> None:
+    """Until the other side closes. Nothing else may come while an answer is due."""
+    while not reader.at_eof():
+        await asyncio.sleep(0.002)
+
+
+def _respond(
+    writer: asyncio.StreamWriter, status: int, body: Json, headers: dict[str, str] | None = None
+) -> None:
+    data = json.dumps(body).encode()
+    extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    head = (
+        f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{extra}"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
+    writer.write(head.encode() + data)
+
+
+# ---------------------------------------------------------------- a proxy in front of them
+
+
+@dataclass
+class Stand:
+    """A proxy with its instances, all in this event loop on real sockets."""
+
+    app: Application
+    prefills: list[FakeInstance]
+    decodes: list[FakeInstance]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.app.port}"
+
+    @property
+    def prefill(self) -> FakeInstance:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> FakeInstance:
+        return self.decodes[0]
+
+    def count(self, name: str, *labels: str) -> float:
+        """A counter's value."""
+        counter = getattr(self.app.router.metrics, name)
+        return float(counter.values.get(labels, 0.0))
+
+
+@asynccontextmanager
+async def stand(
+    num_prefills: int = 1, num_decodes: int = 1, num_both: int = 0, **config: Any
+) -> AsyncIterator[Stand]:
+    """Start fakes and a proxy in front of them; health checks only where the test asks."""
+    prefills = [FakeInstance(f"p{i}") for i in range(num_prefills)]
+    decodes = [FakeInstance(f"d{i}") for i in range(num_decodes + num_both)]
+    emits = config.pop("emits_first_token", False)
+    recomputes = config.pop("recomputes", False)
+    for fake in (*prefills, *decodes):
+        fake.behaviour.emits_first_token = emits
+        await fake.start()
+    specs = [InstanceSpec(Origin.parse(fake.url), Role.PREFILL) for fake in prefills]
+    for position, fake in enumerate(decodes):
+        role = Role.DECODE if position < num_decodes else Role.BOTH
+        specs.append(InstanceSpec(Origin.parse(fake.url), role, emits, recomputes))
+    settings: Json = {
+        "port": 0,
+        "instances": tuple(specs),
+        "health": HealthConfig(interval_s=0),
+        "access_log": "off",
+        "drain_timeout_s": 1.0,
+    }
+    app = Application(ProxyConfig(**(settings | config)))
+    await app.start()
+    try:
+        yield Stand(app, prefills, decodes)
+    finally:
+        await app.close()
+        for fake in (*prefills, *decodes):
+            await fake.kill()
