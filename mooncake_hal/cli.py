@@ -1,0 +1,125 @@
+"""The ``mooncake-hal`` command: what this machine can run, and how fast it moves KV."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from mooncake_hal.errors import HalError
+from mooncake_hal.registry import PluginStatus, Registry, TableRow
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the process's exit status."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.run is not run_transfer:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return int(options.run(options, rest))
+    except HalError as exc:
+        print(f"mooncake-hal: {exc}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``mooncake-hal``."""
+    parser = argparse.ArgumentParser(prog="mooncake-hal", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    devices = commands.add_parser(
+        "devices", help="backends, devices and transports, and why one is unavailable"
+    )
+    devices.add_argument("--json", action="store_true", help="print JSON")
+    devices.set_defaults(run=show_devices)
+    bench = commands.add_parser("bench", help="measure this machine")
+    measured = bench.add_subparsers(required=True, metavar="what")
+    # its own arguments, --help too, are read when it runs: only then is its module imported
+    transfer = measured.add_parser(
+        "transfer", help="KV transfer between two processes", add_help=False
+    )
+    transfer.set_defaults(run=run_transfer)
+    return parser
+
+
+def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:
+    """Measure KV transfer; ``rest`` are the arguments that ``mooncake_hal.bench`` declares."""
+    from mooncake_hal import bench
+
+    parser = argparse.ArgumentParser(prog="mooncake-hal bench transfer")
+    bench.add_arguments(parser)
+    return int(bench.run(parser.parse_args(rest)))
+
+
+def show_devices(options: argparse.Namespace, _: list[str]) -> int:
+    """Print the tables. The status is 0 if any backend is available, else 1."""
+    registry = Registry.discover()
+    found = describe(registry)
+    print(json.dumps(found, indent=2) if options.json else format_tables(found))
+    backends = found["backends"]
+    return 0 if any(row["status"] == PluginStatus.AVAILABLE.value for row in backends) else 1
+
+
+def describe(registry: Registry) -> dict[str, list[dict[str, object]]]:
+    """Everything that the tables show, as plain data."""
+    devices: list[dict[str, object]] = []
+    backends = [_load_devices(registry, row, devices) for row in registry.backend_table()]
+    return {
+        "backends": [_plain(row) for row in backends],
+        "devices": devices,
+        "transports": [_plain(row) for row in registry.transport_table()],
+        "not_loaded": [_plain(row) for row in registry.not_loaded],
+    }
+
+
+def _load_devices(registry: Registry, row: TableRow, devices: list[dict[str, object]]) -> TableRow:
+    """Append an available backend's devices; its row again, corrected if it doesn't load."""
+    if row.status is not PluginStatus.AVAILABLE:
+        return row
+    try:
+        backend = registry.select_backend(row.name)
+        devices += [{"backend": row.name, **asdict(info)} for info in backend.runtime.devices()]
+    except HalError as exc:
+        return TableRow(row.name, PluginStatus.UNAVAILABLE, str(exc), row.priority, row.plugin)
+    return row
+
+
+def _plain(row: TableRow) -> dict[str, object]:
+    return {**asdict(row), "status": row.status.value}
+
+
+def format_tables(found: dict[str, list[dict[str, object]]]) -> str:
+    """The tables as text; a table without rows is left out."""
+    parts = []
+    for key, title, columns in _TABLES:
+        if found[key]:
+            rows = [[_cell(column, row[column]) for column in columns] for row in found[key]]
+            parts.append(_format(title, columns, rows))
+    return "\n\n".join(parts)
+
+
+_TABLES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("backends", "Backends", ("name", "status", "priority", "reason")),
+    ("devices", "Devices", ("backend", "index", "name", "generation", "total_bytes")),
+    ("transports", "Transports", ("name", "status", "priority", "reason")),
+    ("not_loaded", "Plugins that were not loaded", ("name", "status", "reason")),
+)
+
+
+def _format(title: str, columns: Sequence[str], rows: list[list[str]]) -> str:
+    lines = [list(columns), *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    text = [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+    return "\n".join([title, *text])
+
+
+def _cell(column: str, value: object) -> str:
+    if column.endswith("_bytes") and isinstance(value, int):
+        return f"{value / (1 << 30):.1f} GiB"
+    return "-" if value is None or value == "" else str(value)

@@ -1,0 +1,214 @@
+"""The null backend: the shapes of everything, the values of nothing.
+
+Attention is zero and the other ops hand their input on, so a model's output depends only on the
+last token: deterministic, the same alone and in a batch, and free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import (
+    AttentionBatch,
+    Capabilities,
+    Communicator,
+    DeviceInfo,
+    Event,
+    Graph,
+    GroupSpec,
+    MemoryInfo,
+)
+from mooncake_hal.errors import CapabilityError, DeviceError, OutOfMemory
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.solo import SoloCommunicator
+from mooncake_hal.transport import MemoryRegion
+
+TOTAL_BYTES = 1 << 30
+"""Memory that the null device says it has."""
+
+
+class NullEvent:
+    """An event of a device that has nothing to do."""
+
+    def record(self) -> None:
+        """See ``Event``."""
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        return True
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+
+
+class NullRuntime:
+    """One device without work."""
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        """See ``Runtime``."""
+        return (DeviceInfo(0, "null", "null", TOTAL_BYTES),)
+
+    def device(self, index: int) -> torch.device:
+        """See ``Runtime``."""
+        _require_device(index)
+        return torch.device("cpu")
+
+    def bind_thread(self, index: int) -> None:
+        """See ``Runtime``."""
+        _require_device(index)
+
+    def synchronize(self, index: int) -> None:
+        """See ``Runtime``."""
+        _require_device(index)
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        """See ``Runtime``."""
+        _require_device(index)
+        return MemoryInfo(TOTAL_BYTES, TOTAL_BYTES)
+
+    def event(self, index: int) -> Event:
+        """See ``Runtime``."""
+        _require_device(index)
+        return NullEvent()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See ``Runtime``."""
+        raise CapabilityError("the null backend has no graphs; run without graph capture")
+
+
+class NullOps:
+    """Ops that move shapes, not numbers."""
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Store nothing."""
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(query)
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(query)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The input."""
+        return x
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The residual, twice."""
+        return residual, residual
+
+    def rope(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The inputs."""
+        return query, key
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """The first half."""
+        return x[..., : x.shape[-1] // 2]
+
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy nothing."""
+
+    def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+        """Copy nothing."""
+
+    def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+        """Copy nothing."""
+
+
+class NullAllocation:
+    """Plain host memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._tensor: Tensor | None = torch.zeros(nbytes, dtype=torch.uint8)
+        self._region = MemoryRegion(self._tensor.data_ptr(), nbytes)
+
+    @property
+    def region(self) -> MemoryRegion:
+        """See ``Allocation``."""
+        return self._region
+
+    @property
+    def tensor(self) -> Tensor:
+        """See ``Allocation``; raises DeviceError once it is freed."""
+        if self._tensor is None:
+            raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
+        return self._tensor
+
+    def free(self) -> None:
+        """See ``Allocation``."""
+        self._tensor = None
+
+
+class NullMemory:
+    """Host memory, up to what the null device says it has."""
+
+    def allocate(self, nbytes: int, index: int) -> NullAllocation:
+        """See ``Memory``."""
+        _require_device(index)
+        if nbytes <= 0:
+            raise DeviceError(f"an allocation needs at least one byte, {nbytes} were asked for")
+        if nbytes > TOTAL_BYTES:
+            raise OutOfMemory(
+                f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
+            )
+        return NullAllocation(nbytes)
+
+
+class NullBackend:
+    """A whole backend that computes nothing."""
+
+    name = "null"
+
+    def __init__(self) -> None:
+        self.capabilities = Capabilities(
+            dtypes=("bfloat16", "float32"),
+            block_sizes=(16, 32, 64, 128),
+            kv_layouts=tuple(KV_LAYOUTS),
+            graphs=False,
+            transports=("tcp", "shm"),
+        )
+        self.runtime = NullRuntime()
+        self.ops = NullOps()
+        self.memory = NullMemory()
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        """See ``Backend``; raises CapabilityError for more than one rank."""
+        if group.world_size != 1:
+            raise CapabilityError(
+                f"the null backend runs on one rank, {group.world_size} were asked for"
+            )
+        return SoloCommunicator()
+
+
+def _require_device(index: int) -> None:
+    if index != 0:
+        raise DeviceError(f"null has device 0 only, device {index} was asked for")
