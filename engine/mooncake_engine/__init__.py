@@ -1,0 +1,27 @@
+"""Continuous-batching LLM engine with prefill and decode apart.
+
+``LLM`` generates offline; ``mooncake-engine serve`` serves OpenAI's API.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mooncake_engine.llm import LLM
+    from mooncake_engine.sampling_params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name at its first use: importing the package costs nothing."""
+    if name == "LLM":
+        from mooncake_engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from mooncake_engine.sampling_params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

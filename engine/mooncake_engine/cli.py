@@ -1,0 +1,224 @@
+"""``mooncake-engine``: serve a model, generate once, or start a whole deployment."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mooncake_engine.config import EngineConfig, KVTransferConfig, LoadFailurePolicy, Role
+from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_hal.errors import HalError
+
+_DEFAULTS = EngineConfig(model=Path())
+_KV_DEFAULTS = KVTransferConfig()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, 1 for a failure, 2 for a wrong command line or config."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    from mooncake_engine.server.run import Stopped
+
+    try:
+        return int(args.run(args))
+    except (EngineError, HalError) as exc:
+        print(f"mooncake-engine: error: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, ConfigError) else 1
+    except (Stopped, KeyboardInterrupt):
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of all three commands."""
+    parser = argparse.ArgumentParser(prog="mooncake-engine", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve OpenAI's API with one instance")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    serve.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
+    serve.add_argument("--served-model-name", default="", help="name in the API")
+    _add_engine_options(serve)
+    _add_kv_transfer_options(serve)
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="continue a prompt, once, without a server")
+    generate.add_argument("prompt")
+    generate.add_argument("--max-tokens", type=int, default=128)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--seed", type=int)
+    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message")
+    _add_engine_options(generate)
+    generate.set_defaults(run=_generate)
+
+    up = commands.add_parser("up", help="start prefill and decode instances and a proxy")
+    up.add_argument("--host", default="127.0.0.1")
+    up.add_argument("--port", type=int, default=8000, help="the proxy's")
+    up.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill instances")
+    up.add_argument("--decode", type=int, default=1, metavar="N", help="decode instances")
+    up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
+    up.add_argument("--prompt", default="", help="what to ask once everything is up")
+    _add_engine_options(up)
+    _add_transport_option(up)
+    up.set_defaults(run=_up)
+    return parser
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face model directory")
+    add("--backend", default=_DEFAULTS.backend, help="auto, cpu, cuda, ascend, ...")
+    add("--device", type=int, default=_DEFAULTS.device, help="index of the first device")
+    add("--dtype", default=_DEFAULTS.dtype, help="auto, float32, bfloat16, float16")
+    add("--tp-size", type=int, default=_DEFAULTS.tp_size, help="tensor-parallel ranks")
+    add("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block")
+    add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
+    add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")
+    add("--kv-cache-bytes", type=_byte_count, default=_DEFAULTS.kv_cache_bytes, metavar="N[K|M|G]")
+    add("--max-model-len", type=int, help="longest sequence; default: the model's")
+    add("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, help="per step")
+    add("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens)
+    add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests)
+    add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
+    add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
+    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def _add_kv_transfer_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--kv-connector", help=f"default: {_KV_DEFAULTS.connector}, for prefill and decode")
+    add("--kv-host", default=_KV_DEFAULTS.host, help="address that peers are told")
+    add("--kv-port", type=int, default=_KV_DEFAULTS.port, help="side channel; 0 takes a free port")
+    _add_transport_option(parser)
+    add("--kv-secret-file", type=Path, help="file with the deployment's secret")
+    add("--lease-seconds", type=float, default=_KV_DEFAULTS.lease_s)
+    add("--transfer-timeout-seconds", type=float, default=_KV_DEFAULTS.transfer_timeout_s)
+    add(
+        "--kv-load-failure",
+        choices=[policy.value for policy in LoadFailurePolicy],
+        default=_KV_DEFAULTS.load_failure.value,
+        help="what becomes of a request whose KV does not arrive",
+    )
+
+
+def _add_transport_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--transport",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="shm, tcp, rdma, ...; repeat in order of preference; default: the best of all",
+    )
+
+
+def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:
+    """The engine's part of a command line.
+
+    Raises:
+        ConfigError: a value that can't be, or no model directory.
+    """
+    if not (args.model / "config.json").is_file():
+        raise ConfigError(
+            f"--model must be a Hugging Face model directory: no config.json in {args.model}"
+        )
+    return EngineConfig(
+        model=args.model,
+        served_model_name=getattr(args, "served_model_name", ""),
+        role=Role(getattr(args, "role", Role.BOTH.value)),
+        backend=args.backend,
+        device=args.device,
+        dtype=args.dtype,
+        tp_size=args.tp_size,
+        block_size=args.block_size,
+        kv_layout=args.kv_layout,
+        num_kv_blocks=args.num_kv_blocks,
+        kv_cache_bytes=args.kv_cache_bytes,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_queued_requests=args.max_queued_requests,
+        prefix_caching=not args.no_prefix_caching,
+        kv_transfer=kv_transfer,
+        threads=args.threads,
+    )
+
+
+def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
+    """How KV moves; None for an instance that works alone."""
+    if args.kv_connector is None and args.role == Role.BOTH.value:
+        return None
+    return KVTransferConfig(
+        connector=args.kv_connector or _KV_DEFAULTS.connector,
+        host=args.kv_host,
+        port=args.kv_port,
+        transports=tuple(args.transport),
+        secret=_secret(args.kv_secret_file),
+        lease_s=args.lease_seconds,
+        transfer_timeout_s=args.transfer_timeout_seconds,
+        load_failure=LoadFailurePolicy(args.kv_load_failure),
+    )
+
+
+def _secret(path: Path | None) -> str:
+    """Read from a file, because a command line is visible to everybody on the host."""
+    if path is None:
+        return ""
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"can't read --kv-secret-file: {exc}") from exc
+    if not secret:
+        raise ConfigError(f"--kv-secret-file {path} is empty; put the deployment's secret there")
+    return secret
+
+
+def _byte_count(text: str) -> int:
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text[:-1] if unit > 1 else text) * unit)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}") from None
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from mooncake_engine.async_engine import AsyncEngine
+    from mooncake_engine.progress import ProgressBar
+    from mooncake_engine.server.run import serve
+
+    config = engine_config(args, kv_transfer_config(args))
+    serve(config, args.host, args.port, lambda ready: AsyncEngine.start(ready, ProgressBar()))
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from mooncake_engine.llm import LLM
+    from mooncake_engine.sampling_params import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    )
+    with LLM.from_config(engine_config(args, None)) as llm:
+        if args.chat:
+            outputs = llm.chat([{"role": "user", "content": args.prompt}], sampling)
+        else:
+            outputs = llm.generate(args.prompt, sampling)
+    print(outputs[0].outputs[0].text)
+    return 0
+
+
+def _up(args: argparse.Namespace) -> int:
+    from mooncake_engine.launch import up
+
+    return up(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Runs a job and answers it: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from mooncake_engine.errors import EngineError
+from mooncake_engine.messages import FinishReason, KVTransferParams, TokenLogprobs, TokenUpdate
+from mooncake_engine.server.forms import DONE, ChunkFrame, Form, chunk, sse
+from mooncake_engine.server.handover import handover_params
+from mooncake_engine.server.jobs import Answer, Job, usage
+from mooncake_engine.server.metrics import RequestClock, ServerMetrics
+from mooncake_engine.server.streams import merge
+from mooncake_engine.text.generation import AnswerText, Engine, TextUpdate, generate_text
+from mooncake_engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """Generates answers with one engine."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    metrics: ServerMetrics
+
+    async def whole(self, job: Job, form: Form) -> bytes:
+        """The answer's body.
+
+        Raises:
+            EngineError: what ``generate_text`` raises; every answer of the job is aborted.
+        """
+        answers = [Answer(text=job.echo_of(index)) for index in range(len(job.requests))]
+        async with aclosing(self._updates(job)) as updates:
+            async for index, update in updates:
+                answers[index].add(update)
+        body: dict[str, Any] = {
+            "id": form.api_id(job),
+            "object": form.object_name,
+            "created": job.created,
+            "model": job.model,
+            "choices": [form.choice(job, i, answer) for i, answer in enumerate(answers)],
+            "usage": _total_usage(job, answers),
+        }
+        if job.handover.is_outgoing:
+            body["kv_transfer_params"] = self._handover_params(job, answers)
+        return msgspec.json.encode(body)
+
+    async def streamed(self, job: Job, form: Form) -> AsyncGenerator[bytes, None]:
+        """The answer's events. The first one comes when the engine has answered, so that errors
+        before it can still have a status of their own; raises like ``whole``."""
+        writer = _EventWriter(job, form)
+        async with aclosing(self._updates(job)) as updates:
+            async for index, update in updates:
+                events = writer.write(index, update)
+                if events:
+                    yield events
+        yield writer.closing()
+
+    async def _updates(self, job: Job) -> AsyncGenerator[tuple[int, TextUpdate], None]:
+        clocks = [RequestClock(self.metrics, request) for request in job.requests]
+        streams = [self._answer(job, index) for index in range(len(job.requests))]
+        outcome = FinishReason.ABORT  # of the answers that have not ended by themselves
+        try:
+            async with aclosing(merge(streams)) as merged:
+                async for index, update in merged:
+                    clocks[index].advance(update, time.perf_counter())
+                    yield index, update
+        except EngineError:
+            outcome = FinishReason.ERROR
+            raise
+        finally:
+            for clock in clocks:
+                clock.end(time.perf_counter(), outcome)
+
+    def _answer(self, job: Job, index: int) -> AsyncGenerator[TextUpdate, None]:
+        request = job.requests[index]
+        finished = job.handover.finished_update(index)
+        if finished is not None:
+            return self._replayed(job, index, finished)
+        return generate_text(
+            self.engine,
+            self.tokenizer,
+            request,
+            is_first_delivered=job.handover.is_first_delivered,
+        )
+
+    async def _replayed(
+        self, job: Job, index: int, finished: TokenUpdate
+    ) -> AsyncGenerator[TextUpdate, None]:
+        """An answer that ended at the prefill instance with its first token."""
+        update = AnswerText(self.tokenizer, job.requests[index].sampling).advance(finished)
+        if job.handover.is_first_delivered:
+            update = replace(update, text="", logprobs=(), text_offsets=())
+        yield update
+
+    def _handover_params(self, job: Job, answers: list[Answer]) -> KVTransferParams | None:
+        facts = {
+            "created": job.created,
+            "remote_cached_tokens": _cached_tokens(job, answers),
+            "tokenizer_fingerprint": self.tokenizer.fingerprint,
+            "num_prompt_tokens": len(job.prompts[0].token_ids),
+        }
+        return handover_params(
+            [
+                _finished_update(job.requests[index].request_id, answer)
+                if answer.kv_transfer_params is None
+                else answer.kv_transfer_params
+                for index, answer in enumerate(answers)
+            ],
+            facts,
+        )
+
+
+class _EventWriter:
+    """Encodes one job's updates as events."""
+
+    def __init__(self, job: Job, form: Form) -> None:
+        self._job = job
+        self._form = form
+        self._frames = [ChunkFrame(form, job, i) for i in range(len(job.requests))]
+        self._answers = [Answer() for _ in job.requests]
+        self._is_opened = [False] * len(job.requests)
+
+    def write(self, index: int, update: TextUpdate) -> bytes:
+        """The events of one update; empty while nothing is certain."""
+        answer = self._answers[index]
+        answer.token_ids.extend(update.token_ids)
+        answer.num_cached_tokens = max(answer.num_cached_tokens, update.num_cached_tokens)
+        opening = b""
+        if not self._is_opened[index]:
+            self._is_opened[index] = True
+            opening = self._open(index)
+            update = self._with_echo(index, update)
+        has_details = update.logprobs or (self._job.returns_token_ids and update.token_ids)
+        if update.finish is not None or has_details:
+            choice = self._form.delta(self._job, index, update)
+            return opening + sse(chunk(self._form, self._job, [choice]))
+        return opening + self._frames[index].encode(update.text) if update.text else opening
+
+    def closing(self) -> bytes:
+        """The events after the last update."""
+        if not self._job.includes_usage:
+            return DONE
+        total = _total_usage(self._job, self._answers)
+        return sse(chunk(self._form, self._job, [], usage=total)) + DONE
+
+    def _open(self, index: int) -> bytes:
+        job = self._job
+        choice = self._form.opening(job, index)
+        if choice is None and not job.returns_token_ids:
+            return b""
+        choice = choice or self._form.plain_delta(index, "")
+        if job.returns_token_ids:
+            choice["prompt_token_ids"] = job.prompt_of(index).token_ids
+        return sse(chunk(self._form, job, [choice]))
+
+    def _with_echo(self, index: int, update: TextUpdate) -> TextUpdate:
+        echo = self._job.echo_of(index)
+        if not echo or self._job.handover.is_first_delivered:
+            return update
+        return replace(update, text=echo + update.text)
+
+
+def _finished_update(request_id: str, answer: Answer) -> TokenUpdate:
+    """An answer that is complete with its first token, in words that a peer can replay."""
+    ends_with_token = answer.finish is FinishReason.STOP and not isinstance(answer.stop_reason, str)
+    logprobs: tuple[TokenLogprobs, ...] | None = tuple(answer.logprobs) or None
+    return TokenUpdate(
+        request_id,
+        tuple(answer.token_ids),
+        logprobs,
+        finish=answer.finish or FinishReason.STOP,
+        stop_token_id=answer.token_ids[-1] if ends_with_token else None,
+        num_cached_tokens=answer.num_cached_tokens,
+    )
+
+
+def _total_usage(job: Job, answers: list[Answer]) -> dict[str, Any]:
+    num_completion_tokens = sum(len(answer.token_ids) for answer in answers)
+    return usage(job, num_completion_tokens, _cached_tokens(job, answers))
+
+
+def _cached_tokens(job: Job, answers: list[Answer]) -> int:
+    """Of each prompt's first answer: those beside it find the whole prompt cached."""
+    return sum(answer.num_cached_tokens for answer in answers[:: job.answers_per_prompt])

@@ -1,0 +1,68 @@
+"""The ASGI application: what is served where."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mooncake_engine.errors import EngineError
+from mooncake_engine.server.answering import Answerer
+from mooncake_engine.server.endpoints import GenerationEndpoint, plain_endpoints
+from mooncake_engine.server.errors import ApiError, to_api_error
+from mooncake_engine.server.forms import ChatForm, CompletionForm
+from mooncake_engine.server.metrics import ServerMetrics
+from mooncake_engine.server.planning import Planner
+from mooncake_engine.server.protocol import ChatRequest, CompletionRequest
+from mooncake_engine.server.request_ids import LiveRequests
+from mooncake_engine.text.generation import Engine
+from mooncake_engine.text.tokenizer import Tokenizer
+
+
+def create_app(engine: Engine, tokenizer: Tokenizer) -> Starlette:
+    """OpenAI's API over an engine that has been started; closing the engine is the caller's."""
+    planner = Planner(engine.config.model_name, engine.facts, tokenizer, LiveRequests())
+    answerer = Answerer(engine, tokenizer, ServerMetrics(engine))
+    return Starlette(
+        routes=[*_generation_routes(planner, answerer), *_plain_routes(planner, answerer)],
+        exception_handlers={EngineError: _engine_error, HTTPException: _http_error},
+    )
+
+
+def _generation_routes(planner: Planner, answerer: Answerer) -> list[Route]:
+    token_bytes = planner.tokenizer.token_bytes
+    completions = GenerationEndpoint(
+        CompletionRequest, planner.completion, CompletionForm(token_bytes), planner, answerer
+    )
+    chat = GenerationEndpoint(ChatRequest, planner.chat, ChatForm(token_bytes), planner, answerer)
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+    ]
+
+
+def _plain_routes(planner: Planner, answerer: Answerer) -> list[Route]:
+    plain = plain_endpoints(planner, answerer)
+    return [
+        Route("/v1/models", plain.models, methods=["GET"]),
+        Route("/health", plain.health, methods=["GET"]),
+        Route("/metrics", plain.metrics, methods=["GET"]),
+        Route("/abort", plain.abort, methods=["POST"]),
+        Route("/tokenize", plain.tokenize, methods=["POST"]),
+        Route("/detokenize", plain.detokenize, methods=["POST"]),
+    ]
+
+
+async def _engine_error(_: Request, exc: Exception) -> Response:
+    return to_api_error(exc).response()
+
+
+async def _http_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    words = HTTPStatus(exc.status_code).phrase
+    message = f"{request.method} {request.url.path}: {words}"
+    return ApiError(exc.status_code, message, "invalid_request_error").response()

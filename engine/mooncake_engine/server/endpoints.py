@@ -1,0 +1,170 @@
+"""The endpoints. Those that generate are ASGI applications of their own, to watch for clients that
+go away; the others are plain Starlette endpoints."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mooncake_engine.errors import EngineDead, EngineError, InvalidRequest
+from mooncake_engine.server.answering import Answerer
+from mooncake_engine.server.decoding import RequestType, decode_request
+from mooncake_engine.server.errors import to_api_error
+from mooncake_engine.server.forms import Form
+from mooncake_engine.server.jobs import Job
+from mooncake_engine.server.planning import Planner
+from mooncake_engine.server.prompts import encode, template_messages
+from mooncake_engine.server.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
+from mooncake_engine.server.reply import Reply
+from mooncake_engine.server.request_ids import request_id_from
+from mooncake_engine.server.streams import ClientGone, until_disconnect
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEndpoint(Generic[RequestType]):
+    """``/v1/completions`` or ``/v1/chat/completions``.
+
+    Args:
+        request_type: what the body holds.
+        plan: turns a request and its id into a job.
+        form: how answers look.
+    """
+
+    request_type: type[RequestType]
+    plan: Callable[[RequestType, str], Awaitable[Job]]
+    form: Form
+    planner: Planner
+    answerer: Answerer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; a client that goes away ends its generation."""
+        request = Request(scope, receive)
+        request_id = request_id_from(request.headers.get("x-request-id"))
+        reply = Reply(send, request_id)
+        try:
+            body = await request.body()
+            await until_disconnect(receive, self._serve(body, request_id, reply))
+        except (ClientGone, ClientDisconnect):
+            log.info("request %s: the client went away", request_id)
+        except EngineError as exc:
+            await reply.fail(to_api_error(exc))
+        except Exception as exc:  # the door of a request: nothing may take the server down
+            log.exception("request %s failed", request_id)
+            await reply.fail(to_api_error(exc))
+
+    async def _serve(self, body: bytes, request_id: str, reply: Reply) -> None:
+        job = await self.plan(decode_request(body, self.request_type), request_id)
+        engine_ids = [request.request_id for request in job.requests]
+        with self.planner.live.tracking(request_id, engine_ids):
+            if not job.is_streamed:
+                await reply.whole(await self.answerer.whole(job, self.form))
+                return
+            async with aclosing(self.answerer.streamed(job, self.form)) as events:
+                async for event in events:
+                    await reply.event(event)
+            await reply.end()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEndpoints:
+    """Everything that does not generate."""
+
+    planner: Planner
+    answerer: Answerer
+    started: int
+
+    async def models(self, _: Request) -> Response:
+        """``GET /v1/models``."""
+        facts = self.planner.facts
+        card = {
+            "id": self.planner.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "mooncake-engine",
+            "max_model_len": facts.max_model_len,
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def health(self, _: Request) -> Response:
+        """``GET /health``: 200, or 503 with the reason."""
+        try:
+            self.answerer.engine.check_health()
+        except EngineDead as exc:
+            return to_api_error(exc).response()
+        return _json({"status": "ok", "role": self.answerer.engine.config.role.value})
+
+    async def metrics(self, _: Request) -> Response:
+        """``GET /metrics``."""
+        exposition = self.answerer.metrics.exposition()
+        return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def abort(self, request: Request) -> Response:
+        """``POST /abort``: 200 whether or not anything was left to abort."""
+        wanted = decode_request(await request.body(), AbortRequest)
+        for engine_id in self.planner.live.find(wanted.request_id):
+            self.answerer.engine.abort(engine_id)
+        return _json({})
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``."""
+        wanted = decode_request(await request.body(), TokenizeRequest)
+        self.planner.check_model(wanted.model)
+        tokenizer = self.planner.tokenizer
+        text, adds_special = self._text(wanted)
+        ids = await encode(tokenizer, text, add_special_tokens=adds_special)
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self.planner.facts.max_model_len,
+            "tokens": ids,
+        }
+        if wanted.return_token_strs:
+            names = [tokenizer.token_bytes(token_id) for token_id in ids]
+            answer["token_strs"] = [name.decode(errors="replace") for name in names]
+        return _json(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``."""
+        wanted = decode_request(await request.body(), DetokenizeRequest)
+        self.planner.check_model(wanted.model)
+        size = self.planner.facts.vocab_size
+        for token_id in wanted.tokens:
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    f"tokens must be in [0, {size}), got {token_id}", param="tokens"
+                )
+        text = self.planner.tokenizer.decode(wanted.tokens, skip_special_tokens=False)
+        return _json({"prompt": text})
+
+    def _text(self, wanted: TokenizeRequest) -> tuple[str, bool]:
+        """Text, and whether special tokens are added by default: not around a chat template."""
+        adds_special = wanted.add_special_tokens
+        if (wanted.prompt is None) == (wanted.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        if wanted.prompt is not None:
+            return wanted.prompt, adds_special is not False
+        text = self.planner.tokenizer.render_chat(
+            template_messages(wanted.messages or []),
+            add_generation_prompt=wanted.add_generation_prompt is not False,
+        )
+        return text, bool(adds_special)
+
+
+def plain_endpoints(planner: Planner, answerer: Answerer) -> PlainEndpoints:
+    """The endpoints of a server that starts now."""
+    return PlainEndpoints(planner, answerer, started=int(time.time()))
+
+
+def _json(answer: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

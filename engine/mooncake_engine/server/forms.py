@@ -1,0 +1,162 @@
+"""How answers look on the wire: the forms of ``/v1/completions`` and ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from mooncake_engine.server.jobs import Answer, Job
+from mooncake_engine.server.logprobs import TokenBytes, chat_logprobs, completion_logprobs
+from mooncake_engine.text.generation import TextUpdate
+
+_MARK = "\x00"
+_ENCODED_MARK = msgspec.json.encode(_MARK)
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream in good order."""
+
+
+class Form(Protocol):
+    """One endpoint's wire form. Everything is plain data; ``sse`` and ``frame`` encode it."""
+
+    object_name: str
+    chunk_object_name: str
+
+    def api_id(self, job: Job) -> str:
+        """The answer's ``id``."""
+
+    def opening(self, job: Job, index: int) -> dict[str, Any] | None:
+        """The choice of a chunk that precedes the text, if the form has one."""
+
+    def plain_delta(self, index: int, text: str) -> dict[str, Any]:
+        """The choice of a chunk that holds text and nothing else."""
+
+    def delta(self, job: Job, index: int, update: TextUpdate) -> dict[str, Any]:
+        """The choice of a chunk in full."""
+
+    def choice(self, job: Job, index: int, answer: Answer) -> dict[str, Any]:
+        """A whole answer."""
+
+
+class CompletionForm:
+    """``/v1/completions``."""
+
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+
+    def api_id(self, job: Job) -> str:
+        return f"cmpl-{job.request_id}"
+
+    def opening(self, job: Job, index: int) -> dict[str, Any] | None:
+        return None
+
+    def plain_delta(self, index: int, text: str) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+
+    def delta(self, job: Job, index: int, update: TextUpdate) -> dict[str, Any]:
+        return self._choice(job, index, update)
+
+    def choice(self, job: Job, index: int, answer: Answer) -> dict[str, Any]:
+        choice = self._choice(job, index, answer)
+        if job.returns_token_ids:
+            choice["prompt_token_ids"] = job.prompt_of(index).token_ids
+        return choice
+
+    def _choice(self, job: Job, index: int, answer: TextUpdate | Answer) -> dict[str, Any]:
+        choice = self.plain_delta(index, answer.text)
+        choice["finish_reason"] = answer.finish
+        choice["stop_reason"] = answer.stop_reason
+        if job.wants_logprobs(index):
+            choice["logprobs"] = completion_logprobs(
+                answer.logprobs, answer.text_offsets, self._token_bytes
+            )
+        if job.returns_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+
+class ChatForm:
+    """``/v1/chat/completions``."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+
+    def api_id(self, job: Job) -> str:
+        return f"chatcmpl-{job.request_id}"
+
+    def opening(self, job: Job, index: int) -> dict[str, Any] | None:
+        if job.handover.is_first_delivered:
+            return None
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def plain_delta(self, index: int, text: str) -> dict[str, Any]:
+        delta = {"content": text}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(self, job: Job, index: int, update: TextUpdate) -> dict[str, Any]:
+        choice = self.plain_delta(index, update.text)
+        return self._complete(choice, job, index, update)
+
+    def choice(self, job: Job, index: int, answer: Answer) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
+        if job.returns_token_ids:
+            choice["prompt_token_ids"] = job.prompt_of(index).token_ids
+        return self._complete(choice, job, index, answer)
+
+    def _complete(
+        self, choice: dict[str, Any], job: Job, index: int, answer: TextUpdate | Answer
+    ) -> dict[str, Any]:
+        choice["finish_reason"] = answer.finish
+        if answer.finish is not None:
+            choice["stop_reason"] = answer.stop_reason
+        if job.wants_logprobs(index):
+            choice["logprobs"] = chat_logprobs(answer.logprobs, self._token_bytes)
+        if job.returns_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+
+class ChunkFrame:
+    """One answer's chunks in two halves that never change, encoded once.
+
+    A streamed token costs one JSON string between two ready byte strings.
+    """
+
+    def __init__(self, form: Form, job: Job, index: int) -> None:
+        choice = form.plain_delta(index, _MARK)
+        self._head, _, self._tail = sse(chunk(form, job, [choice])).rpartition(_ENCODED_MARK)
+
+    def encode(self, text: str) -> bytes:
+        """The event that adds ``text`` to the answer."""
+        return self._head + msgspec.json.encode(text) + self._tail
+
+
+def chunk(form: Form, job: Job, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """A chunk of a streamed answer."""
+    return {
+        "id": form.api_id(job),
+        "object": form.chunk_object_name,
+        "created": job.created,
+        "model": job.model,
+        "choices": choices,
+        **more,
+    }
+
+
+def sse(payload: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"

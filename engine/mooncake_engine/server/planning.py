@@ -1,0 +1,102 @@
+"""From a request to a job: every check that needs no engine step happens here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.messages import EngineFacts, EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.server.handover import check_same_prompt, read_handover
+from mooncake_engine.server.jobs import Job
+from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_prompts
+from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from mooncake_engine.server.request_ids import LiveRequests
+from mooncake_engine.server.sampling import chat_sampling, completion_sampling
+from mooncake_engine.text.limits import answer_sampling
+from mooncake_engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Turns requests into jobs for one engine and its tokenizer."""
+
+    model_name: str
+    facts: EngineFacts
+    tokenizer: Tokenizer
+    live: LiveRequests
+
+    async def completion(self, request: CompletionRequest, request_id: str) -> Job:
+        """Raises InvalidRequest for whatever is wrong with it."""
+        self.check_model(request.model)
+        sampling = completion_sampling(request, self.facts)
+        prompts = await completion_prompts(request, self.tokenizer, self.facts)
+        echo = tuple(self._text_of(prompt) for prompt in prompts) if request.echo else ()
+        return self._job(request, request_id, sampling, prompts, echo)
+
+    async def chat(self, request: ChatRequest, request_id: str) -> Job:
+        """Raises InvalidRequest for whatever is wrong with it."""
+        self.check_model(request.model)
+        sampling = chat_sampling(request, self.facts)
+        prompt = await chat_prompt(request, self.tokenizer, self.facts)
+        return self._job(request, request_id, sampling, [prompt])
+
+    def check_model(self, model: str | None) -> None:
+        """Raises InvalidRequest (404) for a model that is not served here."""
+        if model is not None and model != self.model_name:
+            raise InvalidRequest(
+                f"the model {model!r} is not served here; {self.model_name!r} is",
+                param="model",
+                status=404,
+            )
+
+    def _text_of(self, prompt: Prompt) -> str:
+        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+    def _job(
+        self,
+        request: GenerationFields,
+        request_id: str,
+        sampling: SamplingParams,
+        prompts: Sequence[Prompt],
+        echo: tuple[str, ...] = (),
+    ) -> Job:
+        is_streamed = bool(request.stream)
+        if request.stream_options is not None and not is_streamed:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        handover = read_handover(
+            request.kv_transfer_params, len(prompts) * sampling.n, stream=is_streamed
+        )
+        check_same_prompt(
+            handover, self.tokenizer.fingerprint, [prompt.token_ids for prompt in prompts]
+        )
+        names = self.live.mint(request_id, len(prompts) * sampling.n)
+        return Job(
+            request_id=request_id,
+            created=int(time.time()) if handover.created is None else handover.created,
+            model=self.model_name,
+            prompts=tuple(prompts),
+            requests=tuple(
+                EngineRequest(
+                    request_id=name,
+                    prompt_token_ids=prompts[index // sampling.n].token_ids,
+                    sampling=self._sampling(sampling, index, prompts),
+                    kv_transfer_params=handover.params(index),
+                    priority=request.priority or 0,
+                )
+                for index, name in enumerate(names)
+            ),
+            handover=handover,
+            is_streamed=is_streamed,
+            includes_usage=bool(request.stream_options and request.stream_options.include_usage),
+            returns_token_ids=bool(request.return_token_ids),
+            echo=echo,
+        )
+
+    def _sampling(
+        self, sampling: SamplingParams, index: int, prompts: Sequence[Prompt]
+    ) -> SamplingParams:
+        prompt = prompts[index // sampling.n]
+        return answer_sampling(sampling, index % sampling.n, len(prompt.token_ids), self.facts)

@@ -1,0 +1,135 @@
+"""The requests that the API takes: OpenAI's fields, and the extensions of vLLM that we honour.
+
+A field that is not here is refused by name. Fields of type ``None`` are OpenAI's too, but not
+supported: they may be sent as null, which is what clients do when they don't use them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``include_usage``: one last chunk with the token counts."""
+
+    include_usage: bool = False
+
+
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat have in common. null always means the default."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    metadata: None = None
+    store: None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+
+class TextPart(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    """A piece of a message's content; only text is served."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. The null fields are those that clients send back from earlier answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: None = None
+    function_call: None = None
+    refusal: None = None
+    audio: None = None
+    annotations: None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Only plain text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: None = None
+    tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: None = None
+    functions: None = None
+    function_call: None = None
+    modalities: None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    service_tier: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /abort``: a client's request id, or the ``remote_request_id`` of a hand-over."""
+
+    request_id: str
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /tokenize``: a prompt, or messages to lay out by the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

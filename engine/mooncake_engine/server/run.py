@@ -1,0 +1,117 @@
+"""Runs an instance: first its port, then tokenizer and engine, then the API."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_engine.server.app import create_app
+from mooncake_engine.text.generation import Engine
+from mooncake_engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+StartEngine = Callable[[EngineConfig], Engine]
+"""Loads an engine; blocks until it is ready."""
+_GRACE_S = 5
+"""How long answers in flight may go on once the server is asked to stop."""
+
+
+class Stopped(BaseException):
+    """The process was asked to end; not an error, and nothing for ``except Exception``."""
+
+
+def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine) -> None:
+    """Serve until SIGTERM or SIGINT. To be called in the main thread.
+
+    Prints ``ready http://HOST:PORT`` on standard output once requests are taken; ``port`` 0 takes
+    a free one.
+
+    Raises:
+        PortTaken, ConfigError: before anything is loaded.
+        CheckpointError, or whatever else keeps the engine from starting.
+    """
+    with closing(bind(host, port)) as listener, _stop_on_sigterm():
+        tokenizer = Tokenizer.load(config.model)
+        with closing(start_engine(config)) as engine:
+            url = f"http://{_in_url(host)}:{listener.getsockname()[1]}"
+            log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
+            _run_server(create_app(engine, tokenizer), listener, url)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that owns the port, and takes no connections before the server listens on it.
+
+    Raises:
+        PortTaken: the port is somebody else's.
+        ConfigError: the host is not an address of this machine, or the port is not ours to take.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        # Only now is the port exclusive: Linux lets others with the option bind it until we listen.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except (OSError, OverflowError) as exc:
+        listener.close()
+        if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
+            raise PortTaken(
+                f"port {port} on {host} is in use: stop what holds it, or choose another --port"
+            ) from exc
+        raise ConfigError(f"can't listen on {host} port {port}: {exc}") from exc
+    return listener
+
+
+class _AnnouncingServer(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, url: str) -> None:
+        super().__init__(config)
+        self._url = url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            print(f"ready {self._url}", flush=True)  # noqa: T201  # for whoever started us
+
+
+def _run_server(app: Starlette, listener: socket.socket, url: str) -> None:
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        backlog=2048,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    _AnnouncingServer(config, url).run(sockets=[listener])
+
+
+@contextmanager
+def _stop_on_sigterm() -> Iterator[None]:
+    """Turns SIGTERM into Stopped, so that loading is left as orderly as serving."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _in_url(host: str) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,106 @@
+"""Sampling parameters from a request's fields."""
+
+from __future__ import annotations
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.messages import EngineFacts
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_MAX_STOPS = 64
+
+
+def completion_sampling(request: CompletionRequest, facts: EngineFacts) -> SamplingParams:
+    """Of a completion; ``max_tokens`` is 16 unless given.
+
+    Raises:
+        InvalidRequest: a value out of range, or a combination that is not served.
+    """
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequest(
+            f"best_of is {request.best_of} and n is {request.n or 1}; they must be equal, "
+            "because answers are not ranked here",
+            param="best_of",
+        )
+    if request.echo and request.logprobs is not None:
+        raise InvalidRequest(
+            "echo with logprobs is not supported: prompt tokens have no log probabilities here",
+            param="echo",
+        )
+    max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    return _sampling(request, facts, max_tokens=max_tokens, logprobs=request.logprobs)
+
+
+def chat_sampling(request: ChatRequest, facts: EngineFacts) -> SamplingParams:
+    """Of a chat completion; without a limit it goes on to the context's end.
+
+    Raises:
+        InvalidRequest: a value out of range, or a combination that is not served.
+    """
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    max_tokens = request.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = request.max_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _sampling(request, facts, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _sampling(
+    request: GenerationFields,
+    facts: EngineFacts,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    logit_bias = tuple((request.logit_bias or {}).items())
+    _check_token_ids("stop_token_ids", stop_token_ids, facts)
+    _check_token_ids("logit_bias", [token_id for token_id, _ in logit_bias], facts)
+    for token_id, bias in logit_bias:
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidRequest(
+                f"logit_bias must be in [-100, 100], got {bias} for token {token_id}",
+                param="logit_bias",
+            )
+    return SamplingParams(
+        **given,
+        stop=_stops(request.stop),
+        stop_token_ids=stop_token_ids,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=logit_bias,
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > _MAX_STOPS:
+        raise InvalidRequest(
+            f"stop must hold at most {_MAX_STOPS} strings, got {len(stops)}", param="stop"
+        )
+    return stops
+
+
+def _check_token_ids(name: str, token_ids: tuple[int, ...] | list[int], facts: EngineFacts) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < facts.vocab_size:
+            raise InvalidRequest(
+                f"{name} must be token ids in [0, {facts.vocab_size}), got {token_id}", param=name
+            )

@@ -1,0 +1,194 @@
+"""The text of one answer: an engine's token updates turned into text updates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import RequestFailed
+from mooncake_engine.messages import (
+    EngineFacts,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    KVTransferParams,
+    TokenLogprobs,
+    TokenUpdate,
+)
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.text.detokenizer import IncrementalDetokenizer
+from mooncake_engine.text.tokenizer import Tokenizer
+
+
+class Engine(Protocol):
+    """What the front end needs of an engine; ``AsyncEngine`` is one."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """How it was set up."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What is known since it was loaded."""
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
+        """Updates up to the one with ``finish``; closing the iterator early aborts the request.
+
+        Raises:
+            InvalidRequest, Overloaded, EngineDead: at the first ``anext``, or the last at any.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """End a live request, or release the KV that a finished prefill holds for a peer.
+        Unknown ids are normal."""
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+
+    def check_health(self) -> None:
+        """Raises EngineDead with the first cause."""
+
+    def close(self) -> None:
+        """End every request and free everything; idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextUpdate:
+    """What became certain about one answer.
+
+    Args:
+        text: to append to what came before; may be empty.
+        token_ids: the tokens behind it; text that is held back comes later than its token.
+        logprobs: one per token, if asked for.
+        text_offsets: per token, how many characters had been decoded before it.
+        finish: set on the last update, and only there.
+        stop_reason: the client's stop string or stop token that ended the answer; None for EOS.
+        num_cached_tokens: prompt tokens that needed no computing.
+        kv_transfer_params: for the peer, if the answer goes on there.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    kv_transfer_params: KVTransferParams | None = None
+
+
+class AnswerText:
+    """Turns one request's token updates into text updates; pure."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling)
+        self._is_stop_kept = sampling.include_stop_str_in_output
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+
+    def advance(self, update: TokenUpdate) -> TextUpdate:
+        """The text that an update makes certain.
+
+        Raises:
+            RequestFailed: the engine could not finish the request.
+        """
+        if update.finish is FinishReason.ERROR:
+            raise RequestFailed(update.error or "the engine failed the request without saying why")
+        text, offsets = self._push(update)
+        stop_string = self._detokenizer.stop_string
+        if stop_string is None and update.finish is not None and not is_handed_over(update):
+            text += self._detokenizer.finish()
+        ends_here = stop_string is not None
+        return TextUpdate(
+            text=text,
+            token_ids=update.token_ids[: len(offsets)],
+            logprobs=(update.logprobs or ())[: len(offsets)],
+            text_offsets=offsets,
+            finish=FinishReason.STOP if ends_here else update.finish,
+            stop_reason=stop_string if ends_here else self._shown_stop_token(update),
+            num_cached_tokens=update.num_cached_tokens,
+            kv_transfer_params=update.kv_transfer_params,
+        )
+
+    def _shown_stop_token(self, update: TokenUpdate) -> int | None:
+        """The stop token if the client asked for it; as in vLLM, EOS needs no mention."""
+        return update.stop_token_id if update.stop_token_id in self._stop_token_ids else None
+
+    def _push(self, update: TokenUpdate) -> tuple[str, tuple[int, ...]]:
+        """Certain text, and an offset per token up to the one that completes a stop string.
+        A stop token has no text, unless it is asked for."""
+        detokenizer = self._detokenizer
+        is_last_silent = update.stop_token_id is not None and not self._is_stop_kept
+        num_shown = len(update.token_ids) - is_last_silent
+        text, offsets = "", []
+        for token_id in update.token_ids[:num_shown]:
+            offsets.append(detokenizer.num_characters)
+            text += detokenizer.push((token_id,))
+            if detokenizer.stop_string is not None:
+                return text, tuple(offsets)
+        if is_last_silent:
+            offsets.append(detokenizer.num_characters)
+        return text, tuple(offsets)
+
+
+def is_handed_over(update: TokenUpdate) -> bool:
+    """Whether the answer goes on at a peer after this last update."""
+    params = update.kv_transfer_params
+    return params is not None and bool(params.get("do_remote_prefill"))
+
+
+async def generate_text(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    request: EngineRequest,
+    *,
+    is_first_delivered: bool = False,
+) -> AsyncGenerator[TextUpdate, None]:
+    """One answer's text as it becomes certain; closing the iterator early aborts the request.
+
+    Args:
+        is_first_delivered: the client already has the first token's text and log probabilities,
+            from a prefill instance: they are left out here.
+
+    Raises:
+        InvalidRequest, Overloaded, EngineDead: the engine does not take the request.
+        RequestFailed: it could not be finished.
+    """
+    answer = AnswerText(tokenizer, request.sampling)
+    async with aclosing(engine.generate(request)) as updates:
+        async for whole_update in updates:
+            update = whole_update
+            if is_first_delivered and update.token_ids:
+                is_first_delivered = False
+                first, update = _split_first_token(update)
+                yield replace(answer.advance(first), text="", logprobs=(), text_offsets=())
+                if not update.token_ids and update.finish is None:
+                    continue
+            text_update = answer.advance(update)
+            if text_update.finish is not None and update.finish is not text_update.finish:
+                _release_handed_over(engine, update)
+                text_update = replace(text_update, kv_transfer_params=None)
+            yield text_update
+            if text_update.finish is not None:
+                return
+
+
+def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
+    logprobs = update.logprobs
+    first = TokenUpdate(
+        update.request_id,
+        update.token_ids[:1],
+        logprobs and logprobs[:1],
+        num_cached_tokens=update.num_cached_tokens,
+    )
+    rest = replace(update, token_ids=update.token_ids[1:], logprobs=logprobs and logprobs[1:])
+    return first, rest
+
+
+def _release_handed_over(engine: Engine, update: TokenUpdate) -> None:
+    """A stop string ended the answer where the engine had kept its KV for a peer."""
+    if is_handed_over(update):
+        assert update.kv_transfer_params is not None
+        engine.abort(update.kv_transfer_params.get("remote_request_id", update.request_id))

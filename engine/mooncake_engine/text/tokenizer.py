@@ -1,0 +1,153 @@
+"""The model's tokenizer and chat template, read from its directory and from nowhere else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from mooncake_engine.errors import CheckpointError, InvalidRequest
+from mooncake_engine.text.token_bytes import TokenToBytes, token_to_bytes
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"conversation", "chat_template", "tokenize", "return_tensors", "return_dict", "messages"}
+    | {"add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "tools", "documents"}
+)
+"""What a client may not pass to the template: ours to decide, or not a template variable."""
+
+
+class Tokenizer:
+    """Text to token ids and back. Use ``Tokenizer.load``."""
+
+    def __init__(self, hf_tokenizer: Any, *, fingerprint: str) -> None:
+        self._hf = hf_tokenizer
+        self._backend = hf_tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._to_bytes: TokenToBytes = token_to_bytes(json.loads(self._backend.to_str())["decoder"])
+        self._bytes: dict[int, bytes] = {}
+        self.fingerprint = fingerprint
+        self.special_ids: frozenset[int] = frozenset(hf_tokenizer.all_special_ids) | frozenset(
+            token_id
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+
+    @classmethod
+    def load(cls, directory: Path) -> Tokenizer:
+        """Read a model directory's tokenizer, offline.
+
+        Raises:
+            CheckpointError: no usable tokenizer there.
+        """
+        from transformers import AutoTokenizer
+
+        fingerprint = tokenizer_fingerprint(directory)
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False, use_fast=True
+            )
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:
+            raise CheckpointError(f"can't load the tokenizer in {directory}: {exc}") from exc
+        if not getattr(hf_tokenizer, "is_fast", False):
+            raise CheckpointError(
+                f"{directory} holds a tokenizer without a fast form; add its tokenizer.json"
+            )
+        return cls(hf_tokenizer, fingerprint=fingerprint)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a conversation is laid out."""
+        return self._hf.chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text, with the tokens that the model wants around it if asked."""
+        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence of token ids."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; empty for ids that only pad the model's vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._backend.id_to_token(token_id)
+            found = self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
+        return found
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation laid out by the model's chat template, ready for ``encode`` without
+        special tokens.
+
+        Raises:
+            InvalidRequest: no template, or the template refuses these messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                "the model has no chat template; use /v1/completions, or add chat_template.jinja "
+                "to the model directory",
+                param="messages",
+            )
+        kwargs = dict(template_kwargs or {})
+        for name in kwargs.keys() & RESERVED_TEMPLATE_KWARGS:
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs"
+            )
+        try:
+            text: str = self._hf.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **kwargs,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as exc:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {exc}", param="messages"
+            ) from exc
+        return text
+
+
+def tokenizer_fingerprint(directory: Path) -> str:
+    """Equal for two directories exactly when their tokenizers and chat templates are.
+
+    Raises:
+        CheckpointError: the directory holds no tokenizer.
+    """
+    present = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    if not any(
+        path.name in {"tokenizer.json", "tokenizer.model", "vocab.json"} for path in present
+    ):
+        raise CheckpointError(
+            f"wanted tokenizer.json (or tokenizer.model, vocab.json) in {directory}, found none"
+        )
+    digest = hashlib.sha256()
+    for path in present:
+        content = path.read_bytes()
+        digest.update(f"{path.name}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,158 @@
+"""An engine without a model, for tests of the front end: it says what it is told to say.
+
+It speaks the seam of ``AsyncEngine`` and keeps account of what the front end did with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import EngineDead
+from mooncake_engine.messages import (
+    EngineFacts,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    TokenLogprobs,
+    TokenUpdate,
+)
+
+EOS = 256
+_FACTS = EngineFacts(256, 258, (EOS,), 64, 16, "fake-engine")
+Script = Callable[[EngineRequest], Sequence[int]]
+
+
+def upper_case(request: EngineRequest) -> list[int]:
+    """Says the prompt again in capitals (bytes), then ends."""
+    return [*bytes(request.prompt_token_ids).upper(), EOS]
+
+
+def saying(*texts: str | bytes) -> Script:
+    """Says these texts (bytes), then ends; answer ``-i`` of several says text i."""
+    encoded = [text.encode() if isinstance(text, str) else text for text in texts]
+
+    def script(request: EngineRequest) -> list[int]:
+        _, _, index = request.request_id.rpartition("-")
+        return [*encoded[int(index) if len(encoded) > 1 else 0], EOS]
+
+    return script
+
+
+@dataclass
+class FakeEngine:
+    """Says ``script(request)``, one token per update.
+
+    Args:
+        script: token ids of the answer, EOS included.
+        refusal: raised instead of every answer.
+        holds: request ids are held here before token number ``hold_at``, until ``release`` is set.
+    """
+
+    script: Script = upper_case
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(model=Path("models/fake")))
+    facts: EngineFacts = _FACTS
+    refusal: Exception | None = None
+    death: EngineDead | None = None
+    fail_at: int | None = None
+    die_at: int | None = None
+    hold_at: int | None = None
+    num_cached_tokens: int = 0
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    held: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: list[EngineRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    left_early: list[str] = field(default_factory=list)
+    is_closed: bool = False
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
+        self.seen.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        is_complete = False
+        try:
+            for position, update in enumerate(self._updates(request)):
+                await self._interfere(position)
+                is_complete = update.finish is not None
+                yield update
+        finally:
+            if not is_complete:
+                self.left_early.append(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=3, kv_cache_usage=0.25, prompt_tokens=7, kv_transfer={"bytes-received": 9.0}
+        )
+
+    def check_health(self) -> None:
+        if self.death is not None:
+            raise self.death
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    async def _interfere(self, position: int) -> None:
+        if position == self.hold_at:
+            self.held.set()
+            await self.release.wait()
+        if position == self.die_at:
+            raise EngineDead("the step loop ended: out of luck")
+        await asyncio.sleep(0)
+
+    def _updates(self, request: EngineRequest) -> list[TokenUpdate]:
+        params = request.kv_transfer_params or {}
+        updates = self._plain_updates(request)
+        if params.get("do_remote_decode") and updates[0].finish is not FinishReason.STOP:
+            return [replace(updates[0], finish=FinishReason.LENGTH, **_handed_over(request))]
+        if params.get("do_remote_prefill"):
+            assert updates[0].token_ids[0] == params["last_token_id"]
+        return updates
+
+    def _plain_updates(self, request: EngineRequest) -> list[TokenUpdate]:
+        sampling = request.sampling
+        updates: list[TokenUpdate] = []
+        for position, token_id in enumerate(self.script(request)):
+            update = TokenUpdate(
+                request.request_id, (token_id,), num_cached_tokens=self.num_cached_tokens
+            )
+            if sampling.logprobs is not None:
+                update = replace(update, logprobs=(_logprobs(token_id, sampling.logprobs),))
+            if position == self.fail_at:
+                failed = TokenUpdate(
+                    request.request_id, finish=FinishReason.ERROR, error="bad luck"
+                )
+                return [*updates, failed]
+            if token_id == EOS and not sampling.ignore_eos:
+                return [*updates, replace(update, finish=FinishReason.STOP, stop_token_id=EOS)]
+            if position + 1 == sampling.max_tokens:
+                return [*updates, replace(update, finish=FinishReason.LENGTH)]
+            updates.append(update)
+        raise AssertionError("the script must end with EOS")
+
+
+def _handed_over(request: EngineRequest) -> dict[str, Any]:
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "fake-engine",
+        "remote_request_id": request.request_id,
+        "remote_host": "127.0.0.1",
+        "remote_port": 4242,
+        "remote_block_ids": [[0, 1]],
+        "remote_block_size": 16,
+        "num_prompt_tokens": len(request.prompt_token_ids),
+    }
+    return {"kv_transfer_params": params}
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """The token itself is the best, its neighbours follow."""
+    top = tuple(((token_id + i) % 256, -0.5 - i) for i in range(num_top))
+    return TokenLogprobs(token_id, -0.5, top)
