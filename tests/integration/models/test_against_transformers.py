@@ -1,0 +1,101 @@
+"""Every architecture against transformers: greedy tokens identical, logits to float32 rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import random_model, write_checkpoint
+from support.stepping import RunningRequest, Stepper
+from transformers import PreTrainedModel
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.executor import InProcessExecutor
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_hal.registry import Registry
+
+PROMPT_LENGTHS = (1, 5, 16, 17, 33, 130)
+NEW_TOKENS = 12
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"num_key_value_heads": 1}),
+    ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    ("llama", {"num_key_value_heads": 4, "vocab_size": 1009, "rope_parameters": LLAMA3}),
+    ("llama", {"num_key_value_heads": 8, "rope_parameters": LINEAR}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 8}),
+    ("llama", {"rope_parameters": YARN}),
+    ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    ("qwen2", {"num_key_value_heads": 4, "rope_parameters": YARN}),
+    ("qwen2", {"num_key_value_heads": 8, "vocab_size": 301}),
+    ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
+    ("qwen3", {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True}),
+    ("qwen3", {"num_key_value_heads": 8}),
+]
+
+
+def prompts(vocab_size: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        tuple(torch.randint(0, vocab_size, (length,), generator=generator).tolist())
+        for length in PROMPT_LENGTHS
+    ]
+
+
+@torch.inference_mode()
+def expected_answer(
+    model: PreTrainedModel, prompt: tuple[int, ...]
+) -> tuple[list[int], list[float]]:
+    """Greedy tokens, and their log probabilities, by running the whole sequence every time."""
+    tokens, logprobs = list(prompt), []
+    for _ in range(NEW_TOKENS):
+        last = model(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
+        tokens.append(int(last.argmax()))
+        logprobs.append(float(last[tokens[-1]]))
+    return tokens[len(prompt) :], logprobs
+
+
+def run(config: EngineConfig, chunk: int, vocab_size: int) -> list[RunningRequest]:
+    """Answer all prompts together."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=2)
+    requests = [
+        RunningRequest(f"r{index}", prompt, sampling)
+        for index, prompt in enumerate(prompts(vocab_size))
+    ]
+    executor = InProcessExecutor(config, Registry.discover().select_backend("cpu"))
+    try:
+        Stepper(executor, chunk).generate(requests)
+    finally:
+        executor.close()
+    return requests
+
+
+@pytest.mark.parametrize(("family", "overrides"), CASES, ids=lambda value: str(value)[:60])
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+    family: str, overrides: dict[str, Any], tmp_path: Path
+) -> None:
+    model = random_model(family, **overrides)
+    config = EngineConfig(write_checkpoint(model, tmp_path), num_kv_blocks=64)
+    vocab_size = model.config.vocab_size
+    for request in run(config, 48, vocab_size):
+        tokens, logprobs = expected_answer(model, request.prompt)
+        assert request.output == tokens
+        found = [token.logprobs.logprob for token in request.sampled if token.logprobs]
+        assert found == pytest.approx(logprobs, abs=2e-4)

@@ -1,0 +1,74 @@
+"""Small random checkpoints, written by transformers, the oracle that they are tested against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 307,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""A shape that runs in milliseconds; the vocabulary is odd on purpose."""
+
+
+def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A transformers model with random weights, in float32 unless ``dtype`` says otherwise.
+
+    Args:
+        family: key of FAMILIES.
+        seed: of the weights.
+        overrides: fields of the family's config that differ from SMALL.
+    """
+    config_class, model_class = FAMILIES[family]
+    config = config_class(**{**SMALL, **overrides})
+    config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(seed)
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        # wide enough that greedy choices are far apart, norms and biases off their defaults too
+        spread = 0.3 if parameter.ndim == 1 else 1.6 / parameter.shape[-1] ** 0.5
+        noise = torch.randn(parameter.shape, generator=generator) * spread
+        parameter.data = noise + 1.0 if "norm" in name else noise
+    model.tie_weights()
+    dtype = config.dtype or torch.float32
+    return model.to(dtype).eval()
+
+
+def write_checkpoint(model: PreTrainedModel, directory: Path, *, max_shard: str = "5GB") -> Path:
+    """Save the model as it would be published; returns the directory.
+
+    Args:
+        model: what to save.
+        directory: where to; made if need be.
+        max_shard: largest safetensors file, such as ``"100KB"``: smaller ones make an index.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, max_shard_size=max_shard)
+    return directory

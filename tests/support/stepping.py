@@ -1,0 +1,109 @@
+"""Drives an executor through whole requests, as a scheduler would, in a fixed simple order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from mooncake_engine.execution.executor import Executor
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.plan import (
+    AdmittedRequest,
+    SampledToken,
+    ScheduledSequence,
+    StepPlan,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+
+
+@dataclass
+class RunningRequest:
+    """One request under way.
+
+    Args:
+        request_id: its id.
+        prompt: its tokens.
+        sampling: how to choose; runs for ``max_tokens``, end tokens are not looked at.
+        seed: of its draws.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = GREEDY
+    seed: int = 0
+    done: int = 0
+    blocks: list[int] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known."""
+        return len(self.prompt) + len(self.sampled)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has all its tokens."""
+        return len(self.sampled) == self.sampling.max_tokens
+
+    @property
+    def output(self) -> list[int]:
+        """The answer's token ids."""
+        return [token.token_id for token in self.sampled]
+
+
+class Stepper:
+    """Runs requests to their end: all decodes of a step first, then prompts in chunks.
+
+    Args:
+        executor: what runs the plans.
+        chunk: most prompt tokens of one request per step.
+    """
+
+    def __init__(self, executor: Executor, chunk: int = 64) -> None:
+        self._executor = executor
+        self._chunk = chunk
+        # backwards, so that tables are not simply 0, 1, 2
+        self._free: list[int] = list(range(executor.facts.num_blocks))
+        self._step = 0
+
+    def generate(self, requests: Sequence[RunningRequest]) -> list[list[int]]:
+        """Token ids of every answer."""
+        retired: tuple[str, ...] = ()
+        admitted = tuple(self._admit(requests))
+        while running := [request for request in requests if not request.is_finished]:
+            sequences = [self._schedule(request) for request in running]
+            sequences.sort(key=lambda sequence: sequence.count != 1)
+            plan = StepPlan(self._step, retired, admitted, sequences=tuple(sequences))
+            result = self._executor.execute(plan)
+            self._step, admitted = self._step + 1, ()
+            for request in running:
+                if request.request_id in result.tokens:
+                    request.sampled.append(result.tokens[request.request_id])
+            retired = tuple(r.request_id for r in running if r.is_finished)
+        for request in requests:
+            self._free += request.blocks
+        self._executor.execute(StepPlan(self._step, retired))
+        return [request.output for request in requests]
+
+    def _admit(self, requests: Sequence[RunningRequest]) -> Iterator[AdmittedRequest]:
+        for request in requests:
+            yield AdmittedRequest(
+                request.request_id,
+                request.prompt + tuple(request.output),
+                len(request.prompt),
+                request.sampling,
+                request.seed,
+                tuple(request.blocks),
+            )
+
+    def _schedule(self, request: RunningRequest) -> ScheduledSequence:
+        count = min(self._chunk, request.num_tokens - request.done)
+        start, request.done = request.done, request.done + count
+        block_size = self._executor.facts.block_size
+        new_blocks = []
+        while (len(request.blocks) + len(new_blocks)) * block_size < request.done:
+            new_blocks.append(self._free.pop())
+        request.blocks += new_blocks
+        is_sampling = request.done == request.num_tokens
+        return ScheduledSequence(request.request_id, start, count, tuple(new_blocks), is_sampling)
