@@ -196,8 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         config = config_from(args)
-        uvloop.install()
-        asyncio.run(serve(config))
+        uvloop.run(serve(config))
     except ConfigError as exc:
         print(f"mooncake-proxy: {exc}", file=sys.stderr)
         return 2

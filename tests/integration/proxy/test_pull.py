@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 import pytest
+import uvloop
 from support.proxy_fakes import stand, text_of, word
 from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
 
@@ -29,7 +30,7 @@ def test_whole_completion() -> None:
             assert decoded.body["max_tokens"] == 5
             assert decoded.headers["x-request-id"] == "abc"
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 @pytest.mark.parametrize("cut", ["one", "two", "split"])
@@ -58,7 +59,7 @@ def test_stream_is_one_coherent_answer(cut: str, path: str) -> None:
             assert s.decode.generated[0].body["kv_transfer_params"]["first_token_delivered"] is True
             assert "stream_options" not in s.prefill.generated[0].body
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def test_first_token_arrives_before_the_decoder_says_anything() -> None:
@@ -72,7 +73,7 @@ def test_first_token_arrives_before_the_decoder_says_anything() -> None:
                 chunk = await asyncio.wait_for(anext(answer.aiter_text()), 2)
                 assert streamed_text(events_of(chunk)) == word(0)
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def test_a_decoder_that_repeats_the_first_token_is_not_doubled() -> None:
@@ -81,7 +82,7 @@ def test_a_decoder_that_repeats_the_first_token_is_not_doubled() -> None:
             answer = await post(s, BODY | {"stream": True})
             assert streamed_text(events_of(answer.text)) == text_of(5)
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -101,7 +102,7 @@ def test_a_request_that_ends_on_the_first_token_never_reaches_the_decoder(stream
             assert events[-2]["usage"]["completion_tokens"] == 1
             assert events[-3]["choices"][0]["finish_reason"] == "stop"
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def test_one_token_is_the_prefillers_own_answer() -> None:
@@ -112,7 +113,7 @@ def test_one_token_is_the_prefillers_own_answer() -> None:
             assert "kv_transfer_params" not in s.prefill.generated[0].body
             assert s.decode.generated == []
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def test_min_tokens_is_only_sent_when_the_client_sent_it() -> None:
@@ -125,7 +126,7 @@ def test_min_tokens_is_only_sent_when_the_client_sent_it() -> None:
             assert second.body["min_tokens"] == 1
             assert s.decode.generated[1].body["min_tokens"] == 4
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def test_several_choices_stream_side_by_side() -> None:
@@ -139,7 +140,7 @@ def test_several_choices_stream_side_by_side() -> None:
                 tokens = [token for choice in mine for token in choice["logprobs"]["tokens"]]
                 assert tokens == text_of(5).split()
 
-    asyncio.run(main())
+    uvloop.run(main())
 
 
 def test_models_metrics_health() -> None:
@@ -155,4 +156,4 @@ def test_models_metrics_health() -> None:
             assert line in text.splitlines()
             assert "mooncake_proxy_stage_seconds_bucket" in text
 
-    asyncio.run(main())
+    uvloop.run(main())
