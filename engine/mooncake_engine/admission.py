@@ -1,0 +1,46 @@
+"""Whether a request can be served at all, decided before the core hears of it."""
+
+from __future__ import annotations
+
+from mooncake_engine.errors import InvalidRequest, PromptTooLong
+from mooncake_engine.kv_transfer.params import Handoff, parse_handoff
+from mooncake_engine.messages import EngineFacts, EngineRequest
+
+
+def check_request(request: EngineRequest, facts: EngineFacts, *, has_connector: bool) -> Handoff:
+    """Check a request against what the engine can do.
+
+    Returns:
+        What its ``kv_transfer_params`` ask for.
+
+    Raises:
+        InvalidRequest: says what is wrong.
+        PromptTooLong: the prompt leaves no room for an answer.
+    """
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens; give it at least one", param="prompt")
+    if len(prompt) >= facts.max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt)} tokens, but prompt and answer together may have "
+            f"{facts.max_model_len}; shorten the prompt",
+            param="prompt",
+        )
+    if not min(prompt) >= 0 or max(prompt) >= facts.vocab_size:
+        raise InvalidRequest(
+            f"token ids must be in [0, {facts.vocab_size}), got {min(prompt)} to {max(prompt)}",
+            param="prompt",
+        )
+    handoff = parse_handoff(request.kv_transfer_params, len(prompt))
+    if (handoff.keeps_kv or handoff.remote) and not has_connector:
+        raise InvalidRequest(
+            "this instance works alone: it has no KV connector; start it with a role of "
+            "'prefill' or 'decode', or leave kv_transfer_params out",
+            param="kv_transfer_params",
+        )
+    if handoff.first_token and not 0 <= handoff.first_token.token_id < facts.vocab_size:
+        raise InvalidRequest(
+            f"last_token_id must be in [0, {facts.vocab_size}), got {handoff.first_token.token_id}",
+            param="kv_transfer_params",
+        )
+    return handoff

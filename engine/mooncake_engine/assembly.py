@@ -1,0 +1,181 @@
+"""Builds a core from a configuration: everything is checked before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mooncake_engine.config import EngineConfig, LoadFailurePolicy
+from mooncake_engine.core import Command, EngineCore
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.executor import (
+    Executor,
+    ExecutorOptions,
+    InProcessExecutor,
+)
+from mooncake_engine.execution.weights import ProgressHandler
+from mooncake_engine.kv.block_manager import BlockManager
+from mooncake_engine.kv_transfer.base import (
+    Connector,
+    ConnectorEntry,
+    ConnectorSetup,
+    build_connector,
+    find_connector,
+)
+from mooncake_engine.kv_transfer.facts import HardwareFacts
+from mooncake_engine.messages import EngineFacts
+from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from mooncake_engine.text.tokenizer import tokenizer_fingerprint
+from mooncake_hal.backend import Backend
+from mooncake_hal.errors import HalError
+from mooncake_hal.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A core that is ready to step, and what is known about it."""
+
+    core: EngineCore
+    facts: EngineFacts
+
+
+class _Post:
+    """Stands for a part that is built later: keeps what is sent to it until then."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[object, ...]] = []
+        self._target: Callable[..., None] | None = None
+
+    def __call__(self, *message: object) -> None:
+        if self._target is None:
+            self._kept.append(message)
+        else:
+            self._target(*message)
+
+    def connect(self, target: Callable[..., None]) -> None:
+        """Deliver what was kept, and everything from now on."""
+        for message in self._kept:
+            target(*message)
+        self._target = target
+
+
+def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) -> Engine:
+    """Load a model and connect its parts.
+
+    Raises:
+        ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
+    """
+    engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
+    entry = None if config.kv_transfer is None else find_connector(config.kv_transfer.connector)
+    backend = _select_backend(config)
+    _limit_threads(config)
+    rank_post = _Post()
+    options = ExecutorOptions(entry.worker if entry else None, rank_post, progress)
+    try:
+        executor = _build_executor(config, backend, options)
+    except HalError as exc:
+        raise ConfigError(f"backend {backend.name!r} can't load the model: {exc}") from exc
+    try:
+        return _connect(config, engine_id, backend, executor, (entry, rank_post))
+    except BaseException:
+        executor.close()
+        raise
+
+
+def _build_executor(config: EngineConfig, backend: Backend, options: ExecutorOptions) -> Executor:
+    if config.tp_size == 1:
+        return InProcessExecutor(config, backend, options)
+    raise ConfigError("tp_size > 1 needs the process executor")
+
+
+def _connect(
+    config: EngineConfig,
+    engine_id: str,
+    backend: Backend,
+    executor: Executor,
+    link: tuple[ConnectorEntry | None, _Post],
+) -> Engine:
+    entry, rank_post = link
+    inbox = _Post()
+    connector = None
+    if entry is not None:
+        connector = _start_connector(config, engine_id, backend, executor, (entry, inbox))
+        rank_post.connect(connector.on_rank_message)
+        connector.start()
+    executor.warm_up()
+    core = EngineCore(_scheduler(config, executor, connector), executor, connector)
+    inbox.connect(core.post)
+    facts = executor.facts
+    return Engine(
+        core,
+        EngineFacts(
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            num_kv_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            engine_id=engine_id,
+        ),
+    )
+
+
+def _start_connector(
+    config: EngineConfig,
+    engine_id: str,
+    backend: Backend,
+    executor: Executor,
+    link: tuple[ConnectorEntry, Callable[[Command], None]],
+) -> Connector:
+    entry, sink = link
+    device = next(d for d in backend.runtime.devices() if d.index == config.device)
+    hardware = HardwareFacts(backend.name, device.generation, backend.capabilities.constraints)
+    return build_connector(
+        entry,
+        ConnectorSetup(
+            config=config,
+            engine_id=engine_id,
+            geometry=executor.facts.geometry,
+            hardware=hardware,
+            tokenizer_fingerprint=tokenizer_fingerprint(config.model),
+            send=lambda rank, message: executor.send(message, rank),
+            sink=sink,
+        ),
+    )
+
+
+def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | None) -> Scheduler:
+    facts = executor.facts
+    policy = config.kv_transfer.load_failure if config.kv_transfer else LoadFailurePolicy.RECOMPUTE
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=facts.max_model_len,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+        load_failure=policy,
+    )
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %d tokens in all",
+        facts.num_blocks,
+        facts.block_size,
+        facts.num_blocks * facts.block_size,
+    )
+    blocks = BlockManager(facts.num_blocks, facts.block_size, prefix_caching=config.prefix_caching)
+    return Scheduler(limits, blocks, connector)
+
+
+def _select_backend(config: EngineConfig) -> Backend:
+    try:
+        return Registry.discover().select_backend(config.backend)
+    except HalError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
+def _limit_threads(config: EngineConfig) -> None:
+    if config.threads:
+        import torch
+
+        torch.set_num_threads(config.threads)

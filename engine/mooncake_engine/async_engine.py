@@ -1,0 +1,193 @@
+"""The engine for asyncio: a core on its own thread, and a stream of updates per request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from mooncake_engine.admission import check_request
+from mooncake_engine.assembly import Engine, build_engine
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.core import AbortRequest, AddRequest, Wake
+from mooncake_engine.errors import EngineDead, Overloaded
+from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.messages import EngineFacts, EngineRequest, EngineStats, TokenUpdate
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """Where a request's updates go: a queue that belongs to its consumer's event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    updates: asyncio.Queue[TokenUpdate | EngineDead] = field(default_factory=asyncio.Queue)
+
+
+class AsyncEngine:
+    """Requests in, updates out; the core's steps and the caller's loop never wait for each other.
+
+    Args:
+        engine: what ``build_engine`` made.
+        config: what it was made from.
+    """
+
+    def __init__(self, engine: Engine, config: EngineConfig) -> None:
+        self.config = config
+        self._core = engine.core
+        self._facts = engine.facts
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()
+        self._failure: EngineDead | None = None
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
+    ) -> AsyncEngine:
+        """Load a model and begin to serve it; blocks until that is done.
+
+        Args:
+            config: what to load.
+            on_progress: told of the stage and the fraction of it that is done.
+
+        Raises:
+            ConfigError, CheckpointError: it can't be set up as asked.
+        """
+
+        def report(progress: LoadProgress) -> None:
+            if on_progress is not None:
+                on_progress("loading weights", progress.fraction)
+
+        return cls(build_engine(config, report), config)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What is known about the engine."""
+        return self._facts
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
+        """Serve a request; ends after the update that says ``finish``.
+
+        Closing the iterator early aborts the request. The updates carry an id of our own minting,
+        under which ``abort`` knows what is left of the request.
+
+        Raises:
+            InvalidRequest: it can't be served.
+            Overloaded: too many requests wait already.
+            EngineDead: the engine died.
+        """
+        handoff = check_request(request, self._facts, has_connector=self._has_connector)
+        self.check_health()
+        minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
+        stream = self._open(minted.request_id)
+        self._core.post(AddRequest(minted, handoff))
+        is_finished = False
+        try:
+            while not is_finished:
+                update = await stream.updates.get()
+                if isinstance(update, EngineDead):
+                    raise EngineDead(str(update)) from update.__cause__
+                is_finished = update.finish is not None
+                yield update
+        finally:
+            with self._lock:
+                self._streams.pop(minted.request_id, None)
+            if not is_finished:
+                self.abort(minted.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, or give up the KV that is held for a peer. Idempotent; any thread.
+
+        Args:
+            request_id: as its updates or ``remote_request_id`` name it.
+        """
+        self._core.post(AbortRequest(request_id))
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics. Any thread."""
+        return self._core.stats()
+
+    def check_health(self) -> None:
+        """Raise EngineDead, with the first cause, if the core has died."""
+        if self._failure is not None:
+            raise EngineDead(str(self._failure)) from self._failure.__cause__
+
+    def close(self) -> None:
+        """Stop the core and free everything; requests in flight fail. Idempotent."""
+        self._is_stopping = True
+        self._core.post(Wake())
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    @property
+    def _has_connector(self) -> bool:
+        return self.config.kv_transfer is not None
+
+    def _open(self, request_id: str) -> _Stream:
+        stream = _Stream(asyncio.get_running_loop())
+        with self._lock:
+            if len(self._streams) >= self.config.max_num_seqs + self.config.max_queued_requests:
+                raise Overloaded(
+                    f"{len(self._streams)} requests run or wait already; try again later"
+                )
+            self._streams[request_id] = stream
+        return stream
+
+    def _run(self) -> None:
+        """Top of the core's thread: whatever ends it reaches every request and the health check."""
+        try:
+            while not self._is_stopping:
+                self._publish(self._core.step())
+            self._fail(EngineDead("the engine was shut down"))
+        except Exception as exc:  # stored, and raised to every request
+            logger.critical("the engine died: %s", exc, exc_info=exc)
+            dead = exc if isinstance(exc, EngineDead) else EngineDead(f"the engine died: {exc!r}")
+            dead.__cause__ = dead.__cause__ or exc
+            self._fail(dead)
+        finally:
+            self._core.close()
+
+    def _publish(self, updates: list[TokenUpdate]) -> None:
+        """Hand a step's updates to their streams, with one call per event loop."""
+        if not updates:
+            return
+        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Stream, TokenUpdate]]] = (
+            defaultdict(list)
+        )
+        with self._lock:
+            for update in updates:
+                stream = self._streams.get(update.request_id)
+                if stream is not None:
+                    batches[stream.loop].append((stream, update))
+        for loop, batch in batches.items():
+            _call(loop, batch)
+
+    def _fail(self, failure: EngineDead) -> None:
+        with self._lock:
+            self._failure = failure
+            streams = list(self._streams.values())
+        for stream in streams:
+            _call(stream.loop, [(stream, failure)])
+
+
+def _call(
+    loop: asyncio.AbstractEventLoop, batch: Sequence[tuple[_Stream, TokenUpdate | EngineDead]]
+) -> None:
+    try:
+        loop.call_soon_threadsafe(_deliver, batch)
+    except RuntimeError:  # the consumer's loop is closed: nobody listens any more
+        logger.debug("dropped %d updates of a closed event loop", len(batch))
+
+
+def _deliver(batch: Sequence[tuple[_Stream, TokenUpdate | EngineDead]]) -> None:
+    for stream, update in batch:
+        stream.updates.put_nowait(update)

@@ -1,0 +1,173 @@
+"""The engine's core: one step after another, and everything that may happen between two of them.
+
+One thread owns a core. Others talk to it through ``post``; it never does I/O itself: KV and
+control messages travel on the connector's threads, HTTP on the server's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from mooncake_engine.errors import EngineDead
+from mooncake_engine.execution.executor import Executor
+from mooncake_engine.kv_transfer.base import Connector
+from mooncake_engine.kv_transfer.events import ConnectorFailed, Event, LeaseEnded, LoadEnded
+from mooncake_engine.kv_transfer.params import Handoff
+from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
+from mooncake_engine.scheduling.plan import StepResult
+from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.5
+"""How long an idle core sleeps before it looks at deadlines again."""
+
+BLOCKED_WAIT_S = 0.02
+"""The same while requests wait for memory that a peer has yet to give back."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """A request to serve; it has been checked against the engine's facts."""
+
+    request: EngineRequest
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """A request to end, or a lease to give up."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Nothing to do but to look again."""
+
+
+Command = AddRequest | AbortRequest | Wake | Event
+
+
+class EngineCore:
+    """Scheduler, executor and connector, in step.
+
+    Args:
+        scheduler: decides.
+        executor: runs the model.
+        connector: moves KV; None for an instance that works alone.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        connector: Connector | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._connector = connector
+        self._clock = clock
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._num_prompt_tokens = 0
+        self._num_generated = 0
+        self._is_blocked = False
+
+    @property
+    def post(self) -> Callable[[Command], None]:
+        """Hand the core something to act on before its next step. Any thread."""
+        return self._inbox.put
+
+    def step(self) -> list[TokenUpdate]:
+        """Take in what was posted, run one step, and tell what happened to whom.
+
+        Blocks, for a short while at most, when there is nothing to run.
+
+        Raises:
+            EngineDead: a rank or a background task died.
+        """
+        self._take_in()
+        self._executor.check()
+        self._scheduler.expire(self._clock())
+        plan = self._scheduler.schedule()
+        if plan.sequences or plan.retired:
+            result = self._executor.execute(plan)
+        else:
+            result = StepResult(plan.step, {})
+        updates = self._scheduler.update(plan, result)
+        self._is_blocked = not plan.sequences and not updates
+        self._num_generated += sum(len(update.token_ids) for update in updates)
+        return updates
+
+    def check_integrity(self) -> None:
+        """Prove that no block is lost or owned twice; only from the core's thread."""
+        self._scheduler.check_integrity()
+
+    def stats(self) -> EngineStats:
+        """A snapshot, from any thread; its figures may be one step apart."""
+        blocks = self._scheduler.blocks
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_cache_usage=blocks.pool.usage,
+            num_preemptions=self._scheduler.num_preemptions,
+            prefix_cache_queries=blocks.num_queried_tokens,
+            prefix_cache_hits=blocks.num_hit_tokens,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_generated,
+            kv_transfer={} if self._connector is None else self._connector.stats(),
+        )
+
+    def close(self) -> None:
+        """End the connector, then the ranks, whose memory it uses. Idempotent."""
+        if self._connector is not None:
+            self._connector.close()
+        self._executor.close()
+
+    def _take_in(self) -> None:
+        """Act on everything posted; wait for the first of it if there is nothing to run."""
+        try:
+            self._act(self._inbox.get(timeout=self._patience()))
+            while True:
+                self._act(self._inbox.get_nowait())
+        except Empty:
+            return
+
+    def _patience(self) -> float:
+        if not self._scheduler.has_work:
+            return IDLE_WAIT_S
+        return BLOCKED_WAIT_S if self._is_blocked else 0.0
+
+    def _act(self, command: Command) -> None:
+        if isinstance(command, AddRequest):
+            self._add(command)
+        elif isinstance(command, AbortRequest):
+            self._scheduler.abort(command.request_id)
+        elif isinstance(command, LoadEnded):
+            self._scheduler.load_ended(command.request_id, command.error)
+        elif isinstance(command, LeaseEnded):
+            self._scheduler.release(command.request_id)
+        elif isinstance(command, ConnectorFailed):
+            raise EngineDead(f"the KV connector died: {command.cause!r}") from command.cause
+
+    def _add(self, command: AddRequest) -> None:
+        spec = command.request
+        seed = spec.sampling.seed
+        self._num_prompt_tokens += len(spec.prompt_token_ids)
+        self._scheduler.add(
+            Request(
+                spec,
+                int.from_bytes(os.urandom(8), "little") if seed is None else seed,
+                self._clock(),
+                keeps_kv=command.handoff.keeps_kv,
+                first_token=command.handoff.first_token,
+            )
+        )
