@@ -42,7 +42,7 @@ class CpuAllocation:
 
     def __init__(self, nbytes: int) -> None:
         self._mapped_bytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._fd = os.memfd_create("mooncake-hal", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("mooncake-hal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, self._mapped_bytes)
             self._address = _map_aligned(self._fd, self._mapped_bytes)
