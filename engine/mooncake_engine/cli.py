@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill instances")
     up.add_argument("--decode", type=int, default=1, metavar="N", help="decode instances")
     up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
-    up.add_argument("--prompt", default="", help="what to ask once everything is up")
+    up.add_argument("--prompt", default="What is prefill?", help="asked once everything is up")
     _add_engine_options(up)
     _add_transport_option(up)
     up.set_defaults(run=_up)
@@ -151,6 +152,25 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
     )
 
 
+def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
+    """The engine's part of a command line again, as far as it differs from the defaults. Without
+    ``--threads``, the instances of a deployment share the CPUs evenly."""
+    options = argparse.ArgumentParser(add_help=False)
+    _add_engine_options(options)
+    wanted = vars(args)
+    if not args.threads:
+        num_instances = args.prefill + args.decode
+        wanted = {**wanted, "threads": max(1, (os.cpu_count() or 1) // num_instances)}
+    argv: list[str] = []
+    for option in options._actions:
+        value = wanted[option.dest]
+        if value is True:
+            argv.append(option.option_strings[0])
+        elif value not in (None, False, option.default):
+            argv += [option.option_strings[0], str(value)]
+    return tuple(argv)
+
+
 def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
     """How KV moves; None for an instance that works alone."""
     if args.kv_connector is None and args.role == Role.BOTH.value:
@@ -215,9 +235,22 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _up(args: argparse.Namespace) -> int:
-    from mooncake_engine.launch import up
+    from mooncake_engine.launch import Deployment, up
 
-    return up(args)
+    engine_config(args, None)  # refuse what every instance would refuse
+    up(
+        Deployment(
+            host=args.host,
+            port=args.port,
+            num_prefill=args.prefill,
+            num_decode=args.decode,
+            engine_argv=engine_argv(args),
+            transports=tuple(args.transport),
+            log_dir=args.log_dir,
+            prompt=args.prompt,
+        )
+    )
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -12,7 +13,7 @@ from starlette.routing import Route
 
 from mooncake_engine.errors import EngineError
 from mooncake_engine.server.answering import Answerer
-from mooncake_engine.server.endpoints import GenerationEndpoint, plain_endpoints
+from mooncake_engine.server.endpoints import GenerationEndpoint, PlainEndpoints
 from mooncake_engine.server.errors import ApiError, to_api_error
 from mooncake_engine.server.forms import ChatForm, CompletionForm
 from mooncake_engine.server.metrics import ServerMetrics
@@ -25,28 +26,29 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 def create_app(engine: Engine, tokenizer: Tokenizer) -> Starlette:
     """OpenAI's API over an engine that has been started; closing the engine is the caller's."""
-    planner = Planner(engine.config.model_name, engine.facts, tokenizer, LiveRequests())
+    planner = Planner(engine.config.model_name, engine.facts, tokenizer)
     answerer = Answerer(engine, tokenizer, ServerMetrics(engine))
+    live = LiveRequests()
+    plain = PlainEndpoints(planner, answerer, live, started=int(time.time()))
     return Starlette(
-        routes=[*_generation_routes(planner, answerer), *_plain_routes(planner, answerer)],
+        routes=[*_generation_routes(planner, answerer, live), *_plain_routes(plain)],
         exception_handlers={EngineError: _engine_error, HTTPException: _http_error},
     )
 
 
-def _generation_routes(planner: Planner, answerer: Answerer) -> list[Route]:
+def _generation_routes(planner: Planner, answerer: Answerer, live: LiveRequests) -> list[Route]:
     token_bytes = planner.tokenizer.token_bytes
     completions = GenerationEndpoint(
-        CompletionRequest, planner.completion, CompletionForm(token_bytes), planner, answerer
+        CompletionRequest, planner.completion, CompletionForm(token_bytes), answerer, live
     )
-    chat = GenerationEndpoint(ChatRequest, planner.chat, ChatForm(token_bytes), planner, answerer)
+    chat = GenerationEndpoint(ChatRequest, planner.chat, ChatForm(token_bytes), answerer, live)
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
     ]
 
 
-def _plain_routes(planner: Planner, answerer: Answerer) -> list[Route]:
-    plain = plain_endpoints(planner, answerer)
+def _plain_routes(plain: PlainEndpoints) -> list[Route]:
     return [
         Route("/v1/models", plain.models, methods=["GET"]),
         Route("/health", plain.health, methods=["GET"]),

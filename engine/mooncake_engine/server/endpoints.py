@@ -4,7 +4,6 @@ go away; the others are plain Starlette endpoints."""
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from mooncake_engine.server.planning import Planner
 from mooncake_engine.server.prompts import encode, template_messages
 from mooncake_engine.server.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from mooncake_engine.server.reply import Reply
-from mooncake_engine.server.request_ids import request_id_from
+from mooncake_engine.server.request_ids import LiveRequests, request_id_from
 from mooncake_engine.server.streams import ClientGone, until_disconnect
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,8 @@ class GenerationEndpoint(Generic[RequestType]):
     request_type: type[RequestType]
     plan: Callable[[RequestType, str], Awaitable[Job]]
     form: Form
-    planner: Planner
     answerer: Answerer
+    live: LiveRequests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; a client that goes away ends its generation."""
@@ -55,7 +54,8 @@ class GenerationEndpoint(Generic[RequestType]):
         reply = Reply(send, request_id)
         try:
             body = await request.body()
-            await until_disconnect(receive, self._serve(body, request_id, reply))
+            with self.live.tracking(request_id) as aborted:
+                await until_disconnect(receive, self._serve(body, request_id, reply), aborted)
         except (ClientGone, ClientDisconnect):
             log.info("request %s: the client went away", request_id)
         except EngineError as exc:
@@ -66,15 +66,13 @@ class GenerationEndpoint(Generic[RequestType]):
 
     async def _serve(self, body: bytes, request_id: str, reply: Reply) -> None:
         job = await self.plan(decode_request(body, self.request_type), request_id)
-        engine_ids = [request.request_id for request in job.requests]
-        with self.planner.live.tracking(request_id, engine_ids):
-            if not job.is_streamed:
-                await reply.whole(await self.answerer.whole(job, self.form))
-                return
-            async with aclosing(self.answerer.streamed(job, self.form)) as events:
-                async for event in events:
-                    await reply.event(event)
-            await reply.end()
+        if not job.is_streamed:
+            await reply.whole(await self.answerer.whole(job, self.form))
+            return
+        async with aclosing(self.answerer.streamed(job, self.form)) as events:
+            async for event in events:
+                await reply.event(event)
+        await reply.end()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +81,7 @@ class PlainEndpoints:
 
     planner: Planner
     answerer: Answerer
+    live: LiveRequests
     started: int
 
     async def models(self, _: Request) -> Response:
@@ -113,8 +112,8 @@ class PlainEndpoints:
     async def abort(self, request: Request) -> Response:
         """``POST /abort``: 200 whether or not anything was left to abort."""
         wanted = decode_request(await request.body(), AbortRequest)
-        for engine_id in self.planner.live.find(wanted.request_id):
-            self.answerer.engine.abort(engine_id)
+        self.live.abort(wanted.request_id)
+        self.answerer.engine.abort(wanted.request_id)
         return _json({})
 
     async def tokenize(self, request: Request) -> Response:
@@ -159,11 +158,6 @@ class PlainEndpoints:
             add_generation_prompt=wanted.add_generation_prompt is not False,
         )
         return text, bool(adds_special)
-
-
-def plain_endpoints(planner: Planner, answerer: Answerer) -> PlainEndpoints:
-    """The endpoints of a server that starts now."""
-    return PlainEndpoints(planner, answerer, started=int(time.time()))
 
 
 def _json(answer: dict[str, Any]) -> Response:

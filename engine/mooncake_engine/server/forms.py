@@ -146,7 +146,9 @@ class ChunkFrame:
 
 
 def chunk(form: Form, job: Job, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """A chunk of a streamed answer."""
+    """A chunk of a streamed answer; ``usage`` is there, if only as null, when it is asked for."""
+    if job.includes_usage:
+        more.setdefault("usage", None)
     return {
         "id": form.api_id(job),
         "object": form.chunk_object_name,

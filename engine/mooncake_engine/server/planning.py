@@ -13,7 +13,7 @@ from mooncake_engine.server.handover import check_same_prompt, read_handover
 from mooncake_engine.server.jobs import Job
 from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_prompts
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
-from mooncake_engine.server.request_ids import LiveRequests
+from mooncake_engine.server.request_ids import choice_ids
 from mooncake_engine.server.sampling import chat_sampling, completion_sampling
 from mooncake_engine.text.limits import answer_sampling
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -26,7 +26,6 @@ class Planner:
     model_name: str
     facts: EngineFacts
     tokenizer: Tokenizer
-    live: LiveRequests
 
     async def completion(self, request: CompletionRequest, request_id: str) -> Job:
         """Raises InvalidRequest for whatever is wrong with it."""
@@ -72,7 +71,7 @@ class Planner:
         check_same_prompt(
             handover, self.tokenizer.fingerprint, [prompt.token_ids for prompt in prompts]
         )
-        names = self.live.mint(request_id, len(prompts) * sampling.n)
+        names = choice_ids(request_id, len(prompts) * sampling.n)
         return Job(
             request_id=request_id,
             created=int(time.time()) if handover.created is None else handover.created,

@@ -1,8 +1,8 @@
-"""Names of requests: the client's, the API's and the engine's."""
+"""Names of requests: the client's, the API's and the engine's; and which requests are live."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import re
 import uuid
 from collections.abc import Iterator
@@ -18,35 +18,33 @@ def request_id_from(header: str | None) -> str:
     return uuid.uuid4().hex
 
 
-class LiveRequests:
-    """Which of the engine's requests serve which of the clients'.
+def choice_ids(request_id: str, num_choices: int) -> list[str]:
+    """What the engine calls each answer; it adds to these to make them unique."""
+    if num_choices == 1:
+        return [request_id]
+    return [f"{request_id}-{index}" for index in range(num_choices)]
 
-    The engine's ids are minted here. They begin with the client's id, for the logs, and end with
-    an attempt number, because clients and proxies repeat an id when they try again, perhaps while
-    the engine still holds KV under the first attempt's name.
-    """
+
+class LiveRequests:
+    """The requests whose clients wait, by the clients' ids, which may repeat."""
 
     def __init__(self) -> None:
-        self._attempts = itertools.count(1)
-        self._live: dict[str, set[str]] = {}
-
-    def mint(self, request_id: str, num_choices: int) -> list[str]:
-        """One engine id per choice."""
-        name = f"{request_id}-{next(self._attempts)}"
-        return [name] if num_choices == 1 else [f"{name}-{i}" for i in range(num_choices)]
+        self._live: dict[str, set[asyncio.Future[None]]] = {}
 
     @contextmanager
-    def tracking(self, request_id: str, engine_ids: list[str]) -> Iterator[None]:
-        """While the client waits, ``find`` knows its engine ids."""
-        live = self._live.setdefault(request_id, set())
-        live.update(engine_ids)
+    def tracking(self, request_id: str) -> Iterator[asyncio.Future[None]]:
+        """Inside, the future is done as soon as somebody asks to abort the request."""
+        aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._live.setdefault(request_id, set()).add(aborted)
         try:
-            yield
+            yield aborted
         finally:
-            live.difference_update(engine_ids)
-            if not live:
-                self._live.pop(request_id, None)
+            self._live[request_id].discard(aborted)
+            if not self._live[request_id]:
+                del self._live[request_id]
 
-    def find(self, request_id: str) -> set[str]:
-        """Every engine id that a client's or engine's id stands for, itself included."""
-        return {request_id} | self._live.get(request_id, set())
+    def abort(self, request_id: str) -> None:
+        """Tell every request of that name; unknown names are normal."""
+        for aborted in self._live.get(request_id, ()):
+            if not aborted.done():
+                aborted.set_result(None)

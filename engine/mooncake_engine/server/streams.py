@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.types import Receive
+
+from mooncake_engine.errors import EngineError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -15,6 +17,10 @@ Result = TypeVar("Result")
 
 class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
+
+
+class RequestAborted(EngineError):
+    """Somebody asked to abort the request."""
 
 
 async def merge(
@@ -46,27 +52,31 @@ async def merge(
         await cancel_all(tasks)
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, Result], aborted: asyncio.Future[None]
+) -> Result:
     """The result of ``work``, which is cancelled if the client goes away first.
 
     Args:
         receive: of an ASGI connection whose request body has been read.
+        aborted: done when the work is not wanted any more.
 
     Raises:
-        ClientGone: the client went away; ``work`` has been cancelled and has ended.
+        ClientGone, RequestAborted: what came first; ``work`` has been cancelled and has ended.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
+    waited: set[asyncio.Future[Any]] = {working, watching, aborted}
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestAborted("the request was aborted") if aborted.done() else ClientGone
     finally:
-        await cancel_all({working, watching})
+        await cancel_all(waited)
 
 
-async def cancel_all(tasks: set[asyncio.Future[Any]] | set[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until they have ended; their errors are nobody's any more."""
     for task in tasks:
         task.cancel()

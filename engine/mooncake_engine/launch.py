@@ -1,0 +1,203 @@
+"""``mooncake-engine up``: prefill instances, decode instances and a proxy with one command.
+
+The children are separate programs, as on a cluster, and are known by the URL that they print once
+they take requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shlex
+import signal
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake_engine.child_processes import Child, ChildProcesses
+from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.server.run import bind
+
+_PROXY_DRAIN_S = 5
+_HEALTHY_S = 60.0
+_ANSWER_S = 600.0
+_POLL_S = 0.1
+_MAX_TOKENS = 128
+
+
+class LaunchFailed(EngineError):
+    """Everything runs, and the deployment still does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What to start.
+
+    Args:
+        host, port: where the proxy listens; port 0 takes a free one.
+        num_prefill, num_decode: instances.
+        engine_argv: options of ``mooncake-engine serve``, the same for every instance.
+        transports: names for KV transfer, in order of preference.
+        log_dir: where logs go; None for standard error.
+        prompt: what to ask once everything is up.
+    """
+
+    host: str
+    port: int
+    num_prefill: int
+    num_decode: int
+    engine_argv: tuple[str, ...]
+    transports: tuple[str, ...] = ()
+    log_dir: Path | None = None
+    prompt: str = "What is prefill?"
+
+    def __post_init__(self) -> None:
+        for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+            if count < 1:
+                raise ConfigError(f"--{name} must be at least 1, got {count}")
+
+
+def up(deployment: Deployment) -> None:
+    """Run a deployment until SIGINT or SIGTERM; nothing is left behind, however it ends.
+
+    Raises:
+        PortTaken, ConfigError: before anything is started.
+        ChildDied, LaunchFailed: it could not be started, or a part of it ended.
+    """
+    with bind(deployment.host, deployment.port):
+        pass  # better to know now than after the models are loaded
+    with suppress(asyncio.CancelledError):  # how a signal ends it
+        asyncio.run(_up(deployment))
+
+
+async def _up(deployment: Deployment) -> None:
+    _cancel_on_signal()
+    with tempfile.TemporaryDirectory(prefix="mooncake-") as directory:
+        secret_file = _write_secret(Path(directory))
+        async with ChildProcesses(deployment.log_dir) as children:
+            await children.guard(_serve(deployment, children, secret_file))
+
+
+async def _serve(deployment: Deployment, children: ChildProcesses, secret_file: Path) -> None:
+    """Start everything, show that it answers, then wait for ever."""
+    pools: dict[str, list[Child]] = {"prefill": [], "decode": []}
+    for role, count in (("prefill", deployment.num_prefill), ("decode", deployment.num_decode)):
+        for index in range(count):
+            argv = _instance_argv(deployment, role, secret_file)
+            pools[role].append(await children.start(f"{role}-{index}", argv))
+    urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
+    proxy = await children.start("proxy", _proxy_argv(deployment, urls))
+    await _introduce(await proxy.ready, deployment.prompt)
+    await asyncio.Event().wait()
+
+
+def _cancel_on_signal() -> None:
+    """The first SIGINT or SIGTERM ends the current task; more of them don't disturb the end."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, lambda: None)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+def _write_secret(directory: Path) -> Path:
+    """What the instances prove to each other that they belong together."""
+    path = directory / "kv-secret"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+def _instance_argv(deployment: Deployment, role: str, secret_file: Path) -> list[str]:
+    argv = [sys.executable, "-m", "mooncake_engine.cli", "serve", "--role", role, "--port", "0"]
+    argv += ["--kv-secret-file", str(secret_file), *deployment.engine_argv]
+    for name in deployment.transports:
+        argv += ["--transport", name]
+    return argv
+
+
+def _proxy_argv(deployment: Deployment, urls: dict[str, list[str]]) -> list[str]:
+    argv = [sys.executable, "-m", "mooncake_proxy", "--host", deployment.host]
+    argv += ["--port", str(deployment.port), "--drain-timeout", str(_PROXY_DRAIN_S)]
+    for role, instances in urls.items():
+        for url in instances:
+            argv += [f"--{role}", url]
+    return argv
+
+
+async def _introduce(url: str, prompt: str) -> None:
+    """Print how to ask, and one answer.
+
+    Raises:
+        LaunchFailed: the proxy does not become healthy, or does not answer.
+    """
+    await _until_healthy(url)
+    model = (await _call(f"{url}/v1/models"))["data"][0]["id"]
+    path, body = "/v1/chat/completions", _chat_body(model, prompt)
+    try:
+        answer = await _call(url + path, body)
+    except LaunchFailed:  # a model without a chat template continues texts
+        path, body = "/v1/completions", _completion_body(model, prompt)
+        answer = await _call(url + path, body)
+    choice = answer["choices"][0]
+    print(f"\n{_curl(url + path, body)}\n")  # noqa: T201  # what the user came for
+    print(choice["text"] if "text" in choice else choice["message"]["content"], flush=True)  # noqa: T201
+
+
+async def _until_healthy(url: str) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _HEALTHY_S
+    while True:
+        try:
+            await _call(f"{url}/health")
+        except LaunchFailed as exc:
+            if loop.time() > deadline:
+                raise LaunchFailed(f"not healthy within {_HEALTHY_S:.0f} s: {exc}") from exc
+        else:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    return await asyncio.to_thread(_fetch, url, body)
+
+
+def _fetch(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """The JSON answer to a GET, or to a POST with a body; LaunchFailed with the server's words."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+            answer: dict[str, Any] = json.loads(response.read() or b"{}")
+    except urllib.error.HTTPError as exc:
+        with exc:
+            words = exc.read().decode(errors="replace")
+        raise LaunchFailed(f"{url} answers {exc.code}: {words}") from exc
+    except (OSError, ValueError) as exc:
+        raise LaunchFailed(f"{url} does not answer: {exc}") from exc
+    return answer
+
+
+def _chat_body(model: str, prompt: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": prompt}]
+    return {"model": model, "messages": messages, "max_tokens": _MAX_TOKENS, "temperature": 0}
+
+
+def _completion_body(model: str, prompt: str) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": _MAX_TOKENS, "temperature": 0}
+
+
+def _curl(url: str, body: dict[str, Any]) -> str:
+    streamed = json.dumps(body | {"stream": True}, ensure_ascii=False)
+    return f"curl -N {url} -H 'Content-Type: application/json' -d {shlex.quote(streamed)}"
