@@ -44,10 +44,11 @@ def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedM
     Args:
         family: key of FAMILIES.
         seed: of the weights.
-        overrides: fields of the family's config that differ from SMALL.
+        overrides: fields of the family's config that differ from SMALL; None leaves one out.
     """
     config_class, model_class = FAMILIES[family]
-    config = config_class(**{**SMALL, **overrides})
+    fields = {**SMALL, **overrides}
+    config = config_class(**{name: value for name, value in fields.items() if value is not None})
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
     model = model_class(config)

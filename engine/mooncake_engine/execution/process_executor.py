@@ -1,0 +1,305 @@
+"""One process per tensor-parallel rank, all of them children of the executor's process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+import torch
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
+from mooncake_engine.execution import rank_messages as wire
+from mooncake_engine.execution.executor import (
+    ExecutorOptions,
+    FirstFailure,
+    RankFacts,
+    make_facts,
+)
+from mooncake_engine.execution.setup import plan_execution
+from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.models.heads import share_heads
+from mooncake_engine.scheduling.plan import StepPlan, StepResult
+from mooncake_hal.backend import Backend, GroupSpec
+
+_GROUP_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 10.0
+_CAUSE_TIMEOUT_S = 1.0
+"""How long to look for a rank that died without a word, once another one complains."""
+_USER_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
+
+
+class RankHandle:
+    """The parent's side of one rank.
+
+    Args:
+        rank: which.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.orders, their_orders = Pipe()
+        self.messages, their_messages = Pipe()
+        self.failed: wire.Failed | None = None
+        self._lock = threading.Lock()
+        descriptors = (their_orders.fileno(), their_messages.fileno())
+        # the rank must find what this process can import, extensions above all
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
+            pass_fds=descriptors,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+        their_orders.close()
+        their_messages.close()
+
+    def order(self, encoded: bytes) -> None:
+        """Send an order; a rank that is gone shows when its report is read."""
+        try:
+            self.orders.send_bytes(encoded)
+        except ConnectionError:
+            return
+
+    def report(self) -> wire.Report | None:
+        """Read one report; None if the rank is gone."""
+        try:
+            report: wire.Report = wire.decode_report(self.orders.recv_bytes())
+        except (EOFError, ConnectionError):
+            return None
+        if isinstance(report, wire.Failed):
+            self.failed = report
+        return report
+
+    def send(self, message: bytes) -> None:
+        """Send a message to the rank's extension."""
+        with self._lock:
+            self.messages.send_bytes(message)
+
+    def has_vanished(self) -> bool:
+        """Whether the process ended without saying why."""
+        return self.failed is None and self.process.poll() is not None
+
+    def describe_end(self) -> str:
+        """Why the rank ended, in words."""
+        if self.failed is not None:
+            return f"{self.failed.kind}: {self.failed.reason}"
+        status = self.process.poll()
+        if status is None:
+            return "it closed its connection"
+        if status < 0:
+            return f"killed by {signal.Signals(-status).name}"
+        return f"exited with status {status}; its log says why"
+
+    def kill(self) -> None:
+        """End the process now, and reap it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class ProcessExecutor:
+    """Ranks in processes of their own; a dead rank ends the instance with its reason.
+
+    Args:
+        config: any ``tp_size``.
+        backend: the ranks load it by name; this process only reads its facts.
+        options: extension and handlers.
+
+    Raises:
+        CheckpointError, ConfigError: the model can't be loaded so.
+        EngineDead: a rank died while loading.
+    """
+
+    def __init__(
+        self, config: EngineConfig, backend: Backend, options: ExecutorOptions | None = None
+    ) -> None:
+        self._options = options or ExecutorOptions()
+        self._failure = FirstFailure()
+        self._closing = threading.Event()
+        setup = plan_execution(config, backend)
+        for rank in range(config.tp_size):  # refuse before anything is started
+            share_heads(setup.model.num_heads, setup.model.num_kv_heads, config.tp_size, rank)
+        self._scratch = Path(tempfile.mkdtemp(prefix="mooncake-ranks-"))
+        self._ranks: list[RankHandle] = []
+        self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
+        try:
+            self._start(config, backend)
+            facts = self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+        self.facts = make_facts(setup, facts)
+        self._listener.start()
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """Process ids, in rank order."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    def warm_up(self) -> None:
+        """See ``Executor``."""
+        self._carry_out(wire.WarmUp())
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """See ``Executor``."""
+        result = self._carry_out(wire.Execute(plan))
+        assert result is not None, "rank 0 answers a step with its result"
+        return result
+
+    def send(self, message: bytes, rank: int | None = None) -> None:
+        """See ``Executor``."""
+        if self._options.extension is None:
+            raise ConfigError("there is no extension to send to")
+        targets = self._ranks if rank is None else [self._ranks[rank]]
+        for target in targets:
+            try:
+                target.send(message)
+            except ConnectionError as exc:
+                self._failure.record(f"rank {target.rank} is gone", exc)
+                self._failure.check()
+
+    def check(self) -> None:
+        """See ``Executor``."""
+        self._failure.check()
+
+    def close(self) -> None:
+        """See ``Executor``."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for rank in self._ranks:
+            rank.order(wire.encode(wire.Stop()))
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for rank in self._ranks:
+            self._reap(rank, deadline)
+        if self._listener.is_alive() and self._listener is not threading.current_thread():
+            self._listener.join(_STOP_TIMEOUT_S)
+        for rank in self._ranks:
+            rank.orders.close()
+            rank.messages.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _start(self, config: EngineConfig, backend: Backend) -> None:
+        # a file and not a port: nobody can take it in between; the host makes groups use loopback
+        rendezvous = f"file://127.0.0.1{self._scratch / 'rendezvous'}"
+        threads = config.threads or max(1, torch.get_num_threads() // config.tp_size)
+        self._ranks = [RankHandle(rank) for rank in range(config.tp_size)]
+        for rank in self._ranks:
+            group = GroupSpec(rank.rank, config.tp_size, rendezvous, _GROUP_TIMEOUT_S)
+            extension = self._options.extension
+            start = wire.Start(config, backend.name, group, extension, threads)
+            rank.order(wire.encode(start))
+
+    def _await_ready(self) -> tuple[RankFacts, ...]:
+        facts: dict[int, RankFacts] = {}
+        for rank, report in self._reports():
+            if isinstance(report, wire.Ready):
+                facts[rank.rank] = report.facts
+            elif isinstance(report, wire.Progress) and self._options.progress is not None:
+                progress = LoadProgress(report.loaded_bytes, report.total_bytes)
+                self._options.progress(progress)
+        return tuple(facts[rank.rank] for rank in self._ranks)
+
+    def _carry_out(self, order: wire.Order) -> StepResult | None:
+        """Give all ranks an order and wait for all; returns rank 0's result."""
+        self._failure.check()
+        encoded = wire.encode(order)
+        for rank in self._ranks:
+            rank.order(encoded)
+        result: StepResult | None = None
+        for _, report in self._reports():
+            if isinstance(report, wire.Done) and report.result is not None:
+                result = report.result
+        return result
+
+    def _reports(self) -> Iterator[tuple[RankHandle, wire.Report]]:
+        """Reports as they come, until every rank is Ready or Done.
+
+        Raises:
+            EngineError: a rank failed or died; all the others are ended.
+        """
+        pending = {rank.orders: rank for rank in self._ranks}
+        while pending:
+            for connection in wait(list(pending)):
+                assert isinstance(connection, Connection)
+                rank = pending[connection]
+                report = rank.report()
+                if report is None or isinstance(report, wire.Failed):
+                    raise self._end_all(rank)
+                if not isinstance(report, wire.Progress):
+                    del pending[connection]
+                yield rank, report
+
+    def _end_all(self, noticed: RankHandle) -> EngineError:
+        """End every rank after one failed; returns what to raise, about the true culprit."""
+        culprit = self._find_culprit(noticed)
+        what = f"rank {culprit.rank} of {len(self._ranks)} died: {culprit.describe_end()}"
+        kind = _USER_ERRORS.get(culprit.failed.kind) if culprit.failed else None
+        error = kind(culprit.failed.reason) if kind and culprit.failed else EngineDead(what)
+        # before the others are killed: their ends are consequences, and must not come first
+        self._failure.record("the instance ended", error)
+        for rank in self._ranks:
+            rank.kill()
+        return error
+
+    def _find_culprit(self, noticed: RankHandle) -> RankHandle:
+        """A rank that vanished makes others complain about the group; it is the one to name."""
+        deadline = time.monotonic() + _CAUSE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for rank in self._ranks:
+                if rank.has_vanished():
+                    return rank
+            if noticed.failed is not None and noticed.failed.kind in _USER_ERRORS:
+                return noticed
+            time.sleep(0.01)
+        return noticed
+
+    def _listen(self) -> None:
+        """Pass the extensions' messages on; notice ranks that die while nothing runs."""
+        open_ends = {rank.messages: rank for rank in self._ranks}
+        while open_ends:
+            for connection in wait(list(open_ends)):
+                assert isinstance(connection, Connection)
+                rank = open_ends[connection]
+                if not self._pass_on(rank):
+                    del open_ends[connection]
+
+    def _pass_on(self, rank: RankHandle) -> bool:
+        """Handle one notice of a rank; returns whether more may come."""
+        try:
+            notice = wire.decode_notice(rank.messages.recv_bytes())
+        except (EOFError, ConnectionError):
+            self._record_end(rank)
+            return False
+        if isinstance(notice, wire.ExtensionFailed):
+            reason = EngineDead(notice.reason)
+            self._failure.record(f"the worker extension of rank {rank.rank} died", reason)
+        elif self._options.on_message is not None:
+            self._options.on_message(rank.rank, notice.message)
+        return True
+
+    def _record_end(self, rank: RankHandle) -> None:
+        if self._closing.is_set():
+            return
+        try:
+            rank.process.wait(_CAUSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+        cause = EngineDead(rank.describe_end())
+        self._failure.record(f"rank {rank.rank} of {len(self._ranks)} died", cause)
+
+    def _reap(self, rank: RankHandle, deadline: float) -> None:
+        try:
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()

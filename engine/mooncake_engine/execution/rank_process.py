@@ -1,0 +1,134 @@
+"""The process of one tensor-parallel rank: ``python -m mooncake_engine.execution.rank_process``.
+
+Takes two inherited sockets. On the first the executor gives orders and the rank reports, one at a
+time; on the second extension messages pass both ways at any time. The second one's end means that
+the parent is gone: the rank then exits at once, whatever it is waiting for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import torch
+
+from mooncake_engine.execution import rank_messages as wire
+from mooncake_engine.execution.executor import rank_facts
+from mooncake_engine.execution.setup import plan_execution
+from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.execution.worker import RankHandlers, Worker
+from mooncake_hal.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+PARENT_GONE = 3
+"""Exit status of a rank whose parent died."""
+
+
+class RankProcess:
+    """One rank's side of both sockets.
+
+    Args:
+        orders: the executor's orders, and our reports.
+        messages: extension messages.
+    """
+
+    def __init__(self, orders: Connection, messages: Connection) -> None:
+        self._orders = orders
+        self._messages = messages
+        self._message_lock = threading.Lock()
+
+    def run(self) -> None:
+        """Serve orders until Stop."""
+        start = wire.decode_order(self._orders.recv_bytes())
+        assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
+        worker = self._load(start)
+        try:
+            threading.Thread(target=self._receive, args=(worker,), daemon=True).start()
+            self._report(wire.Ready(rank_facts(start.group.rank, worker)))
+            while self._obey(worker, start.group.rank):
+                pass
+        finally:
+            worker.close()
+
+    def fail(self, exc: BaseException) -> None:
+        """Tell the executor why this rank ends."""
+        self._report(wire.Failed(type(exc).__name__, str(exc)))
+
+    def _load(self, start: wire.Start) -> Worker:
+        torch.set_num_threads(start.threads)
+        backend = Registry.discover().select_backend(start.backend)
+        setup = plan_execution(start.config, backend)
+        shows_progress = start.group.rank == 0
+        handlers = RankHandlers(
+            self._report_progress if shows_progress else None,
+            lambda message: self._notify(wire.Emitted(message)),
+            lambda cause: self._notify(wire.ExtensionFailed(str(cause))),
+        )
+        return Worker(
+            start.config,
+            setup,
+            backend,
+            backend.communicator(start.group),
+            extension=start.extension,
+            handlers=handlers,
+        )
+
+    def _obey(self, worker: Worker, rank: int) -> bool:
+        """Carry out one order; returns whether there may be another."""
+        order = wire.decode_order(self._orders.recv_bytes())
+        if isinstance(order, wire.Execute):
+            result = worker.execute(order.plan)
+            self._report(wire.Done(result if rank == 0 else None))
+        elif isinstance(order, wire.WarmUp):
+            worker.warm_up()
+            self._report(wire.Done())
+        return not isinstance(order, wire.Stop)
+
+    def _receive(self, worker: Worker) -> None:
+        """Hand messages to the extension until the parent is gone."""
+        try:
+            while True:
+                message = self._messages.recv_bytes()
+                if worker.extension is not None:
+                    worker.extension.receive(message)
+        except (EOFError, ConnectionError):
+            os._exit(PARENT_GONE)
+        except Exception as exc:
+            logger.exception("worker extension failed")
+            self._notify(wire.ExtensionFailed(f"{type(exc).__name__}: {exc}"))
+
+    def _report(self, report: wire.Report) -> None:
+        self._orders.send_bytes(wire.encode(report))
+
+    def _report_progress(self, progress: LoadProgress) -> None:
+        self._report(wire.Progress(progress.loaded_bytes, progress.total_bytes))
+
+    def _notify(self, notice: wire.Notice) -> None:
+        with self._message_lock:
+            self._messages.send_bytes(wire.encode(notice))
+
+
+def main(arguments: list[str]) -> int:
+    """Run a rank on the two file descriptors given; returns the exit status."""
+    # a terminal's Ctrl-C reaches every process; when a rank ends is the parent's decision
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    orders, messages = (Connection(int(descriptor)) for descriptor in arguments)
+    rank = RankProcess(orders, messages)
+    try:
+        rank.run()
+    except (EOFError, ConnectionError):
+        return PARENT_GONE
+    except Exception as exc:
+        logger.exception("rank failed")
+        rank.fail(exc)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

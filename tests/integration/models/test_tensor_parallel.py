@@ -1,0 +1,121 @@
+"""Ranks in processes: the tokens of one rank, and a clear end when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.stepping import RunningRequest, Stepper
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead
+from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
+from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_hal.backend import Backend
+from mooncake_hal.registry import Registry
+
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=8, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return Registry.discover().select_backend("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model(
+        "qwen2", num_attention_heads=12, num_key_value_heads=4, vocab_size=307, head_dim=None,
+        hidden_size=96, tie_word_embeddings=True,
+    )  # fmt: skip
+    return write_checkpoint(model, tmp_path_factory.mktemp("qwen2"), max_shard="100KB")
+
+
+def generate(executor: Executor) -> list[RunningRequest]:
+    requests = [
+        RunningRequest("short", (5, 9, 2)),
+        RunningRequest("long", tuple(range(100, 190))),
+        RunningRequest("seeded", tuple(range(30, 60)), SEEDED, seed=11),
+    ]
+    Stepper(executor, chunk=40).generate(requests)
+    return requests
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, backend: Backend) -> Iterator[list[list[int]]]:
+    executor = InProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32), backend)
+    yield [request.output for request in generate(executor)]
+    executor.close()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
+def test_ranks_in_processes_choose_the_tokens_of_one_rank(
+    tp_size: int, checkpoint: Path, backend: Backend, expected: list[list[int]]
+) -> None:
+    config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=tp_size)
+    progress: list[LoadProgress] = []
+    executor = ProcessExecutor(config, backend, ExecutorOptions(progress=progress.append))
+    try:
+        executor.warm_up()
+        assert [request.output for request in generate(executor)] == expected
+        heads = [(r.shard.head_start, r.shard.head_stop) for r in executor.facts.ranks]
+        assert (heads[0][0], heads[-1][1]) == (0, 4)
+        assert progress[-1].fraction == 1.0
+    finally:
+        executor.close()
+
+
+def test_a_killed_rank_ends_the_instance_with_its_reason(
+    checkpoint: Path, backend: Backend
+) -> None:
+    config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2)
+    executor = ProcessExecutor(config, backend)
+    try:
+        os.kill(executor.rank_pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match="rank 1 of 2 died: killed by SIGKILL"):
+            generate(executor)
+        assert time.monotonic() - started < 5
+        with pytest.raises(EngineDead, match="rank 1 of 2 died"):
+            executor.check()
+    finally:
+        executor.close()
+
+
+def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backend) -> None:
+    executor = ProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
+    try:
+        executor.check()
+        os.kill(executor.rank_pids[0], signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        with pytest.raises(EngineDead, match="rank 0 of 2 died: killed by SIGTERM"):
+            while time.monotonic() < deadline:
+                executor.check()
+                os.sched_yield()
+    finally:
+        executor.close()
+
+
+def test_a_damaged_shard_is_a_checkpoint_error_from_the_rank(
+    checkpoint: Path, backend: Backend, tmp_path: Path
+) -> None:
+    for path in checkpoint.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="damaged"):
+        ProcessExecutor(EngineConfig(tmp_path, num_kv_blocks=32, tp_size=2), backend)
+
+
+def test_more_ranks_than_the_heads_allow_are_refused_before_anything_starts(
+    checkpoint: Path, backend: Backend
+) -> None:
+    with pytest.raises(ConfigError, match="use at most 12 ranks"):
+        ProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=16), backend)
