@@ -16,7 +16,6 @@ from mooncake_engine.execution.executor import (
     InProcessExecutor,
 )
 from mooncake_engine.execution.weights import ProgressHandler
-from mooncake_engine.kv.block_manager import BlockManager
 from mooncake_engine.kv_transfer.base import (
     Connector,
     ConnectorEntry,
@@ -26,6 +25,7 @@ from mooncake_engine.kv_transfer.base import (
 )
 from mooncake_engine.kv_transfer.facts import HardwareFacts
 from mooncake_engine.messages import EngineFacts
+from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from mooncake_engine.text.tokenizer import tokenizer_fingerprint
 from mooncake_hal.backend import Backend

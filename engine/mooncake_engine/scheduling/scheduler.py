@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake_engine.config import LoadFailurePolicy
-from mooncake_engine.kv.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, KVTransferParams, TokenUpdate
+from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.plan import (
     AdmittedRequest,
     SampledToken,

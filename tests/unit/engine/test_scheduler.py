@@ -7,9 +7,9 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mooncake_engine.config import LoadFailurePolicy
-from mooncake_engine.kv.block_manager import BlockManager
 from mooncake_engine.messages import EngineRequest, FinishReason, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from mooncake_engine.scheduling.request import FirstToken, Request
 from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
