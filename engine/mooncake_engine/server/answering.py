@@ -104,7 +104,6 @@ class Answerer:
             "created": job.created,
             "remote_cached_tokens": _cached_tokens(job, answers),
             "tokenizer_fingerprint": self.tokenizer.fingerprint,
-            "num_prompt_tokens": len(job.prompts[0].token_ids),
         }
         return handover_params(
             [

@@ -29,7 +29,6 @@ class Handover:
         created: when the peer began, for a steady ``created`` in the API.
         num_cached_tokens: what the peer had cached.
         tokenizer: fingerprint of the peer's tokenizer, if it told.
-        num_prompt_tokens: how many prompt tokens the peer counted, if it told.
         choices: per answer, what the core gets.
     """
 
@@ -39,7 +38,6 @@ class Handover:
     created: int | None = None
     num_cached_tokens: int | None = None
     tokenizer: str | None = None
-    num_prompt_tokens: int | None = None
     choices: tuple[KVTransferParams | None, ...] = ()
 
     def params(self, index: int) -> KVTransferParams | None:
@@ -84,24 +82,16 @@ def read_handover(params: KVTransferParams | None, num_choices: int, *, stream: 
         created=_count(params, "created"),
         num_cached_tokens=_count(params, "remote_cached_tokens") if is_incoming else None,
         tokenizer=params.get("tokenizer_fingerprint") if is_incoming else None,
-        num_prompt_tokens=_count(params, "num_prompt_tokens") if is_incoming else None,
         choices=_choices(params, num_choices),
     )
 
 
-def check_same_prompt(handover: Handover, tokenizer: str, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises InvalidRequest if the peer read another prompt out of the same request."""
+def check_same_tokenizer(handover: Handover, tokenizer: str) -> None:
+    """Raises InvalidRequest if the peer reads and shows tokens in another way."""
     if handover.tokenizer is not None and handover.tokenizer != tokenizer:
         raise InvalidRequest(
             f"the prefill instance's tokenizer or chat template is {handover.tokenizer}, this "
             f"instance's is {tokenizer}: serve the same model directory on both",
-            param=_PARAM,
-        )
-    counted = handover.num_prompt_tokens
-    if counted is not None and len(prompts) == 1 and counted != len(prompts[0]):
-        raise InvalidRequest(
-            f"the prefill instance counted {counted} prompt tokens, this instance "
-            f"{len(prompts[0])}: serve the same model directory on both",
             param=_PARAM,
         )
 

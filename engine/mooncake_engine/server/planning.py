@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineFacts, EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.server.handover import check_same_prompt, read_handover
+from mooncake_engine.server.handover import check_same_tokenizer, read_handover
 from mooncake_engine.server.jobs import Job
 from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_prompts
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
@@ -68,9 +68,7 @@ class Planner:
         handover = read_handover(
             request.kv_transfer_params, len(prompts) * sampling.n, stream=is_streamed
         )
-        check_same_prompt(
-            handover, self.tokenizer.fingerprint, [prompt.token_ids for prompt in prompts]
-        )
+        check_same_tokenizer(handover, self.tokenizer.fingerprint)
         names = choice_ids(request_id, len(prompts) * sampling.n)
         return Job(
             request_id=request_id,
