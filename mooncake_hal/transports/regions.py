@@ -105,6 +105,10 @@ class RegionTable:
         """Return the registered regions with their keys."""
         return list(self._regions.items())
 
+    def revoked_ranges(self) -> list[tuple[int, int]]:
+        """Return (start, end) of the regions that were revoked last."""
+        return list(self._revoked)
+
     def find(self, address: int, nbytes: int) -> int:
         """Return the key of the region around one span.
 

@@ -37,21 +37,30 @@ DONE = FinishedTransfer()
 class RunningTransfer:
     """A transfer in several parts, worked on by other threads.
 
-    The parts' owners call ``part_ended`` once each; the first failure is the transfer's. ``stop``
-    asks them to end early and must make them notice within milliseconds.
+    The parts' owners call ``part_ended`` once each; the first failure is the transfer's.
 
     Args:
         parts: how many there are.
-        deadline: ``time.monotonic`` value after which the workers end it themselves.
-        stop: called at most once, from any thread, when it is to end early.
+        timeout: seconds for all of it, from now.
+        stop: asks the parts to end early; they notice within milliseconds. Called at most once,
+            from any thread.
+        ended: called once, when the last part has ended.
     """
 
-    def __init__(self, parts: int, deadline: float, stop: Callable[[], None]) -> None:
-        self.deadline = deadline
+    def __init__(
+        self,
+        parts: int,
+        timeout: float,
+        stop: Callable[[], None],
+        ended: Callable[[RunningTransfer], object],
+    ) -> None:
+        self.deadline = time.monotonic() + timeout
+        self._timeout = timeout
         self._stop = stop
+        self._on_end = ended
         self._parts = parts
         self._error: TransferError | None = None
-        self._stopping = False
+        self._is_stopping = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -63,8 +72,11 @@ class RunningTransfer:
 
     def wait(self, timeout: float | None = None) -> None:
         """See ``Transfer``."""
-        if not self._ended.wait(timeout):
-            raise TransferTimeout(f"still running after {timeout} s of waiting")
+        left = max(self.deadline - time.monotonic(), 0.0)
+        if not self._ended.wait(left if timeout is None else min(timeout, left)):
+            if timeout is not None and timeout < left:
+                raise TransferTimeout(f"still running after {timeout:g} s of waiting")
+            self.abort(self.late())
         if self._error is not None:
             raise self._error
 
@@ -72,37 +84,31 @@ class RunningTransfer:
         """See ``Transfer``."""
         self.abort(TransferCancelled("cancelled by this side"))
 
+    def late(self) -> TransferTimeout:
+        """Return the failure of a transfer whose deadline has passed."""
+        return TransferTimeout(f"not done within {self._timeout:g} s; drained")
+
     def abort(self, error: TransferError) -> None:
         """End it with ``error`` unless it has ended; returns when it is drained."""
         with self._lock:
             if self._ended.is_set():
                 return
             self._error = self._error or error
-            first, self._stopping = not self._stopping, True
+            first, self._is_stopping = not self._is_stopping, True
         if first:
             self._stop()
         self._ended.wait()
 
-    def part_ended(self, error: TransferError | None) -> bool:
-        """Count one part as ended; returns whether it was the last."""
+    def part_ended(self, error: TransferError | None) -> None:
+        """Count one part as ended."""
         with self._lock:
             self._error = self._error or error
             self._parts -= 1
-            last = self._parts == 0
-            stop = error is not None and not last and not self._stopping
-            self._stopping = self._stopping or stop
-        if stop:
+            is_last = self._parts == 0
+            must_stop = error is not None and not is_last and not self._is_stopping
+            self._is_stopping = self._is_stopping or must_stop
+        if must_stop:
             self._stop()
-        if last:
+        if is_last:
+            self._on_end(self)
             self._ended.set()
-        return last
-
-
-def deadline_error(timeout: float) -> TransferTimeout:
-    """Return the failure of a transfer that took too long."""
-    return TransferTimeout(f"not done within {timeout:g} s; drained")
-
-
-def deadline_after(timeout: float) -> float:
-    """Return the ``time.monotonic`` value ``timeout`` seconds from now."""
-    return time.monotonic() + timeout

@@ -17,3 +17,8 @@ class TestShmByCall(TransportConformance, TransportProcessConformance):
 class TestShmByMapping(TransportConformance, TransportProcessConformance):
     loader = "mooncake_hal.transports.shm.transport:load"
     allocator = MAPPABLE
+
+
+class TestTcp(TransportConformance, TransportProcessConformance):
+    loader = "mooncake_hal.transports.tcp.transport:load"
+    allocator = ANONYMOUS

@@ -1,0 +1,210 @@
+"""Choosing the transport between two instances: what both ends list, the best that works wins.
+
+Each side opens an endpoint per transport that it has and publishes all their addresses. Whoever
+connects ranks what both have, by priority, asks each transport whether it reaches, and connects
+with the first that does; a better one that did not is named in the log, with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mooncake_hal.errors import PluginError, TransportUnavailable
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Peer, Transport
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A transport that this instance has opened.
+
+    Args:
+        transport: the loaded transport.
+        endpoint: this instance's end of it.
+        priority: the spec's; the highest that reaches wins.
+    """
+
+    transport: Transport
+    endpoint: Endpoint
+    priority: int
+
+    @property
+    def name(self) -> str:
+        """Name of the transport."""
+        return self.transport.name
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A negotiated connection.
+
+    Args:
+        name: the transport that won.
+        peer: the connection.
+        reason: why this one, and why none of the better ones; for logs and status pages.
+    """
+
+    name: str
+    peer: Peer
+    reason: str
+
+
+class Transports:
+    """The transports that an instance has open, as one thing to register with and connect by.
+
+    Args:
+        candidates: at least one; they are closed with this object.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = sorted(candidates, key=lambda item: (-item.priority, item.name))
+
+    @classmethod
+    def open(
+        cls,
+        registry: Registry,
+        options: EndpointOptions,
+        *,
+        wanted: str = AUTO,
+        allowed: Sequence[str] | None = None,
+    ) -> Transports:
+        """Open what this host has.
+
+        Args:
+            registry: the discovered plugins.
+            options: how to open each endpoint; a port other than 0 is for the one transport
+                that ``wanted`` names.
+            wanted: ``"auto"`` or the one transport to use.
+            allowed: names that ``auto`` may take, such as a backend's
+                ``capabilities.transports``; None allows all.
+
+        Raises:
+            TransportUnavailable: the forced transport, or every one, is unavailable here.
+            PluginError: the forced transport's plugin is broken.
+            OSError: the forced transport can't bind its host or port.
+        """
+        if wanted != AUTO:
+            return cls([_open_one(registry, wanted, options)])
+        opened, refusals = [], []
+        for row in registry.transport_table():
+            if row.priority is None or row.priority < 0:
+                continue
+            if allowed is not None and row.name not in allowed:
+                refusals.append(f"{row.name}: the backend can't use it")
+                continue
+            try:
+                opened.append(_open_one(registry, row.name, options))
+            except (TransportUnavailable, PluginError, OSError) as exc:
+                refusals.append(str(exc))
+                logger.info("transport %s is not offered: %s", row.name, exc)
+        if not opened:
+            raise TransportUnavailable(AUTO, "; ".join(refusals) or "no plugin offers a transport")
+        return cls(opened)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the open transports, best first."""
+        return [candidate.name for candidate in self._candidates]
+
+    @property
+    def addresses(self) -> dict[str, bytes]:
+        """Address by transport, to publish."""
+        return {candidate.name: candidate.endpoint.address for candidate in self._candidates}
+
+    @property
+    def can_revoke(self) -> bool:
+        """Whether ``revoke`` stops transfers in flight, whichever transport they go by."""
+        return all(candidate.transport.can_revoke for candidate in self._candidates)
+
+    def register(self, region: MemoryRegion) -> dict[str, int]:
+        """Register a region with every transport; returns its key by transport.
+
+        A transport that can't take it is closed and offered no more, with a warning.
+
+        Raises:
+            TransportUnavailable: none can take it.
+        """
+        keys, kept = {}, []
+        for candidate in self._candidates:
+            try:
+                keys[candidate.name] = candidate.endpoint.register(region)
+            except TransportUnavailable as exc:
+                logger.warning("transport %s is dropped: %s", candidate.name, exc.reason)
+                candidate.endpoint.close()
+            else:
+                kept.append(candidate)
+        self._candidates = kept
+        if not kept:
+            raise TransportUnavailable(AUTO, f"no transport takes memory of {region.device}")
+        return keys
+
+    def revoke(self, keys: Mapping[str, int]) -> None:
+        """Withdraw a region from every transport; see ``Endpoint.revoke``.
+
+        Args:
+            keys: what ``register`` returned.
+        """
+        for candidate in self._candidates:
+            if candidate.name in keys:
+                candidate.endpoint.revoke(keys[candidate.name])
+
+    def connect(self, addresses: Mapping[str, bytes], *, timeout: float) -> Choice:
+        """Connect to the instance that published ``addresses``, by the best common transport.
+
+        Args:
+            addresses: address by transport, as the peer says.
+            timeout: seconds for each transport that is tried.
+
+        Raises:
+            TransportUnavailable: no common transport reaches; the message has every reason.
+            TransferError: the peer is lost or denies access; that is no question of transport.
+        """
+        reasons: list[str] = []
+        for candidate in self._candidates:
+            refusal = _refusal(candidate, addresses)
+            if refusal is None:
+                try:
+                    peer = candidate.endpoint.connect(addresses[candidate.name], timeout=timeout)
+                except TransportUnavailable as exc:
+                    refusal = exc.reason
+                else:
+                    return _chosen(candidate.name, peer, reasons)
+            reasons.append(f"{candidate.name}: {refusal}")
+        ours, theirs = ", ".join(self.names), ", ".join(sorted(addresses)) or "nothing"
+        raise TransportUnavailable(
+            AUTO if len(self._candidates) > 1 else self.names[0],
+            f"we have {ours}, the peer has {theirs}, none reaches ({'; '.join(reasons)})",
+        )
+
+    def close(self) -> None:
+        """Close every endpoint. Idempotent."""
+        for candidate in self._candidates:
+            candidate.endpoint.close()
+
+
+def _open_one(registry: Registry, name: str, options: EndpointOptions) -> Candidate:
+    transport = registry.load_transport(name)
+    spec, _ = registry.transports[name]
+    return Candidate(transport, transport.open(options), spec.priority)
+
+
+def _refusal(candidate: Candidate, addresses: Mapping[str, bytes]) -> str | None:
+    if candidate.name not in addresses:
+        return "the peer does not offer it"
+    return candidate.transport.reaches(candidate.endpoint.address, addresses[candidate.name])
+
+
+def _chosen(name: str, peer: Peer, reasons: Sequence[str]) -> Choice:
+    reason = f"{name} is the best that both reach"
+    if reasons:
+        reason += f" ({'; '.join(reasons)})"
+        logger.warning("transport: %s", reason)
+    else:
+        logger.info("transport: %s", reason)
+    return Choice(name, peer, reason)

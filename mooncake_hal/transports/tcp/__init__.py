@@ -1,0 +1,1 @@
+"""KV over TCP: one-sided reads and writes, several connections per peer, optional TLS."""

@@ -1,0 +1,544 @@
+/* One-sided reads and writes over TCP streams: the client's operation, resumable, and the loop that
+ * serves a connection. Frames are little endian, as is every machine this runs on.
+ *
+ *   request   magic u32, operation u32, count u64, total u64, then count x (address u64, nbytes u64);
+ *             a write's bytes follow at once
+ *   reply     magic u32, status u32, index u64 of the first refused span
+ *   a read's bytes follow an accepting reply in chunks, each with a trailer: magic u32, status u32
+ *
+ * A read that has to be broken off fills its chunk up with zeros and says why in the trailer, so the
+ * connection stays usable. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#define MAGIC 0x3154484du /* "MHT1" */
+#define CHUNK_BYTES (8u << 20)
+#define MAX_PIECES 1024 /* IOV_MAX */
+#define MAX_SPANS (1u << 20)
+
+enum { READ = 1, WRITE = 2 };
+enum { OK = 0, UNKNOWN = 1, REVOKED = 2, OUT_OF_BOUNDS = 3, MALFORMED = 4, FAULT = 5 };
+enum { RUN_DONE = 0, RUN_AGAIN = -1, RUN_STOPPED = -2, RUN_LATE = -3, RUN_CLOSED = -4, RUN_BROKEN = -5 };
+
+struct request {
+    uint32_t magic, operation;
+    uint64_t count, total;
+};
+
+struct reply {
+    uint32_t magic, status;
+    uint64_t index;
+};
+
+struct trailer {
+    uint32_t magic, status;
+};
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Bytes on their way: a head, a body scattered over pieces, a tail. */
+struct flow {
+    char *head, *tail;
+    uint64_t head_left, body_left, tail_left;
+    const uint64_t *address, *nbytes; /* the pieces of the body, `stride` words apart */
+    uint64_t stride, next, offset;
+};
+
+static int gather(const struct flow *f, struct iovec *iov) {
+    int n = 0;
+    uint64_t left = f->body_left, i = f->next, offset = f->offset;
+    if (f->head_left) iov[n++] = (struct iovec){f->head, f->head_left};
+    while (left && n < MAX_PIECES - 1) {
+        uint64_t size = f->nbytes[i * f->stride] - offset;
+        if (size > left) size = left;
+        iov[n++] = (struct iovec){(void *)(f->address[i * f->stride] + offset), size};
+        left -= size;
+        i++;
+        offset = 0;
+    }
+    if (!left && f->tail_left) iov[n++] = (struct iovec){f->tail, f->tail_left};
+    return n;
+}
+
+static uint64_t take(uint64_t *left, uint64_t moved) {
+    uint64_t used = moved < *left ? moved : *left;
+    *left -= used;
+    return used;
+}
+
+static void skip_body(struct flow *f, uint64_t moved) {
+    f->body_left -= moved;
+    while (moved) {
+        uint64_t room = f->nbytes[f->next * f->stride] - f->offset;
+        if (moved < room) {
+            f->offset += moved;
+            return;
+        }
+        moved -= room;
+        f->next++;
+        f->offset = 0;
+    }
+}
+
+static void advance(struct flow *f, uint64_t moved) {
+    uint64_t used = take(&f->head_left, moved);
+    f->head += used;
+    moved -= used;
+    used = moved < f->body_left ? moved : f->body_left;
+    skip_body(f, used);
+    moved -= used;
+    used = take(&f->tail_left, moved);
+    f->tail += used;
+}
+
+/* Move what one system call moves. The socket's own timeouts (tens of milliseconds) bound it, so
+ * that stop flags and deadlines are looked at often enough. Returns bytes, 0 at the end of the
+ * stream, -EAGAIN when nothing moved in time, or another -errno. */
+static int64_t step(int fd, struct flow *f, int is_send) {
+    struct iovec iov[MAX_PIECES];
+    struct msghdr message = {.msg_iov = iov, .msg_iovlen = gather(f, iov)};
+    ssize_t moved = is_send ? sendmsg(fd, &message, MSG_NOSIGNAL) : recvmsg(fd, &message, 0);
+    if (moved < 0) {
+        if (errno == EINTR || errno == EWOULDBLOCK) return -EAGAIN;
+        return -errno;
+    }
+    advance(f, moved);
+    return moved;
+}
+
+static int is_over(const struct flow *f) {
+    return !(f->head_left | f->body_left | f->tail_left);
+}
+
+/* ---- client ------------------------------------------------------------------------------- */
+
+struct operation {
+    const uint64_t *local, *remote, *nbytes; /* [count] */
+    uint64_t count, total;
+    char *frame; /* room for the request: sizeof(struct request) + 16 * count */
+    int64_t deadline_ns;
+    int32_t fd, write;
+    int32_t stop, phase;
+    uint32_t status, pad;
+    uint64_t index;
+    struct flow flow;
+    struct reply reply;
+    struct trailer trailer;
+    uint64_t left; /* of a read: bytes of the chunks after this one */
+};
+
+enum { SENDING = 0, RECEIVING = 1 };
+
+uint64_t mooncake_operation_size(void) { return sizeof(struct operation); }
+
+/* Fill in the request; the fields up to `write` are the caller's. */
+void mooncake_begin(struct operation *op) {
+    struct request request = {MAGIC, op->write ? WRITE : READ, op->count, op->total};
+    memcpy(op->frame, &request, sizeof request);
+    uint64_t *table = (uint64_t *)(op->frame + sizeof request);
+    for (uint64_t i = 0; i < op->count; i++) {
+        table[2 * i] = op->remote[i];
+        table[2 * i + 1] = op->nbytes[i];
+    }
+    op->flow = (struct flow){
+        .head = op->frame,
+        .head_left = sizeof request + 16 * op->count,
+        .address = op->local,
+        .nbytes = op->nbytes,
+        .stride = 1,
+        .body_left = op->write ? op->total : 0,
+    };
+    op->phase = SENDING;
+    op->status = OK;
+    op->left = op->write ? 0 : op->total;
+}
+
+static void expect_chunk(struct operation *op) {
+    struct flow *f = &op->flow;
+    f->body_left = op->left < CHUNK_BYTES ? op->left : CHUNK_BYTES;
+    f->tail = (char *)&op->trailer;
+    f->tail_left = op->write ? 0 : sizeof op->trailer;
+    op->left -= f->body_left;
+}
+
+static void expect_reply(struct operation *op) {
+    op->phase = RECEIVING;
+    op->flow.next = op->flow.offset = 0;
+    op->flow.head = (char *)&op->reply;
+    op->flow.head_left = sizeof op->reply;
+    expect_chunk(op);
+}
+
+/* Look at what has come in; returns RUN_AGAIN while more is to come. */
+static int digest(struct operation *op) {
+    struct flow *f = &op->flow;
+    if (f->head_left) return RUN_AGAIN;
+    if (op->reply.magic != MAGIC) return RUN_BROKEN;
+    if (op->reply.status != OK) {
+        op->status = op->reply.status;
+        op->index = op->reply.index;
+        return RUN_DONE;
+    }
+    if (!is_over(f)) return RUN_AGAIN;
+    if (op->write) return RUN_DONE;
+    if (op->trailer.magic != MAGIC) return RUN_BROKEN;
+    if (op->trailer.status != OK) {
+        op->status = op->trailer.status;
+        return RUN_DONE;
+    }
+    if (!op->left) return RUN_DONE;
+    expect_chunk(op);
+    return RUN_AGAIN;
+}
+
+/* Wait for the first byte of the reply without blocking past `until_ns`. */
+static int has_answer(int fd, int64_t until_ns) {
+    int64_t left = until_ns - now_ns();
+    struct timespec timeout = {0, left > 0 ? left : 0};
+    struct pollfd wanted = {fd, POLLIN, 0};
+    return ppoll(&wanted, 1, &timeout, NULL) != 0;
+}
+
+/* Work on the operation until it is over, or until `until_ns` (0: its own deadline) has passed:
+ * then RUN_AGAIN, and it can be continued. Positive results are errno numbers. */
+int mooncake_run(struct operation *op, int64_t until_ns) {
+    for (;;) {
+        if (__atomic_load_n(&op->stop, __ATOMIC_ACQUIRE)) return RUN_STOPPED;
+        if (until_ns && op->phase == RECEIVING && op->flow.head_left == sizeof op->reply &&
+            !has_answer(op->fd, until_ns))
+            return RUN_AGAIN;
+        int64_t moved = step(op->fd, &op->flow, op->phase == SENDING);
+        if (moved == 0) return RUN_CLOSED;
+        if (moved < 0 && moved != -EAGAIN) return (int)-moved;
+        if (moved == -EAGAIN) {
+            int64_t now = now_ns();
+            if (now > op->deadline_ns) return RUN_LATE;
+            if (until_ns && now > until_ns) return RUN_AGAIN;
+            continue;
+        }
+        if (op->phase == SENDING) {
+            if (is_over(&op->flow)) expect_reply(op);
+            continue;
+        }
+        int state = digest(op);
+        if (state != RUN_AGAIN) return state;
+        if (now_ns() > op->deadline_ns) return RUN_LATE;
+    }
+}
+
+/* ---- server ------------------------------------------------------------------------------- */
+
+struct connection {
+    struct connection *next;
+    const uint64_t *table; /* (address, nbytes) x count of the operation under way, or NULL */
+    uint64_t count;
+    int abort; /* its memory was revoked: touch it no more */
+};
+
+struct server {
+    pthread_mutex_t lock;
+    pthread_cond_t released;
+    uint64_t live, dead; /* how many */
+    uint64_t *regions;   /* (start, end) of the live, sorted, then of the revoked */
+    struct connection *connections;
+};
+
+struct server *mooncake_server_new(void) {
+    struct server *s = calloc(1, sizeof *s);
+    if (!s) return NULL;
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->released, NULL);
+    return s;
+}
+
+/* No connection may be served any more. */
+void mooncake_server_free(struct server *s) {
+    free(s->regions);
+    pthread_cond_destroy(&s->released);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+/* Replace the tables of regions; returns 0, or -1 without memory. */
+int mooncake_server_set(struct server *s, const uint64_t *regions, uint64_t live, uint64_t dead) {
+    uint64_t *copy = malloc(16 * (live + dead) + 1);
+    if (!copy) return -1;
+    memcpy(copy, regions, 16 * (live + dead));
+    pthread_mutex_lock(&s->lock);
+    uint64_t *old = s->regions;
+    s->regions = copy;
+    s->live = live;
+    s->dead = dead;
+    pthread_mutex_unlock(&s->lock);
+    free(old);
+    return 0;
+}
+
+static int touches(const struct connection *c, uint64_t start, uint64_t end) {
+    for (uint64_t i = 0; i < c->count; i++) {
+        uint64_t a = c->table[2 * i], n = c->table[2 * i + 1];
+        if (a < end && start < a + n) return 1;
+    }
+    return 0;
+}
+
+/* Break off whatever touches [start, end), and return when nothing does any more. */
+void mooncake_server_fence(struct server *s, uint64_t start, uint64_t end) {
+    pthread_mutex_lock(&s->lock);
+    for (;;) {
+        int busy = 0;
+        for (struct connection *c = s->connections; c; c = c->next) {
+            if (c->table && touches(c, start, end)) {
+                __atomic_store_n(&c->abort, 1, __ATOMIC_RELEASE);
+                busy = 1;
+            }
+        }
+        if (!busy) break;
+        pthread_cond_wait(&s->released, &s->lock);
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* The position of the last region that starts at or before an address, or -1. */
+static int64_t position(const struct server *s, uint64_t address) {
+    int64_t low = 0, high = (int64_t)s->live;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (s->regions[2 * middle] <= address) low = middle + 1;
+        else high = middle;
+    }
+    return low - 1;
+}
+
+static uint32_t judge(const struct server *s, uint64_t address, uint64_t nbytes) {
+    if (!nbytes || address + nbytes < address) return nbytes ? UNKNOWN : MALFORMED;
+    int64_t at = position(s, address);
+    if (at >= 0 && address < s->regions[2 * at + 1])
+        return address + nbytes <= s->regions[2 * at + 1] ? OK : OUT_OF_BOUNDS;
+    for (uint64_t i = s->live; i < s->live + s->dead; i++)
+        if (s->regions[2 * i] < address + nbytes && address < s->regions[2 * i + 1]) return REVOKED;
+    return UNKNOWN;
+}
+
+/* Check every span against the regions and, if all hold, pin them: under one lock with revoking. */
+static struct reply admit(struct server *s, struct connection *c, const uint64_t *table,
+                          const struct request *request) {
+    struct reply reply = {MAGIC, OK, 0};
+    uint64_t total = 0;
+    pthread_mutex_lock(&s->lock);
+    for (uint64_t i = 0; i < request->count && reply.status == OK; i++) {
+        uint64_t n = table[2 * i + 1];
+        reply.status = judge(s, table[2 * i], n);
+        reply.index = i;
+        total += n;
+    }
+    if (reply.status == OK && total != request->total) reply.status = MALFORMED;
+    if (reply.status == OK) {
+        c->count = request->count;
+        c->abort = 0;
+        c->table = table;
+    }
+    pthread_mutex_unlock(&s->lock);
+    return reply;
+}
+
+static void release(struct server *s, struct connection *c) {
+    pthread_mutex_lock(&s->lock);
+    c->table = NULL;
+    pthread_cond_broadcast(&s->released);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static int stopped(const int32_t *stop) { return __atomic_load_n(stop, __ATOMIC_ACQUIRE); }
+
+static int receive_all(int fd, void *to, uint64_t size, const int32_t *stop, int idle) {
+    char *at = to;
+    while (size) {
+        ssize_t got = recv(fd, at, size, 0);
+        if (got == 0) return RUN_CLOSED;
+        if (got < 0 && errno != EAGAIN && errno != EINTR) return errno;
+        if (stopped(stop)) return RUN_STOPPED;
+        if (got > 0) {
+            at += got;
+            size -= got;
+        } else if (idle && at == (char *)to) { /* between requests: sleep until there is one */
+            struct pollfd wanted = {fd, POLLIN, 0};
+            poll(&wanted, 1, -1);
+        }
+    }
+    return RUN_DONE;
+}
+
+static int drain(int fd, uint64_t size, const int32_t *stop) {
+    char waste[65536];
+    while (size) {
+        uint64_t part = size < sizeof waste ? size : sizeof waste;
+        int failed = receive_all(fd, waste, part, stop, 0);
+        if (failed) return failed;
+        size -= part;
+    }
+    return RUN_DONE;
+}
+
+static int send_all(int fd, const void *from, uint64_t size, const int32_t *stop) {
+    const char *at = from;
+    while (size) {
+        ssize_t sent = send(fd, at, size, MSG_NOSIGNAL);
+        if (sent < 0 && errno != EAGAIN && errno != EINTR) return errno;
+        if (stopped(stop)) return RUN_STOPPED;
+        if (sent > 0) at += sent, size -= sent;
+    }
+    return RUN_DONE;
+}
+
+static int send_zeros(int fd, uint64_t size, const int32_t *stop) {
+    static const char zeros[65536];
+    while (size) {
+        uint64_t part = size < sizeof zeros ? size : sizeof zeros;
+        int failed = send_all(fd, zeros, part, stop);
+        if (failed) return failed;
+        size -= part;
+    }
+    return RUN_DONE;
+}
+
+/* Move one flow; breaks off with *status set when its memory is revoked or not there. */
+static int pump(int fd, struct flow *f, int is_send, const struct connection *c, uint32_t *status,
+                const int32_t *stop) {
+    while (!is_over(f)) {
+        if (stopped(stop)) return RUN_STOPPED;
+        if (__atomic_load_n(&c->abort, __ATOMIC_ACQUIRE)) {
+            *status = REVOKED;
+            return RUN_DONE;
+        }
+        int64_t moved = step(fd, f, is_send);
+        if (moved == 0) return RUN_CLOSED;
+        if (moved == -EFAULT) {
+            *status = FAULT;
+            return RUN_DONE;
+        }
+        if (moved < 0 && moved != -EAGAIN) return (int)-moved;
+    }
+    return RUN_DONE;
+}
+
+static int serve_read(struct server *s, struct connection *c, int fd, struct reply *reply,
+                      const struct request *request, const uint64_t *table, const int32_t *stop) {
+    struct flow f = {.head = (char *)reply,
+                     .head_left = sizeof *reply,
+                     .address = table,
+                     .nbytes = table + 1,
+                     .stride = 2};
+    uint64_t left = request->total;
+    uint32_t status = OK;
+    int result = RUN_DONE;
+    while (left && status == OK && result == RUN_DONE) {
+        struct trailer trailer = {MAGIC, OK};
+        f.body_left = left < CHUNK_BYTES ? left : CHUNK_BYTES;
+        f.tail = (char *)&trailer;
+        f.tail_left = sizeof trailer;
+        left -= f.body_left;
+        result = pump(fd, &f, 1, c, &status, stop);
+        if (status != OK) { /* the pieces are touched no more: let whoever waits for that go on */
+            release(s, c);
+            trailer.status = status;
+            if (f.head_left) result = send_all(fd, f.head, f.head_left, stop);
+            if (!result) result = send_zeros(fd, f.body_left, stop);
+            if (!result) result = send_all(fd, f.tail, f.tail_left, stop);
+        }
+    }
+    return result;
+}
+
+static int serve_write(struct server *s, struct connection *c, int fd, struct reply *reply,
+                       const struct request *request, const uint64_t *table, const int32_t *stop) {
+    struct flow f = {
+        .address = table, .nbytes = table + 1, .stride = 2, .body_left = request->total};
+    int result = pump(fd, &f, 0, c, &reply->status, stop);
+    release(s, c);
+    if (!result) result = drain(fd, f.body_left, stop);
+    return result ? result : send_all(fd, reply, sizeof *reply, stop);
+}
+
+static int serve_one(struct server *s, struct connection *c, int fd, const struct request *request,
+                     const uint64_t *table, const int32_t *stop) {
+    struct reply reply = admit(s, c, table, request);
+    int result;
+    if (reply.status != OK) {
+        result = request->operation == WRITE ? drain(fd, request->total, stop) : RUN_DONE;
+        return result ? result : send_all(fd, &reply, sizeof reply, stop);
+    }
+    if (request->operation == READ)
+        result = serve_read(s, c, fd, &reply, request, table, stop);
+    else
+        result = serve_write(s, c, fd, &reply, request, table, stop);
+    release(s, c);
+    return result;
+}
+
+static void enter(struct server *s, struct connection *c) {
+    pthread_mutex_lock(&s->lock);
+    c->next = s->connections;
+    s->connections = c;
+    pthread_mutex_unlock(&s->lock);
+}
+
+static void leave(struct server *s, struct connection *c) {
+    pthread_mutex_lock(&s->lock);
+    c->table = NULL;
+    struct connection **at = &s->connections;
+    while (*at != c) at = &(*at)->next;
+    *at = c->next;
+    pthread_cond_broadcast(&s->released);
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Serve one connection until it ends: RUN_CLOSED when the peer has gone, RUN_STOPPED when *stop is
+ * set, RUN_BROKEN when it sends what is no request, or an errno. */
+int mooncake_serve(struct server *s, int fd, const int32_t *stop) {
+    struct connection c = {0};
+    struct {
+        struct request request;
+        uint64_t first[2];
+    } begin;
+    uint64_t *table = NULL, room = 0;
+    int result = RUN_DONE;
+    enter(s, &c);
+    while (result == RUN_DONE) {
+        result = receive_all(fd, &begin, sizeof begin, stop, 1);
+        if (result) break;
+        const struct request *r = &begin.request;
+        if (r->magic != MAGIC || (r->operation != READ && r->operation != WRITE) || !r->count ||
+            r->count > MAX_SPANS) {
+            result = RUN_BROKEN;
+            break;
+        }
+        if (r->count > room) {
+            free(table);
+            table = malloc(16 * r->count);
+            room = table ? r->count : 0;
+            if (!table) {
+                result = ENOMEM;
+                break;
+            }
+        }
+        memcpy(table, begin.first, 16);
+        result = receive_all(fd, table + 2, 16 * (r->count - 1), stop, 0);
+        if (!result) result = serve_one(s, &c, fd, r, table, stop);
+    }
+    leave(s, &c);
+    free(table);
+    return result;
+}

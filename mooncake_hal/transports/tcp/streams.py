@@ -1,0 +1,206 @@
+"""The byte mover of the tcp transport: stream.c, called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+
+from mooncake_hal import native
+from mooncake_hal.errors import (
+    OutOfBounds,
+    PeerLost,
+    RegionRevoked,
+    RegionUnknown,
+    TransferCancelled,
+    TransferError,
+)
+from mooncake_hal.transport import Spans
+
+REQUEST_BYTES = 24
+MAX_SPANS = 1 << 20
+"""The most spans of one request; the server refuses more."""
+
+
+class Outcome(IntEnum):
+    """How a run over an operation ended; positive values are errno numbers."""
+
+    DONE = 0
+    AGAIN = -1
+    STOPPED = -2
+    LATE = -3
+    CLOSED = -4
+    BROKEN = -5
+
+
+class Status(IntEnum):
+    """The server's answer."""
+
+    OK = 0
+    UNKNOWN = 1
+    REVOKED = 2
+    OUT_OF_BOUNDS = 3
+    MALFORMED = 4
+    FAULT = 5
+
+
+class Operation(ctypes.Structure):
+    """A read or write on one connection; laid out as in stream.c, which has private fields more."""
+
+    _fields_ = (
+        ("local", ctypes.c_uint64),
+        ("remote", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("total", ctypes.c_uint64),
+        ("frame", ctypes.c_uint64),
+        ("deadline_ns", ctypes.c_int64),
+        ("fd", ctypes.c_int32),
+        ("write", ctypes.c_int32),
+        ("stop", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("status", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("index", ctypes.c_uint64),
+        ("private", ctypes.c_uint64 * 24),
+    )
+    keep: tuple[object, ...]
+
+
+def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
+    """Describe an operation of at least one span; it keeps the arrays alive.
+
+    Args:
+        spans: what to move.
+        write: whether the bytes go to the peer.
+        deadline: of ``time.monotonic``.
+    """
+    frame = np.empty(REQUEST_BYTES + 16 * len(spans), np.uint8)
+    operation = Operation(
+        local=spans.local.ctypes.data,
+        remote=spans.remote.ctypes.data,
+        nbytes=spans.nbytes.ctypes.data,
+        count=len(spans),
+        total=spans.total_bytes,
+        frame=frame.ctypes.data,
+        deadline_ns=int(min(deadline, 2.0**33) * 1e9),
+        write=write,
+    )
+    operation.keep = (spans, frame)
+    return operation
+
+
+class Streams:
+    """stream.c.
+
+    Raises:
+        NativeUnavailable: it can't be compiled here.
+    """
+
+    def __init__(self) -> None:
+        source = Path(__file__).with_name("stream.c").read_text()
+        library = native.compile_c("tcp_stream", source)
+        library.mooncake_operation_size.restype = ctypes.c_uint64
+        if library.mooncake_operation_size() > ctypes.sizeof(Operation):
+            raise AssertionError("struct operation of stream.c has outgrown streams.Operation")
+        self._begin = _function(library, "mooncake_begin", None, ctypes.POINTER(Operation))
+        self._run = _function(
+            library, "mooncake_run", ctypes.c_int, ctypes.POINTER(Operation), ctypes.c_int64
+        )
+        pointer, wide = ctypes.c_void_p, ctypes.c_uint64
+        self._new = _function(library, "mooncake_server_new", pointer)
+        self._free = _function(library, "mooncake_server_free", None, pointer)
+        self._set = _function(
+            library, "mooncake_server_set", ctypes.c_int, pointer, pointer, wide, wide
+        )
+        self._fence = _function(library, "mooncake_server_fence", None, pointer, wide, wide)
+        self._serve = _function(
+            library, "mooncake_serve", ctypes.c_int, pointer, ctypes.c_int, pointer
+        )
+
+    def begin(self, operation: Operation, connection: socket.socket) -> None:
+        """Prepare an operation's request, to go over that connection."""
+        operation.fd = connection.fileno()
+        self._begin(operation)
+
+    def run(self, operation: Operation, connection: socket.socket, seconds: float) -> int:
+        """Work on it until it is over or, if ``seconds`` is not 0, that time has passed.
+
+        Returns:
+            an Outcome or an errno; DONE with ``operation.status`` telling what the server says.
+        """
+        until = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
+        return int(self._run(operation, until))
+
+    def new_server(self) -> int:
+        """Return the handle of a new table of regions and connections."""
+        handle: int | None = self._new()
+        if handle is None:
+            raise MemoryError("no memory for a tcp server")
+        return handle
+
+    def free_server(self, handle: int) -> None:
+        """Free it; no connection may be served any more."""
+        self._free(handle)
+
+    def set_regions(
+        self, handle: int, live: Sequence[tuple[int, int]], revoked: Sequence[tuple[int, int]]
+    ) -> None:
+        """Replace the regions: (start, end) each, the live ones sorted."""
+        table = np.array([*live, *revoked], np.uint64).reshape(-1)
+        if self._set(handle, table.ctypes.data, len(live), len(revoked)):
+            raise MemoryError("no memory for the table of regions")
+
+    def fence(self, handle: int, start: int, end: int) -> None:
+        """Break off what touches [start, end); returns when nothing does."""
+        self._fence(handle, start, end)
+
+    def serve(self, handle: int, connection: socket.socket, stop: ctypes.c_int32) -> int:
+        """Serve a connection until it ends; returns an Outcome or an errno."""
+        return int(self._serve(handle, connection.fileno(), ctypes.addressof(stop)))
+
+
+def failure(operation: Operation, outcome: int) -> TransferError | None:
+    """Return what the end of an operation means; None is success. LATE is the caller's to word."""
+    if outcome == Outcome.DONE:
+        return _refusal(operation)
+    if outcome == Outcome.STOPPED:
+        return TransferCancelled("stopped by this side")
+    if outcome in (Outcome.CLOSED, errno.ECONNRESET, errno.EPIPE):
+        return PeerLost("tcp: the peer closed the connection or died in mid-transfer")
+    if outcome == Outcome.BROKEN:
+        return PeerLost("tcp: the peer broke the protocol")
+    if outcome == errno.EFAULT:
+        return RegionUnknown("tcp: registered local memory is no longer mapped")
+    return PeerLost(f"tcp: the connection failed: {os.strerror(outcome)}")
+
+
+def _refusal(operation: Operation) -> TransferError | None:
+    if operation.status == Status.OK:
+        return None
+    kinds: dict[int, tuple[type[TransferError], str]] = {
+        Status.UNKNOWN: (RegionUnknown, "lies in no region that the peer registered"),
+        Status.REVOKED: (RegionRevoked, "has been revoked by the peer"),
+        Status.OUT_OF_BOUNDS: (OutOfBounds, "begins in a region of the peer and leaves it"),
+        Status.FAULT: (RegionUnknown, "is registered, but no longer mapped by the peer"),
+    }
+    kind, what = kinds.get(operation.status, (PeerLost, "was called malformed by the peer"))
+    spans = operation.keep[0]
+    assert isinstance(spans, Spans)
+    at = min(operation.index, len(spans) - 1)
+    start = int(spans.remote[at])
+    return kind(f"tcp: remote [{start:#x}, {start + int(spans.nbytes[at]):#x}) {what}")
+
+
+def _function(library: ctypes.CDLL, name: str, result: object, *arguments: object):  # type: ignore[no-untyped-def]
+    function = getattr(library, name)
+    function.restype = result
+    function.argtypes = list(arguments)
+    return function
