@@ -1,0 +1,62 @@
+"""Writes one version into all five distributions and their pins on each other.
+
+python ci/set-version.py 0.2.0     set it
+python ci/set-version.py --check   fail unless they agree
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECTS = [
+    ROOT / "pyproject.toml",
+    ROOT / "engine/pyproject.toml",
+    ROOT / "proxy/pyproject.toml",
+    ROOT / "backends/cuda/pyproject.toml",
+    ROOT / "backends/ascend/pyproject.toml",
+]
+VERSION = re.compile(r'^version = "(?P<version>[^"]+)"$', re.MULTILINE)
+PIN = re.compile(r'"mooncake-(?P<name>hal|engine|proxy|hal-cuda|hal-ascend)==(?P<version>[^"]+)"')
+
+
+def versions() -> dict[str, str]:
+    """Every version and pin, by where it stands."""
+    found = {}
+    for project in PROJECTS:
+        text = project.read_text()
+        where = str(project.relative_to(ROOT))
+        for match in VERSION.finditer(text):
+            found[where] = match["version"]
+        for match in PIN.finditer(text):
+            found[f"{where}: pin on mooncake-{match['name']}"] = match["version"]
+    return found
+
+
+def set_version(version: str) -> None:
+    """Write the version everywhere."""
+    for project in PROJECTS:
+        text = VERSION.sub(f'version = "{version}"', project.read_text())
+        project.write_text(PIN.sub(rf'"mooncake-\g<name>=={version}"', text))
+
+
+def main() -> int:
+    """Run the command line."""
+    if len(sys.argv) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    if sys.argv[1] != "--check":
+        set_version(sys.argv[1])
+    found = versions()
+    if len(set(found.values())) != 1:
+        print("versions differ:", file=sys.stderr)
+        for where, version in found.items():
+            print(f"  {version}  {where}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

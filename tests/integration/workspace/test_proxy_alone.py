@@ -1,0 +1,47 @@
+"""The proxy installs into an empty environment without torch, numpy or a sibling."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh environment with nothing but the proxy in it."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin/python"
+    subprocess.run(
+        [str(python), "-m", "pip", "install", "--quiet", str(ROOT / "proxy")],
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_the_proxy_brings_no_torch_no_numpy_and_no_sibling(empty_environment: Path) -> None:
+    listed = subprocess.run(
+        [str(empty_environment / "bin/python"), "-m", "pip", "list", "--format=json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    names = {package["name"].lower() for package in json.loads(listed.stdout)}
+    assert "mooncake-proxy" in names
+    unwanted = {"torch", "numpy", "mooncake-hal", "mooncake-engine", "transformers"}
+    assert not names & unwanted
+
+
+@pytest.mark.timeout(300)
+def test_the_proxy_runs_there(empty_environment: Path) -> None:
+    command = [str(empty_environment / "bin/mooncake-proxy"), "--help"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "--prefill" in done.stdout
