@@ -41,7 +41,7 @@ class RunningTransfer:
 
     Args:
         parts: how many there are.
-        timeout: seconds for all of it, from now.
+        deadline: ``time.monotonic`` value by which all of it must be done.
         stop: asks the parts to end early; they notice within milliseconds. Called at most once,
             from any thread.
         ended: called once, when the last part has ended.
@@ -50,12 +50,12 @@ class RunningTransfer:
     def __init__(
         self,
         parts: int,
-        timeout: float,
-        stop: Callable[[], None],
-        ended: Callable[[RunningTransfer], object],
+        deadline: float,
+        stop: Callable[[], object],
+        ended: Callable[[RunningTransfer], object] | None = None,
     ) -> None:
-        self.deadline = time.monotonic() + timeout
-        self._timeout = timeout
+        self.deadline = deadline
+        self._timeout = deadline - time.monotonic()
         self._stop = stop
         self._on_end = ended
         self._parts = parts
@@ -86,7 +86,7 @@ class RunningTransfer:
 
     def late(self) -> TransferTimeout:
         """Return the failure of a transfer whose deadline has passed."""
-        return TransferTimeout(f"not done within {self._timeout:g} s; drained")
+        return deadline_error(self._timeout)
 
     def abort(self, error: TransferError) -> None:
         """End it with ``error`` unless it has ended; returns when it is drained."""
@@ -110,5 +110,16 @@ class RunningTransfer:
         if must_stop:
             self._stop()
         if is_last:
-            self._on_end(self)
+            if self._on_end is not None:
+                self._on_end(self)
             self._ended.set()
+
+
+def deadline_after(timeout: float) -> float:
+    """Return the ``time.monotonic`` value ``timeout`` seconds from now."""
+    return time.monotonic() + timeout
+
+
+def deadline_error(timeout: float) -> TransferTimeout:
+    """Return the failure of a transfer that took longer than ``timeout`` seconds."""
+    return TransferTimeout(f"not done within {timeout:.3g} s; drained")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mooncake_hal.errors import TransferCancelled, TransferError, TransferTimeout
 from mooncake_hal.transport import TransferState
 from mooncake_hal.transports.shm.copier import Copier, Job, Outcome
+from mooncake_hal.transports.transfers import deadline_after, deadline_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Copy:
     """
 
     def __init__(self, timeout: float, local_keys: frozenset[int], hooks: CopyHooks) -> None:
-        self.deadline = time.monotonic() + timeout
+        self.deadline = deadline_after(timeout)
         self.local_keys = local_keys
         self.remote_keys: frozenset[int] = frozenset()
         self._timeout = timeout
@@ -122,7 +123,7 @@ class Copy:
         return self._late() if outcome == Outcome.LATE else self._hooks.explain(outcome)
 
     def _late(self) -> TransferTimeout:
-        return TransferTimeout(f"not done within {self._timeout:g} s; drained")
+        return deadline_error(self._timeout)
 
     def _end(self) -> None:
         self._hooks.ended(self)

@@ -14,7 +14,12 @@ from mooncake_hal.transports.regions import RegionTable, check_spans
 from mooncake_hal.transports.splitting import limit_spans, split_spans
 from mooncake_hal.transports.tcp.lanes import Lane, Part
 from mooncake_hal.transports.tcp.streams import MAX_SPANS, make_operation
-from mooncake_hal.transports.transfers import DONE, FinishedTransfer, RunningTransfer
+from mooncake_hal.transports.transfers import (
+    DONE,
+    FinishedTransfer,
+    RunningTransfer,
+    deadline_after,
+)
 
 INLINE_BYTES = 64 * 1024
 """Up to how much the caller's own thread moves, if a lane is idle."""
@@ -85,7 +90,7 @@ class TcpPeer:
             for part in parts:
                 part.stop()
 
-        transfer = RunningTransfer(len(shares), timeout, stop, self._forget)
+        transfer = RunningTransfer(len(shares), deadline_after(timeout), stop, self._forget)
         parts += [
             Part(transfer, make_operation(share, write=write, deadline=transfer.deadline))
             for share in shares
