@@ -251,23 +251,33 @@ class ControlledEndpoint:
                 guest.hang_up()
 
     def _checked_address(self, address: bytes) -> ControlAddress:
-        name = self._driver.name
-        wanted = decode_address(address, ControlAddress, name)
-        if wanted.transport != name:
-            raise TransferError(f"this is an address of {wanted.transport!r}, not of {name!r}")
-        if wanted.version != self._driver.version:
-            raise VersionMismatch(
-                f"{name}: we speak version {self._driver.version}, the peer {wanted.version}; "
-                "run one release of mooncake-hal on both"
-            )
+        wanted = read_address(address, self._driver.name, self._driver.version)
         reason = self._driver.unreachable(wanted.facts)
         if reason is not None:
-            raise TransportUnavailable(name, reason)
+            raise TransportUnavailable(self._driver.name, reason)
         return wanted
 
     def _require_open(self) -> None:
         if self._closed:
             raise TransferError(f"this {self._driver.name} endpoint is closed")
+
+
+def read_address(address: bytes, transport: str, version: int) -> ControlAddress:
+    """Read a published address.
+
+    Raises:
+        TransferError: it is none of this transport.
+        VersionMismatch: it is one of another version.
+    """
+    found = decode_address(address, ControlAddress, transport)
+    if found.transport != transport:
+        raise TransferError(f"this is an address of {found.transport!r}, not of {transport!r}")
+    if found.version != version:
+        raise VersionMismatch(
+            f"{transport}: we speak version {version}, the peer {found.version}; "
+            "run one release of mooncake-hal on both"
+        )
+    return found
 
 
 def _answer_nothing(session: Session, payload: bytes) -> bytes:

@@ -28,7 +28,8 @@ def probe(devices: Path = DEVICES) -> Availability:
         return Availability(False, f"no port under {devices} is ACTIVE; is the link up?")
     if not list(Path("/dev/infiniband").glob("uverbs*")):
         return Availability(
-            False, "no /dev/infiniband/uverbs*: load ib_uverbs, or pass the devices to the container"
+            False,
+            "no /dev/infiniband/uverbs*: load ib_uverbs, or pass them to the container",
         )
     if not any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev/infiniband").glob("u*")):
         return Availability(False, "no permission to open /dev/infiniband/uverbs*")

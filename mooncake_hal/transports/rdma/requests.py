@@ -83,7 +83,7 @@ class RequestArray:
         self._last = 0
 
     def fill(self, batch: Batch, first_id: int) -> int:
-        """Fill in a batch of at most ``depth`` pieces, numbered from ``first_id``; return how many."""
+        """Fill in at most ``depth`` pieces, numbered from ``first_id``; return how many."""
         count = len(batch.nbytes)
         requests, pieces = self.requests[:count], self.pieces[:count]
         self.requests["next"][self._last] = self._links[self._last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -57,4 +58,4 @@ def share_out(ends: NDArray[np.int64], start: int, stop: int, lanes: int) -> lis
     marks = before + np.arange(1, lanes, dtype=np.int64) * total // lanes
     inner = np.searchsorted(ends[start:stop], marks, side="left") + start + 1
     edges = [start, *np.minimum(inner, stop).tolist(), stop]
-    return [(low, high) for low, high in zip(edges[:-1], edges[1:], strict=True) if high > low]
+    return [(low, high) for low, high in itertools.pairwise(edges) if high > low]
