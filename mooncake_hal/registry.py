@@ -98,7 +98,8 @@ class Registry:
         registry = cls()
         blocked = env.blocked_plugins()
         found = entry_points(group=ENTRY_POINT_GROUP) if points is None else points
-        for point in sorted(found, key=lambda point: (point.name, point.value)):
+        # stale metadata can list a plugin twice; the same module is not a rival of itself
+        for _, point in sorted({(point.name, point.value): point for point in found}.items()):
             if point.name in blocked:
                 registry._refuse(point, PluginStatus.BLOCKED, "named by MOONCAKE_HAL_BLOCK")
             else:

@@ -1,0 +1,183 @@
+"""The conformance suite of backends, for pytest.
+
+A plugin's tests subclass ``BackendConformance`` and name the backend, which must be installed::
+
+    class TestMyChip(BackendConformance):
+        backend_name = "mychip"
+
+An unavailable backend is a skip with the probe's reason. ``BackendBasics`` alone is for backends
+that don't compute.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from functools import lru_cache
+from typing import ClassVar
+
+import pytest
+import torch
+
+from mooncake_hal.backend import Backend, GroupSpec
+from mooncake_hal.errors import BackendUnavailable, CapabilityError, DeviceError, OutOfMemory
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.registry import Registry
+from mooncake_hal.testing.backends_ops import OpsSuite
+from mooncake_hal.testing.backends_rows import RowsSuite
+
+
+@lru_cache
+def load_backend(name: str) -> Backend:
+    """Load an installed backend, once per process.
+
+    Raises:
+        BackendUnavailable: the reason is the probe's.
+    """
+    return Registry.discover().select_backend(name)
+
+
+class BackendBasics:
+    """Facts, runtime and memory: what every backend has."""
+
+    backend_name: ClassVar[str]
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """The backend under test."""
+        try:
+            return load_backend(self.backend_name)
+        except BackendUnavailable as exc:
+            pytest.skip(str(exc))
+
+    def test_name_and_facts(self, backend: Backend) -> None:
+        """Capabilities name things that exist."""
+        assert load_backend(backend.name) is backend
+        facts = backend.capabilities
+        assert all(isinstance(getattr(torch, name), torch.dtype) for name in facts.dtypes)
+        assert facts.dtypes
+        assert facts.block_sizes
+        assert set(facts.kv_layouts) <= set(KV_LAYOUTS)
+        assert facts.kv_layouts
+        assert facts.constraints.block_size in (None, *facts.block_sizes)
+
+    def test_devices(self, backend: Backend) -> None:
+        """Devices are numbered, described and usable."""
+        devices = backend.runtime.devices()
+        assert [info.index for info in devices] == list(range(len(devices)))
+        for info in devices:
+            assert info.name
+            assert info.generation
+            backend.runtime.bind_thread(info.index)
+            device = backend.runtime.device(info.index)
+            assert torch.ones(2, device=device).device.type == device.type
+            memory = backend.runtime.memory_info(info.index)
+            assert 0 <= memory.free_bytes <= memory.total_bytes
+
+    def test_an_unknown_device_is_refused(self, backend: Backend) -> None:
+        """The index is checked, not clipped."""
+        beyond = len(backend.runtime.devices())
+        for use in (backend.runtime.device, backend.runtime.bind_thread, backend.runtime.event):
+            with pytest.raises(DeviceError, match=str(beyond)):
+                use(beyond)
+        with pytest.raises(DeviceError, match=str(beyond)):
+            backend.memory.allocate(64, beyond)
+
+    def test_events(self, backend: Backend) -> None:
+        """A recorded event is done once it is waited for."""
+        event = backend.runtime.event(0)
+        event.record()
+        event.synchronize()
+        assert event.query()
+        backend.runtime.synchronize(0)
+
+    def test_graphs_as_promised(self, backend: Backend) -> None:
+        """A backend that has no graphs refuses to capture."""
+        x = torch.zeros(4, device=backend.runtime.device(0))
+        if not backend.capabilities.graphs:
+            with pytest.raises(CapabilityError):
+                backend.runtime.capture(lambda: None)
+            return
+        graph = backend.runtime.capture(lambda: x.add_(1) and None)
+        before = x.clone()
+        graph.replay()
+        assert torch.equal(x, before + 1)
+
+    @pytest.mark.parametrize("nbytes", [1, 4096, (2 << 20) + 1, 5 << 20])
+    def test_memory(self, backend: Backend, nbytes: int) -> None:
+        """Allocations are zeroed, distinct, of the size asked for, and can be freed twice."""
+        first, second = (backend.memory.allocate(nbytes, 0) for _ in range(2))
+        assert first.region.nbytes == nbytes
+        assert first.tensor.shape == (nbytes,)
+        assert first.tensor.dtype == torch.uint8
+        assert first.tensor.data_ptr() == first.region.address
+        assert not first.tensor.any()
+        first.tensor.fill_(7)
+        assert not second.tensor.any()
+        for allocation in (first, second):
+            allocation.free()
+            allocation.free()
+            with pytest.raises(DeviceError, match="freed"):
+                _ = allocation.tensor
+
+    def test_too_much_memory_is_refused_with_both_figures(self, backend: Backend) -> None:
+        """The message says how much was wanted and how much there is."""
+        wanted = backend.runtime.memory_info(0).total_bytes * 4
+        with pytest.raises(OutOfMemory, match=rf"{wanted} bytes.* \d+ .*free"):
+            backend.memory.allocate(wanted, 0)
+
+    def test_a_group_of_one_needs_no_rendezvous(self, backend: Backend) -> None:
+        """One rank: every collective is the identity."""
+        group = backend.communicator(GroupSpec(0, 1, "tcp://127.0.0.1:1"))
+        x = torch.arange(6.0, device=backend.runtime.device(0)).view(2, 3)
+        assert (group.rank, group.world_size) == (0, 1)
+        assert torch.equal(group.all_reduce(x), x)
+        assert torch.equal(group.all_gather(x), x)
+        assert torch.equal(group.broadcast(x, 0), x)
+        group.barrier()
+        group.close()
+
+
+class CommunicatorSuite:
+    """Collectives between real processes."""
+
+    @pytest.mark.parametrize("world_size", [2, 3])
+    @pytest.mark.parametrize("scenario", ["collectives", "lost_rank"])
+    def test_ranks(self, backend: Backend, scenario: str, world_size: int) -> None:
+        """See ``mooncake_hal.testing.backends_rank``."""
+        for status, output in run_ranks(backend.name, scenario, world_size):
+            assert status == 0, output
+
+
+class BackendConformance(BackendBasics, OpsSuite, RowsSuite, CommunicatorSuite):
+    """All of it."""
+
+
+def run_ranks(backend_name: str, scenario: str, world_size: int) -> list[tuple[int, str]]:
+    """Run a scenario of ``backends_rank`` on several processes; (status, output) of each."""
+    command = [sys.executable, "-m", "mooncake_hal.testing.backends_rank", backend_name, scenario]
+    init_method = f"tcp://127.0.0.1:{free_port()}"
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world_size), init_method],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=50)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+def free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

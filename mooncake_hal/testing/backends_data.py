@@ -1,0 +1,182 @@
+"""Inputs for the backend suite: paged KV in a backend's own memory, and batches over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import Allocation, AttentionBatch, Backend
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.layout import KVLayout, layout_bytes, make_layout
+
+LAYERS = 2
+"""Layers of a test cache; ops run on the last one, so that a wrong base shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What varies between cases.
+
+    Args:
+        dtype: name of the element type.
+        layout: name of the KV layout.
+        heads, kv_heads, head_dim: of the attention.
+        block_size: tokens per block.
+    """
+
+    dtype: str = "float32"
+    layout: str = "LPBHT"
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type."""
+        found = getattr(torch, self.dtype)
+        if not isinstance(found, torch.dtype):
+            raise TypeError(f"torch.{self.dtype} is no dtype")
+        return found
+
+
+@dataclass(slots=True)
+class PagedKV:
+    """A KV cache in memory that the backend allocated.
+
+    Args:
+        key, value: views ``[num_blocks, block_size, kv_heads, head_dim]`` of the last layer.
+        allocation: the memory; ``free`` it at the end.
+    """
+
+    key: Tensor
+    value: Tensor
+    allocation: Allocation
+
+    @classmethod
+    def allocate(cls, backend: Backend, shape: Shape, num_blocks: int) -> PagedKV:
+        """A cache full of NaN: whoever reads what was not written shows it."""
+        dtype = shape.torch_dtype
+        dims = (shape.head_dim, shape.head_dim)
+        geometry = KVGeometry(
+            AttentionKind.GQA, LAYERS, shape.kv_heads, dims, shape.dtype, dtype.itemsize
+        )
+        shard = shard_of(geometry, 1, 0)
+        nbytes = layout_bytes(geometry, shard, num_blocks, shape.block_size)
+        layout = make_layout(shape.layout, geometry, shard, num_blocks, shape.block_size)
+        allocation = backend.memory.allocate(nbytes, 0)
+        flat = allocation.tensor.view(dtype)
+        flat.fill_(float("nan"))
+        key, value = (plane_view(flat, layout, shape, plane) for plane in (0, 1))
+        return cls(key, value, allocation)
+
+    def free(self) -> None:
+        """Drop the views and give the memory back."""
+        del self.key, self.value
+        self.allocation.free()
+
+
+def plane_view(flat: Tensor, layout: KVLayout, shape: Shape, plane: int) -> Tensor:
+    """View of one plane's last layer in a flat tensor that holds the whole layout."""
+    size = flat.element_size()
+    strides = (
+        layout.block_strides[plane] // size,
+        layout.token_strides[plane] // size,
+        layout.head_strides[plane] // size,
+        1,
+    )
+    dims = (layout.num_blocks, layout.block_size, shape.kv_heads, shape.head_dim)
+    return flat.as_strided(dims, strides, layout.bases[plane][-1] // size)
+
+
+@dataclass(slots=True)
+class Case:
+    """A batch over a filled cache."""
+
+    shape: Shape
+    kv: PagedKV
+    batch: AttentionBatch
+    query: Tensor  # [tokens, heads, head_dim]
+    key: Tensor  # [tokens, kv_heads, head_dim], what write_kv would store for the new tokens
+    value: Tensor
+
+
+def make_case(
+    backend: Backend,
+    shape: Shape,
+    lengths: Sequence[tuple[int, int]],
+    seed: int = 0,
+) -> Case:
+    """Random batch: every sequence's KV lies in blocks of its own, in random order.
+
+    Args:
+        backend: whose device and memory to use.
+        shape: what varies.
+        lengths: (query, context) tokens per sequence, decodes first.
+        seed: of everything random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-context // shape.block_size) for _, context in lengths]
+    kv = PagedKV.allocate(backend, shape, sum(counts) + 1)
+    tables = _block_tables(counts, generator)
+    for row, (_, context) in enumerate(lengths):
+        _fill(kv, shape, tables[row], context, generator)
+    tokens = sum(query for query, _ in lengths)
+    device = backend.runtime.device(0)
+
+    def random(heads: int) -> Tensor:
+        values = torch.randn(tokens, heads, shape.head_dim, generator=generator)
+        return values.to(shape.torch_dtype).to(device)
+
+    batch = _batch(shape, lengths, tables, device)
+    heads, kv_heads = shape.heads, shape.kv_heads
+    return Case(shape, kv, batch, random(heads), random(kv_heads), random(kv_heads))
+
+
+def _block_tables(counts: Sequence[int], generator: torch.Generator) -> Tensor:
+    order = torch.randperm(sum(counts) + 1, generator=generator)[: sum(counts)]
+    tables = torch.zeros(len(counts), max(counts, default=1), dtype=torch.int32)
+    start = 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = order[start : start + count]
+        start += count
+    return tables
+
+
+def _fill(
+    kv: PagedKV, shape: Shape, table: Tensor, context: int, generator: torch.Generator
+) -> None:
+    """Random keys and values for a sequence's tokens; its last block's tail stays NaN."""
+    for cache in (kv.key, kv.value):
+        for start in range(0, context, shape.block_size):
+            count = min(shape.block_size, context - start)
+            block = int(table[start // shape.block_size])
+            tokens = torch.randn(count, shape.kv_heads, shape.head_dim, generator=generator)
+            cache[block, :count] = tokens.to(cache.dtype).to(cache.device)
+
+
+def _batch(
+    shape: Shape, lengths: Sequence[tuple[int, int]], tables: Tensor, device: torch.device
+) -> AttentionBatch:
+    queries = [query for query, _ in lengths]
+    starts = torch.tensor([0, *queries]).cumsum(0)
+    slots = [
+        int(tables[row, position // shape.block_size]) * shape.block_size
+        + position % shape.block_size
+        for row, (query, context) in enumerate(lengths)
+        for position in range(context - query, context)
+    ]
+    decodes = next((i for i, query in enumerate(queries) if query != 1), len(queries))
+    return AttentionBatch(
+        num_decodes=decodes,
+        query_start=starts.int().to(device),
+        context_lens=torch.tensor([c for _, c in lengths], dtype=torch.int32).to(device),
+        block_tables=tables.to(device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device),
+        block_size=shape.block_size,
+        host_query_lens=tuple(queries),
+        host_context_lens=tuple(context for _, context in lengths),
+    )

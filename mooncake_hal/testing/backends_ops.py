@@ -1,0 +1,223 @@
+"""The ops suite: every kernel of a backend against ``mooncake_hal.reference``.
+
+KV caches are NaN wherever nothing was written, so a kernel that reads past a sequence's context,
+or another layer's memory, fails at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.reference.ops import ReferenceOps
+from mooncake_hal.testing.backends_data import Case, Shape, make_case
+
+DTYPES = ("float32", "bfloat16", "float16")
+RATIOS = ((1, 1), (4, 4), (8, 4), (8, 2), (8, 1), (6, 2), (14, 2), (32, 4))
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128)
+TOLERANCE = {"float32": (2e-5, 2e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (4e-3, 2e-3)}
+"""(relative, absolute) against the reference; room for one rounding more than it makes."""
+
+MakeCase = Callable[..., Case]
+DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 255), (1, 300))
+PREFILLS = ((5, 5), (16, 16), (3, 40), (33, 130), (1, 1), (64, 64), (70, 300))
+
+oracle = ReferenceOps()
+
+
+def assert_same(found: Tensor, wanted: Tensor, dtype: str) -> None:
+    """Demand equality up to rounding; NaN never equals."""
+    relative, absolute = TOLERANCE[dtype]
+    torch.testing.assert_close(found, wanted, rtol=relative, atol=absolute)
+
+
+def assert_identical(found: Tensor, wanted: Tensor) -> None:
+    """Demand the same bits, NaN included: for ops that only move data."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def require(backend: Backend, shape: Shape) -> None:
+    """Skip what the backend says that it doesn't do."""
+    facts = backend.capabilities
+    if shape.dtype not in facts.dtypes:
+        pytest.skip(f"{backend.name} takes {facts.dtypes}, not {shape.dtype}")
+    if shape.layout not in facts.kv_layouts:
+        pytest.skip(f"{backend.name} takes layouts {facts.kv_layouts}, not {shape.layout}")
+    if shape.block_size not in facts.block_sizes:
+        pytest.skip(f"{backend.name} takes blocks of {facts.block_sizes}, not {shape.block_size}")
+
+
+class OpsSuite:
+    """Cases for ``Backend.ops``; the ``backend`` fixture comes from the concrete class."""
+
+    @pytest.fixture
+    def case(self, backend: Backend) -> Iterator[MakeCase]:
+        """Makes cases, and frees their memory afterwards."""
+        made: list[Case] = []
+
+        def make(shape: Shape, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Case:
+            require(backend, shape)
+            made.append(make_case(backend, shape, lengths, seed))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.kv.free()
+
+    def check_decode(self, backend: Backend, case: Case) -> None:
+        """Decode attention of a case equals the reference's."""
+        arguments = (case.kv.key, case.kv.value, case.batch, case.shape.head_dim**-0.5)
+        query = case.query[: case.batch.num_decodes]
+        found = backend.ops.decode_attention(query, *arguments)
+        assert_same(found, oracle.decode_attention(query, *arguments), case.shape.dtype)
+
+    def check_prefill(self, backend: Backend, case: Case) -> None:
+        """Prefill attention of a case equals the reference's."""
+        arguments = (case.kv.key, case.kv.value, case.batch, case.shape.head_dim**-0.5)
+        query = case.query[case.batch.num_decodes :]
+        found = backend.ops.prefill_attention(query, *arguments)
+        assert_same(found, oracle.prefill_attention(query, *arguments), case.shape.dtype)
+
+    @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_decode_attention_layouts(
+        self, backend: Backend, case: MakeCase, dtype: str, layout: str
+    ) -> None:
+        """Every layout and dtype."""
+        self.check_decode(backend, case(Shape(dtype, layout), DECODES))
+
+    @pytest.mark.parametrize("heads", RATIOS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_decode_attention_head_ratios(
+        self, backend: Backend, case: MakeCase, dtype: str, heads: tuple[int, int]
+    ) -> None:
+        """Every grouping of query heads."""
+        shape = Shape(dtype, heads=heads[0], kv_heads=heads[1])
+        self.check_decode(backend, case(shape, DECODES))
+
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_decode_attention_head_dims(
+        self, backend: Backend, case: MakeCase, dtype: str, head_dim: int
+    ) -> None:
+        """Every head size."""
+        self.check_decode(backend, case(Shape(dtype, head_dim=head_dim), DECODES))
+
+    @pytest.mark.parametrize("block_size", [4, 16, 32, 128])
+    def test_decode_attention_block_sizes(
+        self, backend: Backend, case: MakeCase, block_size: int
+    ) -> None:
+        """Block sizes, and contexts of several thousand tokens."""
+        shape = Shape(block_size=block_size)
+        self.check_decode(backend, case(shape, (*DECODES, (1, 2500))))
+
+    def test_decode_attention_takes_strided_queries(self, backend: Backend, case: MakeCase) -> None:
+        """Queries as a view of a fused projection."""
+        made = case(Shape(), DECODES)
+        fused = torch.cat((made.query, torch.full_like(made.query, float("nan"))), dim=1)
+        made.query = fused[:, : made.shape.heads]
+        assert not made.query.is_contiguous()
+        self.check_decode(backend, made)
+
+    def test_decode_attention_survives_large_scores(self, backend: Backend, case: MakeCase) -> None:
+        """Scores of a few thousand neither overflow nor lose the maximum."""
+        made = case(Shape(), DECODES)
+        made.query *= 1000
+        self.check_decode(backend, made)
+
+    def test_decode_attention_of_nobody(self, backend: Backend, case: MakeCase) -> None:
+        """No sequences, no rows."""
+        made = case(Shape(), ())
+        found = backend.ops.decode_attention(
+            made.query, made.kv.key, made.kv.value, made.batch, 1.0
+        )
+        assert found.shape == (0, 8, 64)
+
+    @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_prefill_attention_layouts(
+        self, backend: Backend, case: MakeCase, dtype: str, layout: str
+    ) -> None:
+        """Every layout and dtype, with and without a cached prefix, decodes before them."""
+        lengths = ((1, 20), (1, 33), *PREFILLS)
+        self.check_prefill(backend, case(Shape(dtype, layout), lengths))
+
+    @pytest.mark.parametrize("heads", RATIOS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_prefill_attention_head_ratios(
+        self, backend: Backend, case: MakeCase, dtype: str, heads: tuple[int, int]
+    ) -> None:
+        """Every grouping of query heads."""
+        shape = Shape(dtype, heads=heads[0], kv_heads=heads[1])
+        self.check_prefill(backend, case(shape, PREFILLS))
+
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_prefill_attention_head_dims(
+        self, backend: Backend, case: MakeCase, dtype: str, head_dim: int
+    ) -> None:
+        """Every head size."""
+        self.check_prefill(backend, case(Shape(dtype, head_dim=head_dim), PREFILLS))
+
+    def test_prefill_attention_of_nobody(self, backend: Backend, case: MakeCase) -> None:
+        """A batch of decodes alone has no prefill rows."""
+        made = case(Shape(), DECODES)
+        found = backend.ops.prefill_attention(
+            made.query[len(DECODES) :], made.kv.key, made.kv.value, made.batch, 1.0
+        )
+        assert found.shape == (0, 8, 64)
+
+    @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_write_kv(self, backend: Backend, case: MakeCase, dtype: str, layout: str) -> None:
+        """New tokens land in their slots, and nothing else changes."""
+        made, wanted = (case(Shape(dtype, layout), (*DECODES, *PREFILLS)) for _ in range(2))
+        new = (made.key, made.value)
+        backend.ops.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
+        oracle.write_kv(*new, wanted.kv.key, wanted.kv.value, wanted.batch.slot_mapping)
+        assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)
+
+    def test_write_kv_takes_strided_inputs(self, backend: Backend, case: MakeCase) -> None:
+        """Keys and values as views of a fused projection."""
+        made, wanted = (case(Shape(), PREFILLS) for _ in range(2))
+        fused = torch.cat((made.key, made.value), dim=1)
+        new = (fused[:, :2], fused[:, 2:])
+        backend.ops.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
+        oracle.write_kv(*new, wanted.kv.key, wanted.kv.value, wanted.batch.slot_mapping)
+        assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)
+
+    @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
+    def test_blocks_are_copied(self, backend: Backend, case: MakeCase, layout: str) -> None:
+        """copy_blocks moves whole blocks and touches no other."""
+        made, wanted = (case(Shape(layout=layout), ((1, 100), (1, 50))) for _ in range(2))
+        source, target = self._ids(backend, (0, 3, 3)), self._ids(backend, (5, 1, 7))
+        for cache, expected in zip(self._caches(made), self._caches(wanted), strict=True):
+            backend.ops.copy_blocks(cache, source, target)
+            oracle.copy_blocks(expected, source, target)
+        assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)
+
+    @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
+    def test_blocks_are_packed_and_unpacked(
+        self, backend: Backend, case: MakeCase, layout: str
+    ) -> None:
+        """gather_blocks packs, and scatter_blocks unpacks elsewhere."""
+        made, wanted = (case(Shape(layout=layout), ((1, 100), (1, 50))) for _ in range(2))
+        source, target = self._ids(backend, (6, 0, 2)), self._ids(backend, (1, 7, 4))
+        for cache, expected in zip(self._caches(made), self._caches(wanted), strict=True):
+            staging = torch.zeros((3, *cache.shape[1:]), dtype=cache.dtype, device=cache.device)
+            backend.ops.gather_blocks(cache, source, staging)
+            assert_identical(staging, expected[source])
+            backend.ops.scatter_blocks(staging, cache, target)
+            oracle.scatter_blocks(staging, expected, target)
+        assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)
+
+    def _caches(self, case: Case) -> tuple[Tensor, Tensor]:
+        return case.kv.key, case.kv.value
+
+    def _ids(self, backend: Backend, ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64).to(backend.runtime.device(0))

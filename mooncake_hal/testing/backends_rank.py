@@ -1,0 +1,95 @@
+"""One rank of the communicator suite: ``python -m mooncake_hal.testing.backends_rank``.
+
+Arguments: backend, scenario, rank, world size, rendezvous. Exits 0 if all it saw was right.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from mooncake_hal.backend import Communicator, GroupSpec
+from mooncake_hal.errors import DeviceError
+from mooncake_hal.registry import Registry
+
+Join = Callable[[], Communicator]
+
+
+def collectives(join: Join) -> None:
+    """Every collective, on contiguous and strided tensors, in two groups at once."""
+    first, second = join(), join()
+    for group in (first, second):
+        _check_reduce(group)
+        _check_gather(group)
+        _check_broadcast(group)
+        group.barrier()
+    first.close()
+    first.close()
+    _check_reduce(second)
+    second.close()
+    try:
+        second.barrier()
+    except DeviceError:
+        return
+    raise AssertionError("a closed communicator still works")
+
+
+def lost_rank(join: Join) -> None:
+    """The last rank leaves; the others get an error, not a hang."""
+    group = join()
+    group.barrier()
+    if group.rank == group.world_size - 1:
+        group.close()
+        return
+    try:
+        group.all_reduce(torch.ones(4))
+    except DeviceError:
+        return
+    raise AssertionError("all_reduce succeeded without a rank")
+
+
+def _check_reduce(group: Communicator) -> None:
+    total = sum(range(1, group.world_size + 1))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        x = torch.full((3, 4), group.rank + 1).to(dtype)
+        for view in (x, x.clone().t(), x.clone()[:, ::2]):
+            found = group.all_reduce(view)
+            _require(found.data_ptr() == view.data_ptr(), "all_reduce works in place")
+            _require(bool((found == total).all()), f"all_reduce of {dtype}: {found}")
+
+
+def _check_gather(group: Communicator) -> None:
+    x = torch.arange(6.0).view(2, 3).t() + 100 * group.rank  # strided on purpose
+    for dim in (0, 1, -1):
+        parts = [torch.arange(6.0).view(2, 3).t() + 100 * i for i in range(group.world_size)]
+        found = group.all_gather(x, dim)
+        _require(torch.equal(found, torch.cat(parts, dim)), f"all_gather along {dim}: {found}")
+
+
+def _check_broadcast(group: Communicator) -> None:
+    for source in range(group.world_size):
+        x = torch.full((4, 2), group.rank).t()
+        _require(bool((group.broadcast(x, source) == source).all()), f"broadcast: {x}")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(what)
+
+
+SCENARIOS = {"collectives": collectives, "lost_rank": lost_rank}
+
+
+def main(backend_name: str, scenario: str, rank: str, world_size: str, init_method: str) -> None:
+    """Run one scenario as one rank."""
+    torch.set_num_threads(1)
+    backend = Registry.discover().select_backend(backend_name)
+    backend.runtime.bind_thread(0)
+    group = GroupSpec(int(rank), int(world_size), init_method, timeout_s=20)
+    SCENARIOS[scenario](lambda: backend.communicator(group))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

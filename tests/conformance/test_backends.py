@@ -1,0 +1,37 @@
+"""Every installed backend against the suite; an unavailable one is a skip with its reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.registry import PluginStatus, Registry, TableRow
+from mooncake_hal.testing.backends import BackendBasics, BackendConformance, load_backend
+
+REGISTRY = Registry.discover()
+TABLE = REGISTRY.backend_table()
+AVAILABLE = [row.name for row in TABLE if row.status is PluginStatus.AVAILABLE]
+
+
+class TestComputing(BackendConformance):
+    # null computes nothing on purpose: it has a form, and no numbers to compare
+    @pytest.fixture(params=[name for name in AVAILABLE if name != "null"])
+    def backend(self, request: pytest.FixtureRequest) -> Backend:
+        return load_backend(request.param)
+
+
+class TestNull(BackendBasics):
+    backend_name = "null"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_availability(row: TableRow) -> None:
+    """One line in the report for each backend that the suite did not run on."""
+    if row.status is PluginStatus.UNAVAILABLE:
+        pytest.skip(f"backend {row.name} is unavailable: {row.reason}")
+    assert row.status is PluginStatus.AVAILABLE, row.reason
+
+
+def test_every_backend_of_this_repository_is_installed() -> None:
+    """Without this the suite would shrink in silence."""
+    assert set(REGISTRY.backends) >= {"ascend", "cpu", "cuda", "null"}, REGISTRY.not_loaded
