@@ -49,17 +49,16 @@ def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedM
     config_class, model_class = FAMILIES[family]
     fields = {**SMALL, **overrides}
     config = config_class(**{name: value for name, value in fields.items() if value is not None})
-    config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
-    model = model_class(config)
+    model: PreTrainedModel = model_class(config)
     for name, parameter in model.named_parameters():
         # wide enough that greedy choices are far apart, norms and biases off their defaults too
         spread = 0.3 if parameter.ndim == 1 else 1.6 / parameter.shape[-1] ** 0.5
         noise = torch.randn(parameter.shape, generator=generator) * spread
         parameter.data = noise + 1.0 if "norm" in name else noise
     model.tie_weights()
-    dtype = config.dtype or torch.float32
-    return model.to(dtype).eval()
+    torch.nn.Module.to(model, config.dtype or torch.float32)
+    return model.eval()
 
 
 def write_checkpoint(model: PreTrainedModel, directory: Path, *, max_shard: str = "5GB") -> Path:

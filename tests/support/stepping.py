@@ -63,7 +63,7 @@ class Stepper:
     def __init__(self, executor: Executor, chunk: int = 64) -> None:
         self._executor = executor
         self._chunk = chunk
-        # backwards, so that tables are not simply 0, 1, 2
+        # taken from the end: block 0, where warm-up wrote and padding points, comes last
         self._free: list[int] = list(range(executor.facts.num_blocks))
         self._step = 0
 
@@ -101,7 +101,7 @@ class Stepper:
         count = min(self._chunk, request.num_tokens - request.done)
         start, request.done = request.done, request.done + count
         block_size = self._executor.facts.block_size
-        new_blocks = []
+        new_blocks: list[int] = []
         while (len(request.blocks) + len(new_blocks)) * block_size < request.done:
             new_blocks.append(self._free.pop())
         request.blocks += new_blocks

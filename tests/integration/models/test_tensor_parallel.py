@@ -48,6 +48,12 @@ def generate(executor: Executor) -> list[RunningRequest]:
     return requests
 
 
+def check_until(executor: Executor, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        executor.check()
+        os.sched_yield()
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, backend: Backend) -> Iterator[list[list[int]]]:
     executor = InProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32), backend)
@@ -94,11 +100,8 @@ def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backe
     try:
         executor.check()
         os.kill(executor.rank_pids[0], signal.SIGTERM)
-        deadline = time.monotonic() + 5
         with pytest.raises(EngineDead, match="rank 0 of 2 died: killed by SIGTERM"):
-            while time.monotonic() < deadline:
-                executor.check()
-                os.sched_yield()
+            check_until(executor, time.monotonic() + 5)
     finally:
         executor.close()
 
