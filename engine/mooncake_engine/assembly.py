@@ -15,6 +15,7 @@ from mooncake_engine.execution.executor import (
     ExecutorOptions,
     InProcessExecutor,
 )
+from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.weights import ProgressHandler
 from mooncake_engine.kv_transfer.base import (
     Connector,
@@ -89,7 +90,7 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
 def _build_executor(config: EngineConfig, backend: Backend, options: ExecutorOptions) -> Executor:
     if config.tp_size == 1:
         return InProcessExecutor(config, backend, options)
-    raise ConfigError("tp_size > 1 needs the process executor")
+    return ProcessExecutor(config, backend, options)
 
 
 def _connect(

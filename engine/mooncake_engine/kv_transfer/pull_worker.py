@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.extension import ExtensionContext, LayerDone
-from mooncake_engine.kv_transfer.endpoints import OpenTransports
+from mooncake_engine.kv_transfer.endpoints import RankEndpoints
 from mooncake_engine.kv_transfer.facts import RankFacts
 from mooncake_engine.kv_transfer.rank_messages import (
     CancelLoad,
@@ -22,7 +22,7 @@ from mooncake_engine.kv_transfer.rank_messages import (
     to_rank,
 )
 from mooncake_engine.scheduling.plan import StepPlan
-from mooncake_hal.errors import HalError, TransferCancelled, TransferError
+from mooncake_hal.errors import HalError, PeerLost, TransferCancelled, TransferError
 from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
 from mooncake_hal.transport import Transfer
 
@@ -46,7 +46,7 @@ class PullWorker:
         self._timeout_s = config.transfer_timeout_s
         pool = context.pool
         self._placement = KVPlacement(pool.shard, pool.layout)
-        self._transports = OpenTransports(config, context.backend, context.device, pool.region)
+        self._endpoints = RankEndpoints(config, context.backend, context.device, pool.region)
         self._peers: dict[str, tuple[RankFacts, ...]] = {}
         self._loads: dict[str, _RunningLoad] = {}
         self._threads = ThreadPoolExecutor(
@@ -54,7 +54,8 @@ class PullWorker:
             f"kv-load-{context.rank}",
             initializer=lambda: context.backend.runtime.bind_thread(context.device),
         )
-        facts = RankFacts(pool.shard, pool.layout, self._transports.addresses)
+        self._endings = ThreadPoolExecutor(1, f"kv-end-{context.rank}")  # never behind a load
+        facts = RankFacts(pool.shard, pool.layout, self._endpoints.addresses)
         context.emit(encode(RankReady(facts)))
 
     def receive(self, message: bytes) -> None:
@@ -66,7 +67,7 @@ class PullWorker:
         elif isinstance(command, CancelLoad):
             running = self._loads.get(command.request_id)
             if running is not None:
-                self._threads.submit(running.cancel)
+                self._endings.submit(running.cancel)
         elif isinstance(command, ConnectPeer):
             self._peers[command.engine_id] = command.ranks
         elif isinstance(command, ForgetPeer):
@@ -81,7 +82,8 @@ class PullWorker:
         for load in list(self._loads.values()):
             load.cancel()
         self._threads.shutdown(wait=True)
-        self._transports.close()
+        self._endings.shutdown(wait=True)
+        self._endpoints.close()
 
     def _run(self, load: _RunningLoad) -> None:
         """Top of a pool thread: the load is reported once, drained, whatever happens."""
@@ -103,7 +105,9 @@ class PullWorker:
 
     def _read(self, load: _RunningLoad) -> None:
         command = load.command
-        ranks = self._peers[command.engine_id]
+        ranks = self._peers.get(command.engine_id)
+        if ranks is None:
+            raise PeerLost(f"instance {command.engine_id} was given up before the read began")
         movement = Movement(
             command.local_blocks,
             command.remote_blocks,
@@ -118,19 +122,22 @@ class PullWorker:
         )
         try:
             for plan in plans:
-                peer = self._transports.peer(
+                peer = self._endpoints.peer(
                     command.engine_id, plan.peer, ranks[plan.peer].endpoints
                 )
                 load.start(peer.read(plan.spans, timeout=self._timeout_s), plan.spans.total_bytes)
             load.wait()
+        except TransferCancelled:  # the connection is sound, and others use it
+            load.cancel()
+            raise
         except TransferError:
             load.cancel()
-            self._transports.forget(command.engine_id)
+            self._endpoints.forget(command.engine_id)
             raise
 
     def _forget(self, engine_id: str) -> None:
         if self._peers.pop(engine_id, None) is not None:
-            self._threads.submit(self._transports.forget, engine_id)
+            self._endings.submit(self._endpoints.forget, engine_id)
 
 
 class _RunningLoad:
