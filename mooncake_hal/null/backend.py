@@ -1,7 +1,7 @@
 """The null backend: the shapes of everything, the values of nothing.
 
-Attention is zero and the other ops hand their input on, so a model's output depends only on the
-last token: deterministic, the same alone and in a batch, and free.
+Attention and linear layers are zero and the other ops hand their input on: whatever a model does,
+its logits are zeros, the same alone and in a batch, at the cost of allocating them.
 """
 
 from __future__ import annotations
@@ -129,6 +129,14 @@ class NullOps:
     ) -> tuple[Tensor, Tensor]:
         """The inputs."""
         return query, key
+
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """The input."""
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Zeros."""
+        return x.new_zeros(x.shape[0], weight.shape[0])
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """The first half."""

@@ -99,7 +99,11 @@ class BackendBasics:
             with pytest.raises(CapabilityError):
                 backend.runtime.capture(lambda: None)
             return
-        graph = backend.runtime.capture(lambda: x.add_(1) and None)
+
+        def increment() -> None:
+            x.add_(1)
+
+        graph = backend.runtime.capture(increment)
         before = x.clone()
         graph.replay()
         assert torch.equal(x, before + 1)

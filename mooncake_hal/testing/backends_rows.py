@@ -90,3 +90,19 @@ class RowsSuite:
         x = random(backend, rows, 2 * dim, dtype=dtype)
         x[:, : dim // 2] *= 50
         assert_same(backend.ops.silu_mul(x), oracle.silu_mul(x), dtype)
+
+    @pytest.mark.parametrize("has_bias", [False, True])
+    @pytest.mark.parametrize("tokens", ROWS)
+    @pytest.mark.parametrize("dims", [(64, 192), (250, 31), (768, 100)])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_linear(
+        self, backend: Backend, dtype: str, dims: tuple[int, int], tokens: int, has_bias: bool
+    ) -> None:
+        """A packed weight multiplies as the plain one does; odd widths, no tokens, strided rows."""
+        fan_in, fan_out = dims
+        x = random(backend, tokens, 2 * fan_in, dtype=dtype)[:, :fan_in]
+        weight = random(backend, fan_out, fan_in, dtype=dtype, seed=1) * fan_in**-0.5
+        bias = random(backend, fan_out, dtype=dtype, seed=2) if has_bias else None
+        wanted = oracle.linear(x, weight, bias)
+        found = backend.ops.linear(x, backend.ops.pack_weight(weight), bias)
+        assert_same(found, wanted, dtype)

@@ -1,0 +1,58 @@
+"""The ``mooncake-hal`` command."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mooncake_hal import cli
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = cli.main(arguments)
+    return status, capsys.readouterr().out
+
+
+def test_devices_prints_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, "devices")
+    assert status == 0
+    for title in ("Backends", "Devices", "Transports"):
+        assert title in text.splitlines()
+    assert "GiB" in text
+
+
+def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, "devices", "--json")
+    found = json.loads(text)
+    assert status == 0
+    assert {row["name"] for row in found["backends"]} >= {"cpu", "null"}
+    cpu = next(row for row in found["devices"] if row["backend"] == "cpu")
+    assert cpu["generation"]
+    assert cpu["total_bytes"] > 0
+    for row in found["backends"]:
+        assert row["status"] == "available" or row["reason"], row
+
+
+def test_a_reason_for_every_backend_that_is_refused() -> None:
+    row = {"name": "fast", "status": "unavailable", "priority": 90, "reason": "no driver"}
+    empty: list[dict[str, Any]] = []
+    found = {"backends": [row], "devices": empty, "transports": empty, "not_loaded": empty}
+    assert cli.format_tables(found) == (
+        "Backends\n  name  status       priority  reason\n  fast  unavailable  90        no driver"
+    )
+
+
+def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["devices", "--jsno"])
+    assert "unrecognized arguments: --jsno" in capsys.readouterr().err
+
+
+def test_a_bad_environment_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_BLOCK", "No Name")
+    assert cli.main(["devices"]) == 1
+    assert capsys.readouterr().err.startswith("mooncake-hal: MOONCAKE_HAL_BLOCK names 'No Name'")

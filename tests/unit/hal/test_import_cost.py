@@ -1,0 +1,41 @@
+"""Importing the hardware layer, and finding its plugins, brings in nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = ("torch", "numpy", "zmq", "msgspec", "mooncake_hal.bench")
+
+
+def imported_by(statement: str) -> set[str]:
+    command = [sys.executable, "-X", "importtime", "-c", statement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    lines = done.stderr.splitlines()
+    return {line.rsplit("|", 1)[1].strip() for line in lines if line.startswith("import time:")}
+
+
+def test_the_package_is_free_to_import() -> None:
+    found = imported_by("import mooncake_hal")
+    assert "mooncake_hal.registry" in found
+    assert found.isdisjoint(HEAVY)
+
+
+def test_discovery_and_probes_import_no_torch() -> None:
+    # not -X importtime: it does not show what importlib.import_module loads
+    statement = (
+        "import sys; from mooncake_hal import Registry; "
+        "Registry.discover().backend_table(); print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", statement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    found = set(done.stdout.split())
+    assert {f"mooncake_hal_{name}.plugin" for name in ("cpu", "cuda", "ascend")} <= found
+    assert "torch" not in found
+
+
+def test_everything_public_is_documented() -> None:
+    import mooncake_hal
+
+    for name in mooncake_hal.__all__:
+        assert name == "API_VERSION" or getattr(mooncake_hal, name).__doc__
