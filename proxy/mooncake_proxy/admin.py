@@ -70,9 +70,10 @@ class Surface:
         if self._app.is_draining:
             return "the proxy is shutting down"
         fleet = self._router.fleet
-        if not fleet.live(Role.DECODE):
+        whole = fleet.whole()
+        if whole is None:
             return "no live decode instance"
-        if not fleet.live(Role.PREFILL) and not self._app.config.local_prefill:
+        if whole is Role.DECODE and not (fleet.live(Role.PREFILL) or self._app.config.local_prefill):
             return "no live prefill instance"
         return None
 
@@ -111,10 +112,10 @@ class Surface:
         )
 
     async def models(self, exchange: Exchange) -> None:
-        """The models of the first live decode instance that answers, as it says them."""
+        """The models of the first live instance that answers, as it says them."""
         check_key(exchange.headers, self._app.config.api_keys)
         last: UpstreamError | None = None
-        for instance in self._router.fleet.require(Role.DECODE):
+        for instance in self._router.fleet.require(self._router.fleet.whole() or Role.DECODE):
             deadline = self._router.now() + MODELS_TIMEOUT_S
             try:
                 async with instance.pool.send(instance.get("/v1/models"), deadline) as answer:

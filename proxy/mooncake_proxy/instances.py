@@ -186,8 +186,14 @@ class Fleet:
         return instance
 
     def live(self, role: Role) -> tuple[Instance, ...]:
-        """Instances that take new requests of a role; BOTH counts for each role."""
+        """Instances that take new requests of a role."""
         return self._live[role]
+
+    def whole(self) -> Role | None:
+        """The role that can serve whole requests now: BOTH if there is one, else DECODE."""
+        if self._live[Role.BOTH]:
+            return Role.BOTH
+        return Role.DECODE if self._live[Role.DECODE] else None
 
     def require(self, role: Role) -> tuple[Instance, ...]:
         """The same, or NoInstance."""
@@ -284,13 +290,13 @@ class Fleet:
     def _refresh(self) -> None:
         self.version += 1
         takes = [i for i in self._instances.values() if i.is_up and not i.is_draining]
-        for role in (Role.PREFILL, Role.DECODE):
-            self._live[role] = tuple(i for i in takes if i.spec.role in (role, Role.BOTH))
-        self._live[Role.BOTH] = tuple(i for i in takes if i.spec.role is Role.BOTH)
+        for role in Role:
+            self._live[role] = tuple(i for i in takes if i.spec.role is role)
 
     def _explain(self, role: Role) -> str:
-        wanted = [i for i in self._instances.values() if i.spec.role in (role, Role.BOTH)]
+        wanted = [i for i in self._instances.values() if i.spec.role is role]
         if not wanted:
-            return f"no {role.value} instance is configured (--{role.value} URL)"
+            flag = "backend-url" if role is Role.BOTH else role.value
+            return f"no {role.value} instance is configured (--{flag} URL)"
         facts = "; ".join(f"{i.name} {i.state.value} {i.error}".rstrip() for i in wanted)
         return f"no live {role.value} instance: {facts}"

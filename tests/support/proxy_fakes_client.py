@@ -26,7 +26,7 @@ def streamed_text(events: list[Any]) -> str:
     """What a client puts together from the events of choice 0."""
     pieces = []
     for event in events:
-        for choice in event["choices"] if isinstance(event, dict) else []:
+        for choice in event.get("choices", []) if isinstance(event, dict) else []:
             if choice["index"] == 0:
                 delta = choice.get("delta", {})
                 pieces.append(choice.get("text") or delta.get("content") or "")

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 async def pull(router: Router, call: Call) -> None:
     """Serve one request from a prefill and a decode instance."""
-    router.fleet.require(Role.DECODE)
-    alone = _serve_alone(router, call)
+    alone = serve_alone(router, call)
     if alone is not None:
         await plain(router, call, alone)
         return
@@ -96,20 +95,29 @@ class Held:
 # ---------------------------------------------------------------- before
 
 
-def _serve_alone(router: Router, call: Call) -> Role | None:
-    """The role that serves the whole request, when a hand-over can't or needn't happen."""
-    limit = call.ask.token_limit
+def serve_alone(router: Router, call: Call) -> Role | None:
+    """The role that serves the whole request, when a hand-over can't or needn't happen.
+
+    NoInstance before any prefill is spent on a request that nobody could decode.
+    """
+    fleet = router.fleet
+    whole = fleet.whole()
+    if whole is None:
+        fleet.require(Role.DECODE)
     obstacle = call.obstacle_to_hand_over()
-    if limit is not None and limit <= 1 and obstacle is None and router.fleet.live(Role.PREFILL):
-        return Role.PREFILL
     if obstacle is not None:
         router.metrics.fallbacks.add(obstacle)
-        return Role.DECODE
-    if not router.fleet.live(Role.PREFILL) and router.config.local_prefill:
-        logger.warning("request %s: no live prefill instance, D prefills", call.request_id)
-        router.metrics.fallbacks.add("no_live_prefill")
-        return Role.DECODE
-    return None
+        return whole
+    if fleet.live(Role.PREFILL) and (fleet.live(Role.DECODE) or whole is None):
+        limit = call.ask.token_limit
+        return Role.PREFILL if limit is not None and limit <= 1 else None
+    if whole is Role.BOTH:
+        return whole
+    if not router.config.local_prefill:
+        fleet.require(Role.PREFILL)
+    logger.warning("request %s: no live prefill instance, D prefills", call.request_id)
+    router.metrics.fallbacks.add("no_live_prefill")
+    return whole
 
 
 def _may_prefill_on_decoder(router: Router, error: UpstreamError) -> bool:
@@ -121,7 +129,7 @@ async def _fall_back(router: Router, call: Call, reason: str) -> None:
     logger.warning("request %s: %s, D prefills", call.request_id, reason)
     router.metrics.fallbacks.add(reason)
     call.attempt += 1
-    await plain(router, call, Role.DECODE)
+    await plain(router, call, router.fleet.whole() or Role.DECODE)
 
 
 # ---------------------------------------------------------------- prefill

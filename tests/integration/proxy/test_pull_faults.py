@@ -1,0 +1,342 @@
+"""The pull flow in front of instances and clients that fail.
+
+Named after the defects seen in the field's example proxies, each of which has a test here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand, text_of, word
+from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
+
+from mooncake_proxy.health import HealthConfig
+from mooncake_proxy.http1.client import ClientLimits
+
+STREAM: dict[str, Any] = BODY | {"stream": True}
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The OpenAI error object, which must be whole."""
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_live_decoder_is_503_and_costs_no_prefill(stream: bool) -> None:
+    async def main() -> None:
+        async with stand(num_decodes=0) as s:
+            answer = await post(s, BODY | {"stream": stream})
+            assert answer.status_code == 503
+            assert error_of(answer)["code"] == "no_live_decode"
+            assert s.prefill.generated == []
+
+    uvloop.run(main())
+
+
+def test_dead_decoder_whole_answer_is_a_true_status_and_frees_the_prefiller() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            await s.decode.kill()
+            answer = await post(s, BODY)
+            assert answer.status_code == 502
+            assert error_of(answer)["code"] == "connect_failed"
+            await s.prefill.wait_for(lambda: s.prefill.released == ["p0:abc"])
+
+    uvloop.run(main())
+
+
+def test_dead_decoder_after_the_first_token_is_an_error_event() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            await s.decode.kill()
+            answer = await post(s, STREAM)
+            events = events_of(answer.text)
+            assert streamed_text(events) == word(0)
+            assert events[-1]["error"]["code"] == "connect_failed"
+            await s.prefill.wait_for(lambda: s.prefill.released == ["p0:abc"])
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_decoder_takes_over_before_its_first_event(stream: bool) -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2, decode_policy="round-robin") as s:
+            for fake in s.decodes:
+                for _ in range(2):
+                    assert await _with_one_dead(s, fake, stream) == text_of(5)
+            assert s.count("retries", "decode") >= 2
+
+    async def _with_one_dead(s: Stand, fake: Any, stream: bool) -> str:
+        fake.behaviour.drops = True
+        answer = await post(s, BODY | {"stream": stream})
+        fake.behaviour.drops = False
+        assert answer.status_code == 200
+        if not stream:
+            return str(answer.json()["choices"][0]["text"])
+        events = events_of(answer.text)
+        assert len({event["id"] for event in events[:-1]}) == 1, "one answer has one id"
+        return streamed_text(events)
+
+    uvloop.run(main())
+
+
+def test_a_second_attempt_has_a_new_id() -> None:
+    async def main() -> None:
+        async with stand(num_prefills=2, prefill_policy="round-robin") as s:
+            for fake in s.prefills:
+                fake.behaviour.status = 500
+            await post(s, BODY)
+            ids = [fake.generated[0].headers["x-request-id"] for fake in s.prefills]
+            assert sorted(ids) == ["abc", "abc-1"]
+
+    uvloop.run(main())
+
+
+def test_dead_prefiller_fails_over_and_then_the_decoder_prefills() -> None:
+    async def main() -> None:
+        async with stand(num_prefills=2) as s:
+            await s.prefills[0].kill()
+            for _ in range(4):
+                assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
+            await s.prefills[1].kill()
+            answer = await post(s, BODY)
+            assert answer.json()["choices"][0]["text"] == text_of(5)
+            assert "kv_transfer_params" not in s.decode.generated[-1].body
+            assert s.count("fallbacks", "prefill_failed") == 1
+
+    uvloop.run(main())
+
+
+def test_without_local_prefill_a_dead_prefiller_is_an_error() -> None:
+    async def main() -> None:
+        async with stand(local_prefill=False) as s:
+            await s.prefill.kill()
+            answer = await post(s, BODY)
+            assert answer.status_code == 502
+            assert s.decode.generated == []
+
+    uvloop.run(main())
+
+
+def test_idle_decoders_share_the_requests() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2) as s:
+            for _ in range(24):
+                await post(s, BODY)
+            counts = [len(fake.generated) for fake in s.decodes]
+            assert min(counts) >= 4, counts
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("cut", ["two", "split"])
+def test_an_error_event_reaches_the_client_however_it_is_cut(cut: str) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.decode.behaviour.error_after = 2
+            s.decode.behaviour.cut = cut
+            s.decode.behaviour.token_delay_s = 0.005
+            answer = await post(s, STREAM)
+            events = events_of(answer.text)
+            assert streamed_text(events) == text_of(3)
+            assert events[-1]["error"]["message"] == "broke"
+            assert "[DONE]" not in events
+            assert s.count("stream_errors") == 1
+
+    uvloop.run(main())
+
+
+def test_200_and_then_an_error_as_first_event_keeps_its_true_status() -> None:
+    async def main() -> None:
+        async with stand(num_prefills=0, num_decodes=0, num_both=1) as s:
+            s.decode.behaviour.error_after = 0
+            answer = await post(s, STREAM)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"] == "broke"
+
+    uvloop.run(main())
+
+
+def test_a_decoder_that_dies_in_mid_stream_leaves_no_torn_event() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.decode.behaviour.cut = "split"
+            s.decode.behaviour.die_after = 7
+            answer = await post(s, STREAM)
+            events = events_of(answer.text)
+            assert text_of(5).startswith(streamed_text(events))
+            assert events[-1]["error"]["code"] == "connection_lost"
+
+    uvloop.run(main())
+
+
+def test_a_silent_decoder_is_given_up() -> None:
+    async def main() -> None:
+        limits = ClientLimits(stall_timeout_s=0.3, first_byte_timeout_s=0.3)
+        async with stand(client=limits) as s:
+            s.decode.behaviour.hang_after = 2
+            events = events_of((await post(s, STREAM)).text)
+            assert streamed_text(events) == text_of(3)
+            assert events[-1]["error"]["code"] == "timeout"
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_the_clients_fault_is_not_retried(status: int) -> None:
+    async def main() -> None:
+        async with stand(num_prefills=2) as s:
+            for fake in s.prefills:
+                fake.behaviour.status = status
+            answer = await post(s, STREAM)
+            assert answer.status_code == status
+            assert answer.json() == {"error": {"message": "made to fail", "code": 1}}
+            assert sum(len(fake.generated) for fake in s.prefills) == 1
+
+    uvloop.run(main())
+
+
+def test_a_busy_instance_is_retried_and_its_retry_after_kept() -> None:
+    async def main() -> None:
+        async with stand(num_prefills=2, local_prefill=False) as s:
+            for fake in s.prefills:
+                fake.behaviour.status = 429
+                fake.behaviour.headers = {"retry-after": "7"}
+            answer = await post(s, BODY)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "7"
+            assert [len(fake.generated) for fake in s.prefills] == [1, 1]
+
+    uvloop.run(main())
+
+
+def test_missing_parameters_are_noticed_and_the_decoder_prefills() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.prefill.behaviour.has_params = False
+            answer = await post(s, STREAM)
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            assert "kv_transfer_params" not in s.decode.generated[0].body
+            assert s.count("fallbacks", "no_params") == 1
+            [prefiller] = [i for i in s.app.router.fleet if i.name == s.prefill.url]
+            assert prefiller.warned == {"no_params"}
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("stage", ["prefill", "gap", "decode"])
+def test_a_client_that_leaves_cancels_both_sides_within_100_ms(stage: str) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            waiting_at = s.prefill if stage == "prefill" else s.decode
+            if stage == "decode":
+                s.decode.behaviour.hang_after = 2
+            else:
+                waiting_at.behaviour.hangs = True
+            reader, writer = await _ask_raw(s, STREAM)
+            await waiting_at.wait_for(lambda: bool(waiting_at.generated))
+            if stage == "decode":
+                await reader.readuntil(word(2).encode())
+            left = asyncio.get_running_loop().time()
+            writer.transport.abort()
+            await waiting_at.wait_for(lambda: waiting_at.cut_off == ["abc"])
+            if stage == "gap":
+                await s.prefill.wait_for(lambda: s.prefill.released == ["p0:abc"])
+            assert asyncio.get_running_loop().time() - left < 0.1
+            await asyncio.sleep(0)
+            assert all(instance.num_running == 0 for instance in s.app.router.fleet)
+            assert s.count("disconnects", "prefill" if stage == "prefill" else "decode") == 1
+
+    uvloop.run(main())
+
+
+async def _ask_raw(
+    s: Stand, body: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
+    writer.write(head.encode() + data)
+    return reader, writer
+
+
+def test_no_key_means_no_authorization_header() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            await post(s, BODY)
+            assert "authorization" not in s.prefill.generated[0].headers
+
+    uvloop.run(main())
+
+
+def test_a_dead_instance_goes_down_and_comes_back() -> None:
+    async def main() -> None:
+        health = HealthConfig(interval_s=0.02, timeout_s=0.5, rise=2, fall=2)
+        async with stand(num_decodes=2, health=health) as s:
+            await s.decodes[0].kill()
+            await _until(lambda: len(s.app.router.fleet.live(_decode())) == 1)
+            for _ in range(6):
+                assert (await post(s, BODY)).status_code == 200
+            await s.decodes[0].start()
+            await _until(lambda: len(s.app.router.fleet.live(_decode())) == 2)
+
+    uvloop.run(main())
+
+
+def test_an_instance_that_keeps_failing_is_ejected_by_its_requests() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2, eject_after=2) as s:
+            s.decodes[0].behaviour.drops = True
+            for _ in range(20):
+                assert (await post(s, BODY)).status_code == 200
+            assert len(s.decodes[0].generated) == 2
+
+    uvloop.run(main())
+
+
+def test_retries_stay_within_their_budget() -> None:
+    async def main() -> None:
+        settings = {"retry_ratio": 0.0, "retry_reserve": 2, "eject_after": 0}
+        async with stand(num_prefills=2, local_prefill=False, **settings) as s:
+            for fake in s.prefills:
+                fake.behaviour.status = 500
+            for _ in range(10):
+                assert (await post(s, BODY)).status_code == 500
+            assert sum(len(fake.generated) for fake in s.prefills) == 12
+
+    uvloop.run(main())
+
+
+def test_chat_without_a_live_prefiller_still_answers() -> None:
+    async def main() -> None:
+        async with stand(num_prefills=0) as s:
+            answer = await post(s, CHAT | {"stream": True}, "/v1/chat/completions")
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            assert s.count("fallbacks", "no_live_prefill") == 1
+
+    uvloop.run(main())
+
+
+def _decode() -> Any:
+    from mooncake_proxy.instances import Role
+
+    return Role.DECODE
+
+
+async def _until(condition: Any) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 5)
