@@ -1,0 +1,119 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.asgi import AsgiClient
+from support.fake_engine import FakeEngine, saying
+
+PATH = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(saying("tea?"))
+
+
+def test_answers_in_openais_form(client: AsgiClient, engine: FakeEngine) -> None:
+    answer = client.post(PATH, model="fake", messages=[USER]).json()
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "id": "chatcmpl-req-1",
+        "object": "chat.completion",
+        "model": "fake",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "tea?", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 24,
+            "completion_tokens": 5,
+            "total_tokens": 29,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+    assert bytes(engine.seen[0].prompt_token_ids) == b"<|user|>hi\n<|assistant|>"
+
+
+def test_streams_the_role_first(client: AsgiClient) -> None:
+    chunks = client.stream(PATH, messages=[USER])
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert [delta["content"] for delta in deltas] == ["", "t", "e", "a", "?", ""]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 5 + ["stop"]
+
+
+def test_goes_on_to_the_contexts_end(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post(PATH, messages=[USER])
+    assert engine.seen[0].sampling.max_tokens == 256 - 24
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_limits(client: AsgiClient, field: str) -> None:
+    choice = client.post(PATH, messages=[USER], **{field: 2}).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("te", "length")
+
+
+def test_logprobs(client: AsgiClient) -> None:
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 1, "max_tokens": 1}
+    expected = {
+        "content": [
+            {
+                "token": "t",
+                "logprob": -0.5,
+                "bytes": [116],
+                "top_logprobs": [{"token": "t", "logprob": -0.5, "bytes": [116]}],
+            }
+        ]
+    }
+    whole = client.post(PATH, messages=[USER], **fields).json()
+    assert whole["choices"][0]["logprobs"] == expected
+    chunks = client.stream(PATH, messages=[USER], **fields)
+    assert chunks[1]["choices"][0]["logprobs"] == expected
+
+
+def test_content_in_parts(client: AsgiClient, engine: FakeEngine) -> None:
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    client.post(PATH, messages=[{"role": "user", "content": parts}])
+    assert bytes(engine.seen[0].prompt_token_ids) == b"<|user|>hi\n<|assistant|>"
+
+
+def test_developer_is_system(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post(PATH, messages=[{"role": "developer", "content": "be"}, USER])
+    assert bytes(engine.seen[0].prompt_token_ids).startswith(b"<|system|>be\n<|user|>hi\n")
+
+
+def test_an_earlier_answer_can_be_sent_back_as_it_came(client: AsgiClient) -> None:
+    earlier = {
+        "role": "assistant",
+        "content": "tea?",
+        "refusal": None,
+        "audio": None,
+        "tool_calls": None,
+        "function_call": None,
+        "annotations": None,
+    }
+    assert client.post(PATH, messages=[USER, earlier, USER]).status_code == 200
+
+
+def test_continues_the_final_message(client: AsgiClient, engine: FakeEngine) -> None:
+    started = {"role": "assistant", "content": "I would like "}
+    client.post(PATH, messages=[USER, started], continue_final_message=True)
+    assert bytes(engine.seen[0].prompt_token_ids).endswith(b"<|assistant|>I would like ")
+
+
+def test_plain_text_is_the_only_response_format(client: AsgiClient) -> None:
+    plain = client.post(PATH, messages=[USER], response_format={"type": "text"})
+    assert plain.status_code == 200
+    refused = client.post(PATH, messages=[USER], response_format={"type": "json_object"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "response_format.type"

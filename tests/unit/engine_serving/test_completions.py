@@ -1,0 +1,208 @@
+"""``/v1/completions``: every form of prompt and answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.asgi import AsgiClient
+from support.fake_engine import EOS, FakeEngine, saying
+
+PATH = "/v1/completions"
+
+
+def test_answers_in_openais_form(client: AsgiClient) -> None:
+    response = client.post(PATH, model="fake", prompt="tea")
+    assert response.status_code == 200
+    assert response.headers["x-request-id"] == "req-1"
+    answer = response.json()
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "id": "cmpl-req-1",
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [
+            {
+                "index": 0,
+                "text": "TEA",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 4,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("tea", ["TEA"]),
+        (["tea", "no"], ["TEA", "NO"]),
+        (list(b"tea"), ["TEA"]),
+        ([list(b"tea"), list(b"no")], ["TEA", "NO"]),
+    ],
+)
+def test_takes_every_form_of_prompt(client: AsgiClient, prompt: Any, texts: list[str]) -> None:
+    answer = client.post(PATH, prompt=prompt).json()
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+    assert answer["usage"]["prompt_tokens"] == len("".join(texts))
+
+
+def test_max_tokens_is_16_unless_given(client: AsgiClient) -> None:
+    choice = client.post(PATH, prompt="x" * 40).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("X" * 16, "length")
+    choice = client.post(PATH, prompt="x" * 40, max_tokens=3).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("XXX", "length")
+
+
+def test_max_tokens_ends_with_the_context(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post(PATH, prompt="x" * 250, max_tokens=1000)
+    assert engine.seen[0].sampling.max_tokens == 256 - 250
+
+
+def test_streams_every_token(client: AsgiClient) -> None:
+    chunks = client.stream(PATH, prompt="tea")
+    assert {chunk["id"] for chunk in chunks} == {"cmpl-req-1"}
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["text"] for choice in choices] == ["T", "E", "A", ""]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
+    assert "usage" not in chunks[0]
+
+
+def test_streams_usage_on_demand(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.num_cached_tokens = 2
+    chunks = client.stream(PATH, prompt="tea", stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+def test_a_plain_chunk_and_a_detailed_one_have_the_same_fields(client: AsgiClient) -> None:
+    chunks = client.stream(PATH, prompt="tea")
+    assert chunks[0].keys() == chunks[-1].keys()
+    assert chunks[0]["choices"][0].keys() == chunks[-1]["choices"][0].keys()
+
+
+def test_several_answers_to_a_prompt(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.script = saying("one", "two")
+    answer = client.post(PATH, prompt="count", n=2, seed=7).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["one", "two"]
+    assert [request.request_id for request in engine.seen] == ["req-1-0", "req-1-1"]
+    assert [request.sampling.seed for request in engine.seen] == [7, 8]
+    assert answer["usage"]["prompt_tokens"] == 5  # the prompt counts once
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_streams_several_answers(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.script = saying("one", "three")
+    texts = {0: "", 1: ""}
+    for chunk in client.stream(PATH, prompt="count", n=2):
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "one", 1: "three"}
+
+
+def test_logprobs(client: AsgiClient) -> None:
+    logprobs = client.post(PATH, prompt="é", logprobs=2, max_tokens=2).json()["choices"][0]
+    assert logprobs["logprobs"] == {
+        "tokens": ["bytes:\\xc3", "bytes:\\xa9"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [
+            {"bytes:\\xc3": -0.5, "bytes:\\xc4": -1.5},
+            {"bytes:\\xa9": -0.5, "bytes:\\xaa": -1.5},
+        ],
+        "text_offset": [0, 0],
+    }
+
+
+def test_streamed_logprobs_come_with_their_tokens(client: AsgiClient) -> None:
+    chunks = client.stream(PATH, prompt="tea", logprobs=0, stop="EA")
+    logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry["tokens"] for entry in logprobs] == [["T"], ["E"], ["A"]]
+    assert [entry["text_offset"] for entry in logprobs] == [[0], [1], [2]]
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["T", "", ""]
+
+
+@pytest.mark.parametrize("prompt", ["tea ", list(b"tea ")])
+def test_echo_puts_the_prompt_first(client: AsgiClient, prompt: Any) -> None:
+    answer = client.post(PATH, prompt=prompt, echo=True).json()
+    assert answer["choices"][0]["text"] == "tea TEA "
+    chunks = client.stream(PATH, prompt=prompt, echo=True)
+    assert chunks[0]["choices"][0]["text"] == "tea T"
+
+
+def test_token_ids_on_demand(client: AsgiClient) -> None:
+    choice = client.post(PATH, prompt="tea", return_token_ids=True).json()["choices"][0]
+    assert choice["prompt_token_ids"] == list(b"tea")
+    assert choice["token_ids"] == [*b"TEA", EOS]
+    chunks = client.stream(PATH, prompt="tea", return_token_ids=True)
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == list(b"tea")
+    ids = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
+    assert ids == [*b"TEA", EOS]
+
+
+def test_every_sampling_field_reaches_the_engine(client: AsgiClient, engine: FakeEngine) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "seed": 3,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.2,
+        "ignore_eos": False,
+        "min_tokens": 2,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    response = client.post(
+        PATH,
+        prompt="tea",
+        stop=["!"],
+        stop_token_ids=[7],
+        logit_bias={"65": -1},
+        priority=3,
+        best_of=1,
+        user="somebody",
+        **fields,
+    )
+    assert response.status_code == 200, response.text
+    sampling = engine.seen[0].sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert (sampling.stop, sampling.stop_token_ids) == (("!",), (7,))
+    assert sampling.logit_bias == ((65, -1.0),)
+    assert engine.seen[0].priority == 3
+
+
+def test_null_means_the_default(client: AsgiClient) -> None:
+    response = client.post(
+        PATH, prompt="tea", n=None, stop=None, suffix=None, temperature=None, stream=None
+    )
+    assert response.json()["choices"][0]["text"] == "TEA"
+
+
+def test_a_long_text_is_encoded_aside(client: AsgiClient) -> None:
+    response = client.post(PATH, prompt="x" * 30_000)
+    assert response.status_code == 400
+    assert "30000 tokens" in response.json()["error"]["message"]
+
+
+def test_request_ids_are_sane(engine: FakeEngine, client: AsgiClient) -> None:
+    client.headers = {"X-Request-Id": "evil id\\x00"}
+    answer = client.post(PATH, prompt="tea")
+    assert len(answer.headers["x-request-id"]) == 32
+    assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]

@@ -1,0 +1,131 @@
+"""The endpoints that do not generate, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.asgi import AsgiClient, ManualClient
+from support.fake_engine import EOS, FakeEngine
+
+from mooncake_engine.errors import EngineDead
+
+
+def test_models(client: AsgiClient) -> None:
+    card = client.get("/v1/models").json()["data"][0]
+    assert card["id"] == "fake"
+    assert card["max_model_len"] == 256
+
+
+def test_health(client: AsgiClient, engine: FakeEngine) -> None:
+    assert client.get("/health").status_code == 200
+    engine.death = EngineDead("a worker ended: status 9")
+    response = client.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "a worker ended: status 9"
+
+
+def test_tokenize_and_detokenize(client: AsgiClient) -> None:
+    answer = client.post("/tokenize", prompt="é<|eos|>", return_token_strs=True).json()
+    assert answer["tokens"] == [0xC3, 0xA9, EOS]
+    assert answer["count"] == 3
+    assert answer["max_model_len"] == 256
+    assert answer["token_strs"] == ["\ufffd", "\ufffd", "<|eos|>"]
+    assert client.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "é<|eos|>"}
+
+
+def test_tokenize_messages(client: AsgiClient) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = client.post("/tokenize", messages=messages).json()["tokens"]
+    assert bytes(tokens) == b"<|user|>hi\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "give either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "give either prompt or messages"),
+        ("/detokenize", {"tokens": [258]}, "tokens must be in [0, 258), got 258"),
+        ("/abort", {}, "request_id is required"),
+    ],
+)
+def test_refusals(client: AsgiClient, path: str, body: dict[str, object], words: str) -> None:
+    response = client.post(path, **body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_abort_releases_what_a_peer_left(client: AsgiClient, engine: FakeEngine) -> None:
+    assert client.post("/abort", request_id="req-9-a1b2").status_code == 200
+    assert engine.aborted == ["req-9-a1b2"]
+
+
+def samples(exposition: str) -> dict[str, float]:
+    return {
+        sample.name + "".join(sample.labels.get(name, "") for name in ("finished_reason",)): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+def test_metrics_count_requests(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post("/v1/completions", prompt="tea")
+    client.post("/v1/completions", prompt="tea", max_tokens=2)
+    engine.die_at = 1
+    client.post("/v1/completions", prompt="tea")
+    found = samples(client.get("/metrics").text)
+    assert found["vllm:request_success_totalstop"] == 1
+    assert found["vllm:request_success_totallength"] == 1
+    assert found["vllm:request_success_totalerror"] == 1
+    assert found["vllm:time_to_first_token_seconds_count"] == 3
+    assert found["vllm:inter_token_latency_seconds_count"] == 4
+    assert found["vllm:e2e_request_latency_seconds_count"] == 2
+    assert found["vllm:request_prompt_tokens_sum"] == 6
+    assert found["vllm:request_generation_tokens_sum"] == 6
+
+
+def test_metrics_show_the_engine(client: AsgiClient) -> None:
+    found = samples(client.get("/metrics").text)
+    assert found["vllm:num_requests_running"] == 3
+    assert found["vllm:kv_cache_usage_perc"] == 0.25
+    assert found["vllm:prompt_tokens_total"] == 7
+    assert found["mooncake:kv_transfer_bytes_received"] == 9
+
+
+@pytest.mark.parametrize(("stream", "hold_at"), [("true", 0), ("true", 1), ("false", 1)])
+def test_a_client_that_goes_away_ends_its_request(
+    client: AsgiClient, engine: FakeEngine, stream: str, hold_at: int
+) -> None:
+    async def leave() -> ManualClient:
+        engine.hold_at, engine.held, engine.release = hold_at, asyncio.Event(), asyncio.Event()
+        leaving = ManualClient(f'{{"prompt":"tea","stream":{stream}}}'.encode())
+        serving = asyncio.ensure_future(client.app(leaving.scope, leaving.receive, leaving.send))
+        await engine.held.wait()
+        leaving.gone.set()
+        await serving
+        return leaving
+
+    leaving = asyncio.run(leave())
+    assert len(engine.left_early) == 1
+    assert not any(message.get("body") == b"data: [DONE]\n\n" for message in leaving.sent)
+
+
+def test_abort_by_the_clients_id_ends_the_request(client: AsgiClient, engine: FakeEngine) -> None:
+    async def abort() -> ManualClient:
+        engine.hold_at, engine.held, engine.release = 1, asyncio.Event(), asyncio.Event()
+        waiting = ManualClient(b'{"prompt":"tea"}', headers=[(b"x-request-id", b"mine")])
+        serving = asyncio.ensure_future(client.app(waiting.scope, waiting.receive, waiting.send))
+        await engine.held.wait()
+        aborting = ManualClient(b'{"request_id":"mine"}', "/abort")
+        await client.app(aborting.scope, aborting.receive, aborting.send)
+        await serving
+        return waiting
+
+    waiting = asyncio.run(abort())
+    assert waiting.sent[0]["status"] == 409
+    assert b'"code":"aborted"' in waiting.sent[1]["body"]
+    assert engine.left_early == ["mine"]

@@ -1,0 +1,214 @@
+"""Whatever is wrong with a request is refused by name, with the right status, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.asgi import AsgiClient
+from support.fake_engine import FakeEngine
+
+from mooncake_engine.errors import EngineDead, Overloaded
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+
+BOTH_WAYS = ("do_remote_decode", "do_remote_prefill")
+
+COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "prompt", "prompt is required"),
+    ({"prompt": "x", "temprature": 1}, "temprature", "did you mean temperature?"),
+    ({"prompt": "x", "zzz": 1}, "zzz", "unknown field zzz; remove it"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is not supported by this server"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
+    ({"prompt": "x", "temperature": -1}, "temperature", "must be in [0.0, 100.0], got -1"),
+    ({"prompt": "x", "top_p": 0}, "top_p", "top_p must be in (0.0, 1.0], got 0"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens must be in [1,"),
+    ({"prompt": "x", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens 3"),
+    ({"prompt": "x", "n": 0}, "n", "n must be in [1, 128], got 0"),
+    ({"prompt": "x", "n": 2, "best_of": 3}, "best_of", "they must be equal"),
+    ({"prompt": "x", "logprobs": 1, "echo": True}, "echo", "echo with logprobs"),
+    ({"prompt": "x", "stop": ""}, "stop", "stop holds an empty string"),
+    ({"prompt": "x", "stop": ["a"] * 65}, "stop", "at most 64 strings, got 65"),
+    ({"prompt": "x", "stop_token_ids": [258]}, "stop_token_ids", "in [0, 258), got 258"),
+    ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias", "in [0, 258), got 999"),
+    ({"prompt": "x", "logit_bias": {"9": 101}}, "logit_bias", "in [-100, 100], got 101.0"),
+    ({"prompt": "x", "logit_bias": {"tea": 1}}, "logit_bias", "expected `int`, got `str`"),
+    ({"prompt": "x", "stream_options": {}}, "stream_options", "needs stream: true"),
+    (
+        {"prompt": "x", "stream": True, "stream_options": {"usage": True}},
+        "stream_options.usage",
+        "unknown field stream_options.usage",
+    ),
+    ({"prompt": ""}, "prompt", "prompt is empty"),
+    ({"prompt": []}, "prompt", "got a list of nothing"),
+    ({"prompt": ["a", 1]}, "prompt", "got a list of int and str"),
+    ({"prompt": [300]}, "prompt", "token ids in [0, 258), got 300"),
+    ({"prompt": [-1]}, "prompt", "token ids in [0, 258), got -1"),
+    ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 prompts, got 1025"),
+    ({"prompt": {"a": 1}}, "prompt", "expected `str | array`, got `object`"),
+    (
+        {"prompt": "x", "kv_transfer_params": {"do_remote_decode": 1}},
+        "kv_transfer_params",
+        "do_remote_decode must be true or false",
+    ),
+    (
+        {
+            "prompt": "x",
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True},
+        },
+        "kv_transfer_params",
+        "exclude each other",
+    ),
+    (
+        {"prompt": "x", "stream": True, "kv_transfer_params": {"do_remote_decode": True}},
+        "stream",
+        "needs stream: false",
+    ),
+    (
+        {"prompt": "x", "kv_transfer_params": {"do_remote_prefill": True, "created": "now"}},
+        "kv_transfer_params",
+        "created must be a count",
+    ),
+    (
+        {"prompt": "x", "n": 2, "kv_transfer_params": {"do_remote_prefill": True}},
+        "kv_transfer_params",
+        "choices must have one entry for each of 2 answers",
+    ),
+]
+
+CHAT_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": [{"role": "king"}]}, "messages[0].role", "invalid enum value 'king'"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role", "messages[0].role is required"),
+    ({"messages": [{"role": "tool", "content": "1"}]}, "messages", "no tools here"),
+    ({"messages": [USER], "tools": [{}]}, "tools", "tools is not supported by this server"),
+    ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+    (
+        {"messages": [USER], "chat_template_kwargs": {"tokenize": True}},
+        "chat_template_kwargs",
+        "may not set 'tokenize'",
+    ),
+    (
+        {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "exclude each other",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+        "invalid value 'image_url'",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [(COMPLETIONS, *case) for case in COMPLETION_REFUSALS]
+    + [(CHAT, *case) for case in CHAT_REFUSALS],
+)
+def test_refuses_by_name(
+    client: AsgiClient, engine: FakeEngine, path: str, body: Any, param: str, words: str
+) -> None:
+    response = client.post(path, **body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+    assert error["param"] == param
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt":"\xff"}', b'{"prompt": NaN}'])
+def test_refuses_what_is_no_json_object(client: AsgiClient, body: bytes) -> None:
+    response = client.request("POST", COMPLETIONS, content=body)
+    assert response.status_code == 400
+    assert "the body must be a JSON object" in response.json()["error"]["message"]
+
+
+def test_a_deeply_nested_body_is_refused(client: AsgiClient) -> None:
+    body = b'{"prompt":"x","kv_transfer_params":{"a":' + b"[" * 100_000
+    assert client.request("POST", COMPLETIONS, content=body).status_code == 400
+
+
+def test_a_prompt_too_long_names_both_numbers(client: AsgiClient) -> None:
+    response = client.post(COMPLETIONS, prompt="x" * 256)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["code"] == "context_length_exceeded"
+    assert "256 tokens" in error["message"]
+    assert "at most 255" in error["message"]
+
+
+def test_another_model_is_404(client: AsgiClient) -> None:
+    response = client.post(COMPLETIONS, model="other", prompt="x")
+    assert response.status_code == 404
+    assert response.json()["error"] == {
+        "message": "the model 'other' is not served here; 'fake' is",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/no", 404), ("GET", CHAT, 405)])
+def test_wrong_addresses(client: AsgiClient, method: str, path: str, status: int) -> None:
+    response = client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["message"].startswith(f"GET {path}: ")
+
+
+def test_overload_is_429_with_retry_after(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.refusal = Overloaded("1024 requests wait already")
+    for stream in (False, True):
+        response = client.post(COMPLETIONS, prompt="x", stream=stream)
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["message"] == "1024 requests wait already"
+
+
+def test_a_dead_engine_is_503(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.refusal = EngineDead("the step loop ended")
+    response = client.post(COMPLETIONS, prompt="x", stream=True)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_dead"
+
+
+def test_a_surprise_is_500_and_logged(
+    client: AsgiClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.refusal = ZeroDivisionError("surprise")
+    response = client.post(COMPLETIONS, prompt="x")
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert "request req-1 failed" in caplog.text
+
+
+def test_a_failure_before_the_first_token_has_its_status(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
+    engine.fail_at = 0
+    for stream in (False, True):
+        response = client.post(COMPLETIONS, prompt="x", stream=stream)
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "bad luck"
+
+
+def test_a_failure_after_the_first_token_ends_the_stream_without_done(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
+    engine.die_at = 1
+    response = client.post(COMPLETIONS, prompt="tea", stream=True)
+    assert response.status_code == 200
+    *_, last = response.text.strip().split("\n\n")
+    assert last == (
+        'data: {"error":{"message":"the step loop ended: out of luck",'
+        '"type":"server_error","param":null,"code":"engine_dead"}}'
+    )
+
+
+def test_one_failed_answer_ends_its_siblings(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.die_at = 1
+    assert client.post(COMPLETIONS, prompt="tea", n=3).status_code == 503
+    assert sorted(engine.left_early) == ["req-1-0", "req-1-1", "req-1-2"]
