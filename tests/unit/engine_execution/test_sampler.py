@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.execution.request_state import RequestState, RequestTable
-from mooncake_engine.execution.sampler import Sampler, check_sampling
+from mooncake_engine.execution.sampler import Sampler, _largest, check_sampling
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import AdmittedRequest, SampledToken
 
@@ -129,6 +129,13 @@ def test_nucleus_wider_than_the_sorted_candidates_is_still_exact() -> None:
     drawn = {t.token_id for t in sample(logits.expand(3000, -1), states)}
     # one token at the edge may differ: float32 logits against float64
     assert len(drawn - allowed) <= 1
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 9))
+def test_largest_values_by_blocks_are_those_of_a_sort(vocab: int, count: int, seed: int) -> None:
+    logits = random_logits(3, vocab=vocab, seed=seed).round()  # rounded: many equal values
+    expected = logits.sort(dim=-1, descending=True).values[:, :count]
+    assert torch.equal(_largest(logits, min(count, vocab)), expected)
 
 
 def test_equal_logits_at_the_edge_of_top_k_stay_in_together() -> None:
