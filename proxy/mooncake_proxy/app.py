@@ -28,15 +28,17 @@ from mooncake_proxy.errors import (
     UpstreamError,
 )
 from mooncake_proxy.flows.pull import pull
+from mooncake_proxy.flows.push import push
 from mooncake_proxy.health import HealthChecker
 from mooncake_proxy.http1.client import ClientContext, sweep_timeouts
 from mooncake_proxy.http1.server import Exchange, ServerContext, ServerProtocol
 from mooncake_proxy.openai import Endpoint
+from mooncake_proxy.rendezvous import PATH as METASERVER_PATH
 from mooncake_proxy.router import Router
 
 logger = logging.getLogger(__name__)
 Flow = Callable[[Router, Call], Awaitable[None]]
-FLOWS: dict[str, Flow] = {"pull": pull}
+FLOWS: dict[str, Flow] = {"pull": pull, "push": push}
 SWEEP_INTERVAL_S = 0.25
 ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in Endpoint}
 
@@ -76,6 +78,12 @@ class Application:
             ssl=_server_tls(self.config),
             backlog=4096,
         )
+        self.router.listens_at(self.config.advertise_url or self._own_url())
+
+    def _own_url(self) -> str:
+        scheme = "https" if self.config.tls.certificate else "http"
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"{scheme}://{host}:{self.port}"
 
     @property
     def port(self) -> int:
@@ -191,6 +199,9 @@ class Application:
 
     async def _administer(self, exchange: Exchange) -> None:
         path = exchange.path
+        if path.startswith(METASERVER_PATH):
+            await self.router.rendezvous.receive(exchange)
+            return
         methods = self.admin_routes.get(path)
         if methods is None:
             raise NotFound(f"no such path: {path}")

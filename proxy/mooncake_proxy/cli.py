@@ -33,6 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (:: for IPv6)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
     parser.add_argument("--flow", default="pull", choices=("pull", "push"))
+    parser.add_argument(
+        "--advertise-url", metavar="URL", help="how decode instances reach this proxy (push flow)"
+    )
 
     pools = parser.add_argument_group("instances")
     pools.add_argument("--prefill", action="append", default=[], metavar="URL")
@@ -106,6 +109,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         host=args.host,
         port=args.port,
         flow=args.flow,
+        advertise_url=args.advertise_url,
         instances=_instances(args),
         prefill_policy=args.prefill_policy or policy,
         decode_policy=args.decode_policy or policy,

@@ -54,7 +54,8 @@ class ProxyConfig:
     request_timeout_s: float = 3600.0
     drain_timeout_s: float = 30.0
     access_log: str = "errors"
-    metaserver_url: str | None = None
+    # How decode instances reach this proxy; needed where `host` is a wildcard (push flow).
+    advertise_url: str | None = None
     pool_file: str | None = None
     kubernetes: str | None = None
     workers: int = 1
@@ -69,6 +70,11 @@ class ProxyConfig:
         self._check_choice("--prefill-policy", self.prefill_policy, tuple(POLICIES))
         self._check_choice("--decode-policy", self.decode_policy, tuple(POLICIES))
         self._check_choice("--access-log", self.access_log, ("off", "errors", "all"))
+        if self.flow == "push" and self.advertise_url is None and self.host in ("0.0.0.0", "::", ""):
+            raise ConfigError(
+                f"--flow push on --host {self.host}: decode instances must reach the metaserver; "
+                "give --advertise-url http://THIS_HOST:PORT"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: wanted 0 to 65535")
         if self.max_attempts < 1:

@@ -20,6 +20,7 @@ from mooncake_proxy.metrics import Metrics
 from mooncake_proxy.openai import encode
 from mooncake_proxy.policy import POLICIES, Hint
 from mooncake_proxy.prefix import PrefixIndex
+from mooncake_proxy.rendezvous import PATH, Rendezvous
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,6 +54,9 @@ class Router:
         self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
         self.passive = PassiveHealth(config.eject_after)
         self.prefixes = PrefixIndex()
+        self.rendezvous = Rendezvous()
+        # Where D reaches this very process; set once it listens.
+        self.metaserver_url = ""
         self._rng = Random(seed)
         self._turns = Turns()
         self._prefill_policy = POLICIES[config.prefill_policy]
@@ -62,6 +66,10 @@ class Router:
     def now(self) -> float:
         """Loop time in seconds."""
         return self.client.loop.time()
+
+    def listens_at(self, url: str) -> None:
+        """Tell the address under which decode instances reach this process."""
+        self.metaserver_url = url.rstrip("/") + PATH
 
     # ------------------------------------------------ choice
 
@@ -90,6 +98,8 @@ class Router:
                 with self.fleet.lease(instance, call.prompt_tokens):
                     result = await step(instance)
             except UpstreamError as error:
+                if error.instance != instance.name:
+                    raise  # the other side of this attempt failed, not this instance
                 self._count_failure(instance, role, error)
                 tried.append(instance)
                 if not self._may_try_again(role, call, tried, error):

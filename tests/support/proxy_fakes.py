@@ -73,6 +73,8 @@ class Behaviour:
     # D: a vLLM that knows nothing of first_token_delivered.
     emits_first_token: bool = False
     health: int = 200
+    # D, push flow: how often it posts to the metaserver.
+    num_posts: int = 1
 
 
 class FakeInstance:
@@ -85,6 +87,11 @@ class FakeInstance:
         self.cut_off: list[str] = []
         self.released: list[str] = []
         self.num_holding = 0
+        # Push flow: D's that P can write to, what P wrote, and which requests' KV has arrived.
+        self.peers: dict[str, FakeInstance] = {}
+        self.written_to: list[Json] = []
+        self.arrived: dict[str, asyncio.Event] = {}
+        self.metaserver_statuses: list[int] = []
         self.changed = asyncio.Event()
         self._server: asyncio.AbstractServer | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -175,7 +182,14 @@ class FakeInstance:
             _respond(writer, behaviour.status, behaviour.error, behaviour.headers)
             return
         params = seen.body.get("kv_transfer_params") or {}
-        if params.get("do_remote_decode"):
+        if params.get("metaserver"):
+            await self._meet(seen, params["metaserver"])
+        if params.get("do_remote_decode") and params.get("remote_port") is not None:
+            self.written_to.append(params)
+            peer = self.peers[params["remote_engine_id"]]
+            peer.arrived.setdefault(params["request_id"], asyncio.Event()).set()
+            _respond(writer, 200, self._base(seen, "answer") | {"choices": []})
+        elif params.get("do_remote_decode"):
             _respond(writer, 200, self._prefilled(seen))
         elif seen.body.get("stream"):
             await self._stream(seen, params, writer)
@@ -191,6 +205,29 @@ class FakeInstance:
             await asyncio.Event().wait()
         if behaviour.delay_s:
             await asyncio.sleep(behaviour.delay_s)
+
+    async def _meet(self, seen: Seen, metaserver: str) -> None:
+        """D of the push flow: say where the blocks are, then wait until they are written."""
+        request_id = f"cmpl-{seen.headers['x-request-id']}-0"
+        body = {
+            "token_ids": [],
+            "request_id": request_id,
+            "do_remote_prefill": False,
+            "do_remote_decode": True,
+            "remote_block_ids": [[1, 2]],
+            "remote_block_size": [16],
+            "remote_engine_id": self.name,
+            "remote_host": "127.0.0.1",
+            "remote_port": 1,
+            "remote_tp_size": 1,
+            "remote_pcp_size": 1,
+            "remote_dcp_size": 1,
+            "remote_cached_tokens": 0,
+        }
+        arrived = self.arrived.setdefault(request_id, asyncio.Event())
+        for _ in range(self.behaviour.num_posts):
+            self.metaserver_statuses.append(await post_json(metaserver, body))
+        await arrived.wait()
 
     # ------------------------------------------------ answers
 
@@ -337,6 +374,20 @@ def _cut(events: list[bytes], how: str) -> list[bytes]:
     return events
 
 
+async def post_json(url: str, body: Json) -> int:
+    """A POST as D's HTTP client does it; returns the status."""
+    address, _, path = url.removeprefix("http://").partition("/")
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    writer.write(
+        f"POST /{path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+    )
+    status = int((await reader.readline()).split()[1])
+    writer.close()
+    return status
+
+
 async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -416,6 +467,8 @@ async def stand(
     for position, fake in enumerate(decodes):
         role = Role.DECODE if position < num_decodes else Role.BOTH
         specs.append(InstanceSpec(Origin.parse(fake.url), role, emits, recomputes))
+    for prefill in prefills:
+        prefill.peers = {decode.name: decode for decode in decodes}
     settings: Json = {
         "port": 0,
         "instances": tuple(specs),

@@ -36,14 +36,14 @@ async def pull(router: Router, call: Call) -> None:
             Role.PREFILL, call, lambda chosen: _prefill(router, call, chosen)
         )
     except UpstreamError as error:
-        if not _may_prefill_on_decoder(router, error):
+        if not may_prefill_on_decoder(router, error):
             raise
-        await _fall_back(router, call, "prefill_failed")
+        await fall_back(router, call, "prefill_failed")
         return
     if prefilled.is_final:
         _answer_from_prefill(router, call, prefilled)
     elif prefilled.params is None:
-        await _fall_back(router, call, "no_params")
+        await fall_back(router, call, "no_params")
     else:
         with Held(router, call, prefilled) as held:
             await router.attempt(
@@ -120,12 +120,14 @@ def serve_alone(router: Router, call: Call) -> Role | None:
     return whole
 
 
-def _may_prefill_on_decoder(router: Router, error: UpstreamError) -> bool:
+def may_prefill_on_decoder(router: Router, error: UpstreamError) -> bool:
+    """Whether D may do what P could not: unless forbidden, or the request itself is wrong."""
     is_client_fault = isinstance(error, Rejected) and error.is_client_fault
     return router.config.local_prefill and not is_client_fault
 
 
-async def _fall_back(router: Router, call: Call, reason: str) -> None:
+async def fall_back(router: Router, call: Call, reason: str) -> None:
+    """Serve the request without a hand-over, as a new attempt."""
     logger.warning("request %s: %s, D prefills", call.request_id, reason)
     router.metrics.fallbacks.add(reason)
     call.attempt += 1

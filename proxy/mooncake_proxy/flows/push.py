@@ -1,0 +1,72 @@
+"""Push flow: D reserves blocks first, P writes the KV there layer by layer.
+
+    client -> D            the request and the address of its meeting
+    D      -> metaserver   where its blocks are           (202 at once)
+    proxy  -> P            one token, "write the KV there"
+    D      -> client       everything
+"""
+
+from __future__ import annotations
+
+from msgspec import Raw
+
+from mooncake_proxy.call import Call, prefill_body
+from mooncake_proxy.errors import UpstreamError
+from mooncake_proxy.flows.plain import generate, plain
+from mooncake_proxy.flows.pull import fall_back, may_prefill_on_decoder, serve_alone
+from mooncake_proxy.flows.relay import check_status
+from mooncake_proxy.instances import Instance, Role
+from mooncake_proxy.openai import encode
+from mooncake_proxy.router import Router
+
+
+async def push(router: Router, call: Call) -> None:
+    """Serve one request: D is asked first, P when D says where the KV goes."""
+    alone = serve_alone(router, call)
+    if alone is not None:
+        await plain(router, call, alone)
+        return
+    try:
+        await router.attempt(Role.DECODE, call, lambda chosen: _meet(router, call, chosen))
+    except UpstreamError as error:
+        if call.is_committed or not _is_prefill_failure(router, error):
+            raise
+        await fall_back(router, call, "prefill_failed")
+
+
+async def _meet(router: Router, call: Call, decoder: Instance) -> None:
+    """One attempt: D's answer, and beside it the prefill that D's post starts."""
+    call.decoder = decoder.name
+    with router.rendezvous.expect(lambda params: _dispatch(router, call, params)) as meeting:
+        body = _decode_body(call, router.metaserver_url + meeting.key)
+        decoding = router.client.loop.create_task(generate(router, call, decoder, body))
+        await meeting.beside(decoding)
+
+
+def _decode_body(call: Call, metaserver: str) -> bytes:
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
+    fields = call.fields.copy()
+    fields["kv_transfer_params"] = Raw(encode(params))
+    return encode(fields)
+
+
+async def _dispatch(router: Router, call: Call, params: Raw) -> None:
+    """The prefill, on another P if one fails."""
+    body = prefill_body(call, params)
+    await router.attempt(Role.PREFILL, call, lambda chosen: _prefill(router, call, chosen, body))
+
+
+async def _prefill(router: Router, call: Call, instance: Instance, body: bytes) -> None:
+    call.prefiller = instance.name
+    started = router.now()
+    payload = instance.request(call.endpoint.path, call.attempt_id, call.forward, body)
+    async with instance.pool.send(payload, call.deadline) as answer:
+        await check_status(answer)
+        await answer.read()
+    router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
+
+
+def _is_prefill_failure(router: Router, error: UpstreamError) -> bool:
+    """Whether it was P that failed; D can then prefill itself."""
+    prefillers = [i.name for i in router.fleet if i.spec.role is Role.PREFILL]
+    return error.instance in prefillers and may_prefill_on_decoder(router, error)

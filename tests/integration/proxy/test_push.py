@@ -1,0 +1,109 @@
+"""The push flow: D first, the metaserver, P when D says where."""
+
+from __future__ import annotations
+
+import uvloop
+from support.proxy_fakes import post_json, stand, text_of
+from support.proxy_fakes_client import BODY, events_of, post, streamed_text
+
+
+def test_the_prefiller_gets_what_the_decoder_posted() -> None:
+    async def main() -> None:
+        async with stand(flow="push") as s:
+            answer = await post(s, BODY | {"stream": True})
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            [asked] = s.decode.generated
+            params = asked.body["kv_transfer_params"]
+            assert params["do_remote_prefill"] is True
+            assert params["do_remote_decode"] is False
+            assert s.decode.metaserver_statuses == [202]
+            [prefilled] = s.prefill.generated
+            assert prefilled.body["max_tokens"] == 1
+            assert prefilled.body["stream"] is False
+            assert prefilled.body["prompt"] == BODY["prompt"]
+            assert prefilled.body["kv_transfer_params"]["remote_engine_id"] == "d0"
+            assert prefilled.body["kv_transfer_params"]["remote_block_ids"] == [[1, 2]]
+
+    uvloop.run(main())
+
+
+def test_a_repeated_post_is_answered_and_not_prefilled_twice() -> None:
+    async def main() -> None:
+        async with stand(flow="push") as s:
+            s.decode.behaviour.num_posts = 2
+            await post(s, BODY)
+            assert s.decode.metaserver_statuses == [202, 202]
+            assert len(s.prefill.generated) == 1
+
+    uvloop.run(main())
+
+
+def test_a_second_attempt_reaches_the_prefiller_again() -> None:
+    """The field's proxy answers the second post with 200 and sends nothing to P."""
+
+    async def main() -> None:
+        async with stand(num_decodes=2, flow="push", decode_policy="round-robin") as s:
+            for fake in s.decodes:
+                fake.behaviour.drops = True
+            s.decodes[1].behaviour.drops = False
+            for _ in range(2):
+                assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
+            assert len(s.prefill.generated) == 2
+            assert s.count("retries", "decode") == 1
+
+    uvloop.run(main())
+
+
+def test_a_decoder_that_fails_after_its_post_is_replaced_with_a_new_meeting() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2, flow="push", decode_policy="round-robin") as s:
+            for fake in s.decodes:
+                fake.behaviour.die_after = 0
+            first = await post(s, BODY | {"stream": True})
+            assert first.status_code == 502
+            assert len(s.prefill.generated) == 2
+            ids = [seen.headers["x-request-id"] for fake in s.decodes for seen in fake.generated]
+            assert sorted(ids) == ["abc", "abc-1"]
+
+    uvloop.run(main())
+
+
+def test_a_failed_prefill_ends_the_decoders_wait() -> None:
+    async def main() -> None:
+        async with stand(flow="push", local_prefill=False) as s:
+            s.prefill.behaviour.status = 500
+            answer = await post(s, BODY | {"stream": True})
+            assert answer.status_code == 500
+            await s.decode.wait_for(lambda: s.decode.cut_off == ["abc"])
+
+    uvloop.run(main())
+
+
+def test_a_failed_prefill_falls_back_to_the_decoder() -> None:
+    async def main() -> None:
+        async with stand(flow="push") as s:
+            await s.prefill.kill()
+            answer = await post(s, BODY)
+            assert answer.json()["choices"][0]["text"] == text_of(5)
+            assert "kv_transfer_params" not in s.decode.generated[-1].body
+
+    uvloop.run(main())
+
+
+def test_another_prefiller_takes_the_same_parameters() -> None:
+    async def main() -> None:
+        async with stand(num_prefills=2, flow="push") as s:
+            s.prefills[0].behaviour.drops = True
+            for _ in range(6):
+                assert (await post(s, BODY)).status_code == 200
+            assert len(s.decode.generated) == 6
+
+    uvloop.run(main())
+
+
+def test_an_unknown_meeting_is_404() -> None:
+    async def main() -> None:
+        async with stand(flow="push") as s:
+            assert await post_json(f"{s.url}/v1/metaserver/{'0' * 32}", {}) == 404
+
+    uvloop.run(main())
