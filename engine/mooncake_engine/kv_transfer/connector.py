@@ -12,7 +12,7 @@ import threading
 
 import zmq.asyncio
 
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.kv_transfer.base import ConnectorSetup
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.decode_side import DecodeSide
@@ -67,12 +67,16 @@ class MooncakeConnector:
 
     def start(self) -> None:
         """See ``Connector``."""
-        if not self._ranks_ready.wait(START_TIMEOUT_S):
-            raise ConfigError(
-                f"{len(self._rank_facts)} of {self._setup.config.tp_size} ranks opened their "
-                f"transports within {START_TIMEOUT_S:g} s"
-            )
-        self._loop.run(self._open(), START_TIMEOUT_S)
+        try:
+            if not self._ranks_ready.wait(START_TIMEOUT_S):
+                raise ConfigError(
+                    f"{len(self._rank_facts)} of {self._setup.config.tp_size} ranks opened their "
+                    f"transports within {START_TIMEOUT_S:g} s"
+                )
+            self._loop.run(self._open(), START_TIMEOUT_S)
+        except BaseException:
+            self._loop.close()
+            raise
         self._is_started = True
 
     async def _open(self) -> None:
@@ -81,9 +85,13 @@ class MooncakeConnector:
         context = SideContext(self._facts(), config.lease_s, self._setup.sink, self._loop.spawn)
         self._context = zmq.asyncio.Context()
         self._prefill = PrefillSide(context)
-        self._server = SideChannelServer(
-            self._context, config.host, config.port, secret, self._prefill.handle
-        )
+        try:
+            self._server = SideChannelServer(
+                self._context, config.host, config.port, secret, self._prefill.handle
+            )
+        except PortTaken:
+            self._context.destroy(linger=0)
+            raise
         self._peers = PeerBook(self._context, secret, self._ranks, self._loop.spawn)
         self._decode = DecodeSide(context, self._ranks, self._peers)
         self._holder = Holder(

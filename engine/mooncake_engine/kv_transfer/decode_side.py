@@ -68,7 +68,9 @@ class DecodeSide:
 
     def load(self, request_id: str, local_blocks: tuple[int, ...], start: int) -> None:
         """Load an expected request's prompt from token ``start`` on; ``LoadEnded`` follows."""
-        expected = self._expected[request_id]
+        expected = self._expected.get(request_id)
+        if expected is None:  # its lease was lost just before; that LoadEnded is on its way
+            return
         expected.is_loading = True
         remote = expected.remote
         order = Load(
@@ -106,9 +108,9 @@ class DecodeSide:
     async def _renew(self, group: dict[str, _Expected]) -> None:
         """One peer's leases: what it has lost, or all of them if it has long been silent."""
         names = {expected.remote.request_id: name for name, expected in group.items()}
-        peer = self._peers.get(next(iter(group.values())).remote)
         try:
-            lost = await peer.renew(tuple(names))
+            peer = self._peers.get(next(iter(group.values())).remote)
+            lost = await peer.renew(tuple(names), self._lease_s / RENEWALS_PER_LEASE)
         except KVTransferError as exc:
             self._drop_silent(group, str(exc))
             return
@@ -134,10 +136,11 @@ class DecodeSide:
 
     async def _run(self, order: Load, expected: _Expected) -> None:
         """One load from first to last; whatever happens, its end is reported once, drained."""
-        error = None
+        error: str | None = "the load was interrupted"
         self.counts.loads += 1
         try:
             await self._load(order, expected)
+            error = None
         except KVTransferError as exc:
             error = str(exc)
             self.counts.failures += 1
@@ -164,6 +167,7 @@ class DecodeSide:
         except KVTransferError:
             self._peers.forget(peer.engine_id)
             raise
+        self._peers.forget_predecessors(peer.engine_id)
         if expected.is_cancelled:
             raise KVTransferError("cancelled before it began")
         for report in await self._ranks.run(order):

@@ -7,7 +7,7 @@ of our instances. ``last_token_id`` is the token that the prefill instance sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -51,20 +51,25 @@ class Handoff:
     first_token: FirstToken | None = None
 
 
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
 class _Wire(msgspec.Struct):
     """The fields that we read; unknown ones belong to others and are left alone."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    remote_engine_id: str | None = None
-    remote_request_id: str | None = None
-    remote_host: str | None = None
-    remote_port: int | None = None
-    remote_block_ids: list[list[int]] | None = None
-    num_prompt_tokens: int | None = None
-    last_token_id: int | None = None
-    last_token_logprobs: tuple[float, list[tuple[int, float]]] | None = None
-    remote_cached_tokens: int = 0
+    remote_engine_id: _Name | None = None
+    remote_request_id: _Name | None = None
+    remote_host: _Name | None = None
+    remote_port: _Port | None = None
+    remote_block_ids: list[list[_Count]] | None = None
+    num_prompt_tokens: _Count | None = None
+    last_token_id: _Count | None = None
+    last_token_logprobs: tuple[float, list[tuple[_Count, float]]] | None = None
+    remote_cached_tokens: _Count = 0
 
 
 NEEDED = (

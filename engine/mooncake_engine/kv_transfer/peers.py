@@ -63,10 +63,11 @@ class Peer:
             ranks.tell_all(ConnectPeer(facts.engine_id, facts.ranks))
             self._is_known = True
 
-    async def renew(self, request_ids: tuple[str, ...]) -> tuple[str, ...]:
+    async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """Keep leases alive; returns those that are lost."""
         make = _with_ticket(Renew, request_ids)
-        return (await self._client.ask(make, Renewed, tries=1)).lost
+        answer = await self._client.ask(make, Renewed, tries=1, try_timeout_s=timeout_s)
+        return answer.lost
 
     async def done(self, request_id: str) -> LeaseStatus:
         """Say that a prompt was read; returns how its lease ended."""
@@ -105,17 +106,27 @@ class PeerBook:
         self._peers: dict[str, tuple[Peer, str, asyncio.Task[None]]] = {}
 
     def get(self, remote: RemoteKV) -> Peer:
-        """The holder of that KV; another incarnation at the same address is forgotten."""
+        """The holder of that KV.
+
+        Raises:
+            KVTransferError: its address can't be one.
+        """
         known = self._peers.get(remote.engine_id)
         if known is not None:
             return known[0]
         client = SideChannelClient(self._context, remote.host, remote.port, self._secret)
-        for engine_id, (_, url, _) in list(self._peers.items()):
-            if url == client.url:
-                self.forget(engine_id)
         peer = Peer(remote.engine_id, client)
         self._peers[remote.engine_id] = (peer, client.url, self._spawn(client.receive()))
         return peer
+
+    def forget_predecessors(self, engine_id: str) -> None:
+        """Drop the earlier incarnations of a peer that has just proved who it is."""
+        known = self._peers.get(engine_id)
+        if known is None:
+            return
+        for other, (_, url, _) in list(self._peers.items()):
+            if url == known[1] and other != engine_id:
+                self.forget(other)
 
     def forget(self, engine_id: str) -> None:
         """Drop a peer that failed or was replaced; a later request starts afresh. Idempotent."""

@@ -117,7 +117,7 @@ def unseal(frame: bytes, secret: bytes) -> AnyMessage:
         raise BadFrame("the seal does not fit: the instances have different secrets")
     try:
         return _decoder.decode(payload)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise BadFrame(f"not a message of protocol {PROTOCOL_VERSION}: {exc}") from exc
 
 

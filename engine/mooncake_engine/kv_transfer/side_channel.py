@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -99,6 +100,9 @@ class SideChannelClient:
         context: ZeroMQ context of the connector.
         host, port: the peer's side channel.
         secret: of the deployment.
+
+    Raises:
+        KVTransferError: the host can't be an address.
     """
 
     def __init__(self, context: zmq.asyncio.Context, host: str, port: int, secret: bytes) -> None:
@@ -110,7 +114,11 @@ class SideChannelClient:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.connect(self.url)
+        try:
+            self._socket.connect(self.url)
+        except zmq.ZMQError as exc:
+            self._socket.close()
+            raise KVTransferError(f"{self.url!r} is no address of a side channel: {exc}") from exc
 
     async def receive(self) -> None:
         """Hand answers to those who asked, until cancelled."""
@@ -124,37 +132,56 @@ class SideChannelClient:
             self._deliver(message)
 
     async def ask(
-        self, make: Callable[[int], AnyMessage], kind: type[Answer], *, tries: int = TRIES
+        self,
+        make: Callable[[int], AnyMessage],
+        kind: type[Answer],
+        *,
+        tries: int = TRIES,
+        try_timeout_s: float = TRY_TIMEOUT_S,
     ) -> Answer:
         """Send a request until it is answered.
 
         Args:
             make: from ticket to request.
             kind: the answer's type.
-            tries: how often to send it, TRY_TIMEOUT_S apart.
+            tries: how often to send it.
+            try_timeout_s: how long to wait for an answer each time.
 
         Raises:
-            KVTransferError: no answer, or one of another kind.
+            KVTransferError: no answer, or one of another kind, or this end was closed.
             HandshakeRefused: the peer rejected the request; its reason is the message.
         """
         ticket = next(self._tickets)
         answer = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         try:
             for _ in range(tries):
-                await self._socket.send(seal(make(ticket), self._secret))
-                done, _pending = await asyncio.wait({answer}, timeout=TRY_TIMEOUT_S)
+                await self._send(make(ticket))
+                done, _pending = await asyncio.wait({answer}, timeout=try_timeout_s)
                 if done:
                     return _expect(answer.result(), kind, self.url)
         finally:
             del self._waiting[ticket]
         raise KVTransferError(
-            f"peer {self.url} did not answer within {tries * TRY_TIMEOUT_S:g} s; "
+            f"peer {self.url} did not answer within {tries * try_timeout_s:g} s; "
             "it is gone, overloaded, or has another secret"
         )
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect; those who wait for an answer are told that there will be none."""
         self._socket.close()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._closed())
+
+    async def _send(self, message: AnyMessage) -> None:
+        """Queue a message for the peer; a full queue loses it, as a network would."""
+        if self._socket.closed:
+            raise self._closed()
+        with contextlib.suppress(zmq.Again):
+            await self._socket.send(seal(message, self._secret), zmq.NOBLOCK)
+
+    def _closed(self) -> KVTransferError:
+        return KVTransferError(f"the connection to peer {self.url} was given up")
 
     def _deliver(self, message: AnyMessage) -> None:
         waiting = self._waiting.get(message.ticket)

@@ -1,0 +1,120 @@
+"""Whether two instances fit: what they say of themselves, and both values in every refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mooncake_engine.errors import HandshakeRefused
+from mooncake_engine.kv_transfer.facts import (
+    HardwareFacts,
+    InstanceFacts,
+    RankFacts,
+    check_fit,
+    model_fingerprint,
+)
+from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.layout import make_layout
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
+FREE = HardwareFacts("cpu", "x86", DeploymentConstraints())
+STRICT = HardwareFacts(
+    "vendor",
+    "A2",
+    DeploymentConstraints(
+        any_tp_ratio=False, same_generation=True, same_backend=True, block_size=128
+    ),
+)
+
+
+def facts(tp_size: int = 1, hardware: HardwareFacts = FREE, block_size: int = 16) -> InstanceFacts:
+    ranks = []
+    for rank in range(tp_size):
+        shard = shard_of(GEOMETRY, tp_size, rank)
+        layout = make_layout("BHLPT", GEOMETRY, shard, 8, block_size)
+        ranks.append(RankFacts(shard, layout, {"tcp": b"address"}))
+    return InstanceFacts("me", "m1", "t1", GEOMETRY, block_size, hardware, tuple(ranks))
+
+
+def refusal(prefill: InstanceFacts, decode: InstanceFacts) -> str:
+    with pytest.raises(HandshakeRefused) as refused:
+        check_fit(prefill, decode)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 4), (4, 2), (3, 2)])
+def test_equal_models_fit_whatever_the_ratio_and_block_size(
+    prefill_tp: int, decode_tp: int
+) -> None:
+    check_fit(facts(prefill_tp, block_size=128), facts(decode_tp, block_size=16))
+
+
+def test_another_model_is_refused_with_both_values() -> None:
+    words = refusal(facts(), msgspec.structs.replace(facts(), model_fingerprint="m2"))
+    assert "model differs" in words
+    assert "m1" in words
+    assert "m2" in words
+
+
+def test_another_tokenizer_is_refused_with_both_values() -> None:
+    words = refusal(facts(), msgspec.structs.replace(facts(), tokenizer_fingerprint="t2"))
+    assert "tokenizer differs" in words
+    assert "t1" in words
+    assert "t2" in words
+
+
+def test_another_dtype_is_refused_with_both_values() -> None:
+    narrow = replace(GEOMETRY, dtype="bfloat16", element_bytes=2)
+    words = refusal(facts(), msgspec.structs.replace(facts(), geometry=narrow))
+    assert "KV geometry differs" in words
+    assert "float32" in words
+    assert "bfloat16" in words
+
+
+def test_hardware_that_works_only_with_itself_says_so() -> None:
+    strict = facts(hardware=STRICT, block_size=128)
+    assert "'vendor' works only with itself, the peer runs 'cpu'" in refusal(strict, facts())
+    assert "'vendor' works only with itself, the peer runs 'cpu'" in refusal(facts(), strict)
+
+
+def test_generations_may_not_be_mixed_where_the_backend_says_so() -> None:
+    other = HardwareFacts("vendor", "A3", STRICT.constraints)
+    words = refusal(facts(hardware=STRICT, block_size=128), facts(hardware=other, block_size=128))
+    assert "'A2' here, 'A3' at the peer" in words
+
+
+def test_a_block_size_that_the_backend_needs_is_checked() -> None:
+    words = refusal(facts(hardware=STRICT), facts(hardware=STRICT))
+    assert "needs KV blocks of 128 tokens, not 16" in words
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (3, 2)])
+def test_the_default_ratio_rule_holds_where_the_backend_says_so(
+    prefill_tp: int, decode_tp: int
+) -> None:
+    words = refusal(facts(prefill_tp, STRICT, 128), facts(decode_tp, STRICT, 128))
+    assert f"prefill {prefill_tp}, decode {decode_tp}" in words
+
+
+def write_model(directory: Path, weights: bytes, config: str = "{}") -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(config)
+    (directory / "model.safetensors").write_bytes(weights)
+    return model_fingerprint(directory)
+
+
+def test_a_models_fingerprint_follows_its_files(tmp_path: Path) -> None:
+    weights = bytes(range(256)) * 4096
+    first = write_model(tmp_path / "a", weights)
+    assert write_model(tmp_path / "b", weights) == first
+    assert write_model(tmp_path / "c", weights, '{"layers": 3}') != first
+    assert write_model(tmp_path / "d", weights + b"\0") != first
+
+
+def test_other_weights_of_the_same_shape_are_another_model(tmp_path: Path) -> None:
+    first = write_model(tmp_path / "a", bytes(range(256)) * 4096)
+    assert write_model(tmp_path / "b", bytes(reversed(range(256))) * 4096) != first

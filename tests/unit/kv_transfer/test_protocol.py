@@ -1,0 +1,122 @@
+"""Frames of the side channel: what fits comes back as it was, everything else is a BadFrame."""
+
+from __future__ import annotations
+
+import hmac
+
+import msgspec
+import pytest
+from hypothesis import example, given, strategies as st
+
+from mooncake_engine.errors import HandshakeRefused
+from mooncake_engine.kv_transfer import protocol
+from mooncake_engine.kv_transfer.protocol import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    BadFrame,
+    Done,
+    Failed,
+    LeaseStatus,
+    Reject,
+    Renew,
+    Renewed,
+    Status,
+    check_version,
+    seal,
+    unseal,
+)
+
+SECRET = b"of this deployment"
+MESSAGES: list[protocol.AnyMessage] = [
+    Renew(1, ("a", "b")),
+    Renewed(1, ("b",)),
+    Done(2, "a"),
+    Failed(3, "a", "the client left"),
+    Status(3, LeaseStatus.RELEASED),
+    Reject(0, "no"),
+]
+
+
+def sealed(payload: bytes) -> bytes:
+    """As somebody would who knows the secret and speaks another language."""
+    return hmac.digest(SECRET, payload, "sha256") + payload
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_its_frame(message: protocol.AnyMessage) -> None:
+    assert unseal(seal(message, SECRET), SECRET) == message
+
+
+def test_the_wire_form_is_fixed() -> None:
+    payload = seal(Done(7, "cmpl-1"), SECRET)[32:]
+    assert msgspec.msgpack.decode(payload) == {"kind": "done", "ticket": 7, "request_id": "cmpl-1"}
+    assert PROTOCOL_VERSION == 1
+
+
+def test_another_secret_is_told_apart() -> None:
+    with pytest.raises(BadFrame, match="different secrets"):
+        unseal(seal(Done(1, "a"), b"of another"), SECRET)
+
+
+@pytest.mark.parametrize("length", [0, 1, 32])
+def test_a_frame_without_a_message_is_refused(length: int) -> None:
+    with pytest.raises(BadFrame, match=f"a frame of {length} bytes"):
+        unseal(bytes(length), SECRET)
+
+
+def test_an_oversized_frame_is_refused_unread() -> None:
+    with pytest.raises(BadFrame, match="a frame of"):
+        unseal(bytes(MAX_FRAME_BYTES + 1), SECRET)
+
+
+@given(frame=st.binary(max_size=200))
+def test_random_bytes_are_a_bad_frame(frame: bytes) -> None:
+    with pytest.raises(BadFrame):
+        unseal(frame, SECRET)
+
+
+@given(index=st.integers(0, len(MESSAGES) - 1), data=st.data())
+def test_a_cut_or_changed_frame_is_a_bad_frame(index: int, data: st.DataObject) -> None:
+    frame = seal(MESSAGES[index], SECRET)
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(BadFrame):
+        unseal(frame[:cut], SECRET)
+    flipped = bytearray(frame)
+    flipped[cut] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(BadFrame):
+        unseal(bytes(flipped), SECRET)
+
+
+DEEP = b"\x83\xa4kind\xa4done\xa6ticket\x01\xa1x" + b"\x91" * 5000 + b"\x01"
+NOT_UTF8 = b"\x83\xa4kind\xa4done\xa6ticket\x01\xaarequest_id\xa2\xff\xfe"
+
+
+@given(payload=st.binary(min_size=1, max_size=200))
+@example(payload=DEEP)
+@example(payload=NOT_UTF8)
+@example(payload=msgspec.msgpack.encode({"kind": "hello", "ticket": 1, "version": 1, "facts": {}}))
+@example(payload=msgspec.msgpack.encode({"kind": "shutdown", "ticket": 1}))
+@example(payload=msgspec.msgpack.encode({"kind": "done", "ticket": "1", "request_id": "a"}))
+@example(payload=seal(Done(1, "a"), SECRET)[32:] + b"tail")
+def test_a_sealed_frame_that_is_no_message_is_a_bad_frame(payload: bytes) -> None:
+    with pytest.raises(BadFrame):
+        unseal(sealed(payload), SECRET)
+
+
+@given(payload=st.dictionaries(st.text(max_size=10), st.integers() | st.text(max_size=9)))
+def test_sealed_maps_never_raise_anything_else(payload: dict[str, object]) -> None:
+    small = {key: value for key, value in payload.items() if not _is_huge(value)}
+    try:
+        unseal(sealed(msgspec.msgpack.encode(small)), SECRET)
+    except BadFrame:
+        return
+
+
+def _is_huge(value: object) -> bool:
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
+
+
+def test_another_version_is_refused_with_both_named() -> None:
+    check_version(PROTOCOL_VERSION)
+    with pytest.raises(HandshakeRefused, match="protocol 2, this instance 1"):
+        check_version(2)
