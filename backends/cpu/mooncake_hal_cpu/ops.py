@@ -88,32 +88,52 @@ class NativeOps(TorchOps):
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        dim, dtype = query.shape[2], query.dtype
-        fits = dtype in _DTYPES and dim % _LANES == 0 and query.stride(2) == 1
-        if not fits or key_cache.dtype != dtype or value_cache.shape[3] != dim:
+        if not _fits(query, key_cache, value_cache):
             return super().decode_attention(query, key_cache, value_cache, batch, scale)
-        sequences, heads = query.shape[0], query.shape[1]
-        out = torch.empty((sequences, heads, dim), dtype=dtype)
-        kv_heads = key_cache.shape[2]
-        tables = batch.block_tables
-        contexts = sum(batch.host_context_lens[:sequences])
+        out = torch.empty(query.shape, dtype=query.dtype)
+        context_tokens = sum(batch.host_context_lens[: len(query)])
         self._library.decode_attention(
             out.data_ptr(),
             query.data_ptr(),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
-            tables.data_ptr(),
+            batch.block_tables.data_ptr(),
             batch.context_lens.data_ptr(),
-            _attention_strides(
-                key_cache.stride(),
-                value_cache.stride(),
-                (query.stride(0), query.stride(1), tables.stride(0)),
-                query.element_size(),
-            ),
-            _int64s((sequences, heads, kv_heads, dim, key_cache.shape[1])),
+            _attention_strides(query, key_cache, value_cache, batch.block_tables),
+            _attention_shape(len(query), query, key_cache),
             scale,
-            dtype is torch.bfloat16,
-            _threads(contexts * kv_heads * dim),
+            query.dtype is torch.bfloat16,
+            _threads(context_tokens * key_cache.shape[2] * query.shape[2]),
+        )
+        return out
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        if not _fits(query, key_cache, value_cache):
+            return super().prefill_attention(query, key_cache, value_cache, batch, scale)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        first = batch.num_decodes
+        tables = batch.block_tables[first:]
+        self._library.prefill_attention(
+            out.data_ptr(),
+            query.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            tables.data_ptr(),
+            batch.context_lens[first:].data_ptr(),
+            batch.query_start[first:].data_ptr(),
+            _attention_strides(query, key_cache, value_cache, tables),
+            _attention_shape(len(tables), query, key_cache),
+            scale,
+            query.dtype is torch.bfloat16,
+            _threads(query.numel() * 16),
         )
         return out
 
@@ -195,6 +215,13 @@ class NativeOps(TorchOps):
         return out
 
 
+def _fits(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether the attention kernels take these tensors."""
+    dim, dtype = query.shape[2], query.dtype
+    same = key_cache.dtype == value_cache.dtype == dtype and value_cache.shape[3] == dim
+    return same and dtype in _DTYPES and dim % _LANES == 0 and query.stride(2) == 1
+
+
 def _threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= _PARALLEL_ELEMENTS else 1
 
@@ -214,12 +241,20 @@ def _int64s(values: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-@lru_cache(maxsize=4096)
 def _attention_strides(
-    key: tuple[int, ...], value: tuple[int, ...], rest: tuple[int, ...], element_bytes: int
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, tables: Tensor
 ) -> ctypes.Array[ctypes.c_int64]:
-    caches = [stride * element_bytes for stride in key[:3] + value[:3]]
-    return _int64s((*caches, *rest))
+    size = query.element_size()
+    caches = [stride * size for stride in key_cache.stride()[:3] + value_cache.stride()[:3]]
+    return _int64s((*caches, *query.stride()[:2], tables.stride(0)))
+
+
+def _attention_shape(
+    sequences: int, query: Tensor, key_cache: Tensor
+) -> ctypes.Array[ctypes.c_int64]:
+    _, heads, head_dim = query.shape
+    _, block_size, kv_heads, _ = key_cache.shape
+    return _int64s((sequences, heads, kv_heads, head_dim, block_size))
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ struct Cache {
   int64_t block_stride, token_stride, head_stride;  // bytes
 };
 
-struct Decode {
+struct Batch {
   Cache key, value;
   const int32_t *tables, *contexts;
   int64_t table_stride;
@@ -24,15 +24,16 @@ struct Decode {
 struct Part { int sequence, kv_head, first, count; };
 
 // Bytes of one part's result: for each head of the group, maximum, sum and head_dim accumulators.
-static inline size_t partial_floats(const Decode& d) {
+static inline size_t partial_floats(const Batch& d) {
   return (size_t)(d.heads / d.kv_heads) * (d.head_dim + 2);
 }
 
+// Addresses of `count` tokens of a sequence and KV head, from token `first` on.
 template <typename T>
-static void locate(const Decode& d, const Cache& cache, const Part& part, int first, int count,
-                   const T** rows) {
-  const int32_t* table = d.tables + part.sequence * d.table_stride;
-  const char* head = cache.base + part.kv_head * cache.head_stride;
+static void locate(const Batch& d, const Cache& cache, int sequence, int kv_head, int first,
+                   int count, const T** rows) {
+  const int32_t* table = d.tables + sequence * d.table_stride;
+  const char* head = cache.base + kv_head * cache.head_stride;
   int block = first / d.block_size, offset = first % d.block_size;
   for (int t = 0; t < count; t++) {
     rows[t] = (const T*)(head + table[block] * cache.block_stride + offset * cache.token_stride);
@@ -95,7 +96,7 @@ static inline vf dot(const bf16* key, const bf16* query, int dim) {
 
 // scores of `count` tokens for one query head; those up to the next multiple of 16 are -inf
 template <typename T, int DIM>
-static void score(const T* const* keys, int count, const T* query, const Decode& d, float* out) {
+static void score(const T* const* keys, int count, const T* query, const Batch& d, float* out) {
   const int dim = DIM ? DIM : d.head_dim;
   for (int t = 0; t < count; t += LANES) {
     vf rows[LANES];
@@ -176,7 +177,7 @@ static inline void prefetch(const T* const* rows, int count, int index, int slic
 }
 
 template <typename T, int DIM>
-static void attend(const Decode& d, const T* query, const Part& part, float* scores, float* out) {
+static void attend(const Batch& d, const T* query, const Part& part, float* scores, float* out) {
   const int group = d.heads / d.kv_heads, dim = d.head_dim;
   float *maxima = out, *totals = out + group, *sums = out + 2 * group;
   std::fill(maxima, totals, -INFINITY);
@@ -184,12 +185,12 @@ static void attend(const Decode& d, const T* query, const Part& part, float* sco
   const T* queries = query + part.sequence * d.query_stride +
                      (int64_t)part.kv_head * group * d.query_head_stride;
   const T *keys[TILE], *values[TILE], *next[TILE];
-  locate(d, d.key, part, part.first, std::min(TILE, part.count), keys);
+  locate(d, d.key, part.sequence, part.kv_head, part.first, std::min(TILE, part.count), keys);
   for (int done = 0; done < part.count; done += TILE) {
     const int first = part.first + done, count = std::min(TILE, part.count - done);
     const int ahead = std::min(TILE, part.count - done - count);
-    locate(d, d.value, part, first, count, values);
-    locate(d, d.key, part, first + count, ahead, next);
+    locate(d, d.value, part.sequence, part.kv_head, first, count, values);
+    locate(d, d.key, part.sequence, part.kv_head, first + count, ahead, next);
     for (int g = 0; g < group; g++) {
       prefetch(values, count, g, group, dim);
       score<T, DIM>(keys, count, queries + g * d.query_head_stride, d, scores + g * TILE);
@@ -203,7 +204,7 @@ static void attend(const Decode& d, const T* query, const Part& part, float* sco
 
 // Merge the parts of one sequence and KV head, in order, and write the group's rows.
 template <typename T>
-static void merge(const Decode& d, const float* partials, int parts, T* out) {
+static void merge(const Batch& d, const float* partials, int parts, T* out) {
   const int group = d.heads / d.kv_heads, dim = d.head_dim;
   const size_t size = partial_floats(d);
   for (int g = 0; g < group; g++) {
@@ -224,7 +225,7 @@ static void merge(const Decode& d, const float* partials, int parts, T* out) {
 }
 
 template <typename T>
-static void attend_any(const Decode& d, const T* query, const Part& part, float* scores,
+static void attend_any(const Batch& d, const T* query, const Part& part, float* scores,
                        float* out) {
   switch (d.head_dim) {
     case 64: return attend<T, 64>(d, query, part, scores, out);
@@ -234,7 +235,7 @@ static void attend_any(const Decode& d, const T* query, const Part& part, float*
 }
 
 template <typename T>
-static void decode(const Decode& d, const T* query, T* out, int threads) {
+static void decode(const Batch& d, const T* query, T* out, int threads) {
   const int group = d.heads / d.kv_heads;
   std::vector<Part> parts;
   std::vector<size_t> first_part;  // of each (sequence, KV head); one more at the end
@@ -261,17 +262,24 @@ static void decode(const Decode& d, const T* query, T* out, int threads) {
 }
 
 // strides: block, token, head of the key cache, then of the value cache, in bytes; then the
-// query's token and head strides in elements, then the block table's row stride. `out` is dense.
+// query's token and head strides in elements, then the block table's row stride.
 // shape: sequences, heads, kv_heads, head_dim, block_size.
+static Batch make_batch(const void* key, const void* value, const int32_t* tables,
+                        const int32_t* contexts, const int64_t* strides, const int64_t* shape,
+                        float scale) {
+  return {{(const char*)key, strides[0], strides[1], strides[2]},
+          {(const char*)value, strides[3], strides[4], strides[5]},
+          tables, contexts, strides[8],
+          (int)shape[0], (int)shape[1], (int)shape[2], (int)shape[3], (int)shape[4],
+          strides[6], strides[7], scale};
+}
+
+// `out` is dense.
 extern "C" void decode_attention(void* out, const void* query, const void* key, const void* value,
                                  const int32_t* tables, const int32_t* contexts,
                                  const int64_t* strides, const int64_t* shape, float scale,
                                  int is_bf16, int threads) {
-  const Decode d{{(const char*)key, strides[0], strides[1], strides[2]},
-                 {(const char*)value, strides[3], strides[4], strides[5]},
-                 tables, contexts, strides[8],
-                 (int)shape[0], (int)shape[1], (int)shape[2], (int)shape[3], (int)shape[4],
-                 strides[6], strides[7], scale};
+  const Batch d = make_batch(key, value, tables, contexts, strides, shape, scale);
   if (is_bf16) decode(d, (const bf16*)query, (bf16*)out, threads);
   else decode(d, (const float*)query, (float*)out, threads);
 }

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -60,8 +62,11 @@ static inline void narrow(bf16* p, float x) {
   p->bits = x == x ? (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : 0x7fc0;
 }
 
-static inline float sum(vf x) {  // pairwise, so that the order never depends on the compiler
-#pragma GCC unroll 4
+#if defined(__AVX512F__)
+static inline float sum(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+static inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+static inline float sum(vf x) {  // in halves, so that the order never depends on the compiler
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; i++) x[i] += x[i + half];
   return x[0];
@@ -72,6 +77,7 @@ static inline float largest(vf x) {
   for (int i = 1; i < LANES; i++) out = std::max(out, x[i]);
   return out;
 }
+#endif
 
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 

@@ -1,0 +1,231 @@
+// Causal attention of many query tokens over paged KV, in tiles, as two small matrix products.
+//
+// Keys and values of a sequence are packed once: keys transposed, both in pairs where the processor
+// multiplies pairs of bf16. Tiles of keys start at token 0 of the context and every query row keeps
+// to itself, so a prompt gives the same result in one piece, in chunks, or after a cached prefix.
+
+constexpr int KEYS = 64;  // tokens of a packed tile
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, WIDTH = 4;  // 24 of 32 registers hold sums
+#else
+constexpr int ROWS = 3, WIDTH = 1;
+#endif
+constexpr int QUERY_ROWS = 48;  // rows (token, head of the group) that share a pass over the keys
+
+// What the products work on: floats, or pairs of bf16 that one instruction multiplies and adds.
+struct Pair { uint32_t bits; };
+template <typename T> struct Packing { using Item = float; static constexpr int STEP = 1; };
+#if defined(__AVX512BF16__)
+template <> struct Packing<bf16> { using Item = Pair; static constexpr int STEP = 2; };
+
+static inline vf multiply_add(vf sum, const Pair* b, Pair a) {
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(b),
+                              (__m512bh)_mm512_set1_epi32((int)a.bits));
+}
+#endif
+static inline vf multiply_add(vf sum, const float* b, float a) { return sum + load(b) * a; }
+
+static inline void pack(float* to, float x) { *to = x; }
+static inline void pack(float* to, bf16 x) { *to = widen(x); }
+
+// out[r][w] = or += sum over k of a[r][k] × b[k][w]
+template <int VECTORS, bool ADD, typename Item>
+static void product(const Item* a, int64_t a_stride, const Item* b, int64_t b_stride, int depth,
+                    float* out, int64_t out_stride) {
+  vf sums[ROWS][VECTORS];
+  for (int r = 0; r < ROWS; r++)
+    for (int w = 0; w < VECTORS; w++)
+      sums[r][w] = ADD ? load(out + r * out_stride + w * LANES) : vf{};
+  for (int k = 0; k < depth; k++)
+    for (int r = 0; r < ROWS; r++)
+      for (int w = 0; w < VECTORS; w++)
+        sums[r][w] = multiply_add(sums[r][w], b + k * b_stride + w * LANES, a[r * a_stride + k]);
+  for (int r = 0; r < ROWS; r++)
+    for (int w = 0; w < VECTORS; w++) store(out + r * out_stride + w * LANES, sums[r][w]);
+}
+
+template <bool ADD, typename Item>
+static void product_wide(const Item* a, int64_t a_stride, const Item* b, int width, int depth,
+                         float* out) {
+  int at = 0;
+  for (; at + WIDTH * LANES <= width; at += WIDTH * LANES)
+    product<WIDTH, ADD>(a, a_stride, b + at, width, depth, out + at, width);
+  for (; at < width; at += LANES)
+    product<1, ADD>(a, a_stride, b + at, width, depth, out + at, width);
+}
+
+// keys: [head_dim / STEP][KEYS]; missing tokens are zeros
+template <typename T>
+static void pack_keys(const T* const* rows, int count, int dim, float* out) {
+  for (int d = 0; d < dim; d++)
+    for (int t = 0; t < KEYS; t++) {
+      if (t < count) pack(out + d * KEYS + t, rows[t][d]);
+      else out[d * KEYS + t] = 0;
+    }
+}
+
+// values: [KEYS / STEP][head_dim]
+template <typename T>
+static void pack_values(const T* const* rows, int count, int dim, float* out) {
+  for (int t = 0; t < KEYS; t++)
+    for (int d = 0; d < dim; d += LANES)
+      store(out + t * dim + d, t < count ? load(rows[t] + d) : vf{});
+}
+
+static void pack_keys(const bf16* const* rows, int count, int dim, Pair* out) {
+  for (int t = 0; t < KEYS; t++)
+    for (int d = 0; d < dim / 2; d++) {
+      uint32_t bits = 0;
+      if (t < count) std::memcpy(&bits, rows[t] + 2 * d, sizeof bits);
+      out[d * KEYS + t].bits = bits;
+    }
+}
+
+static void pack_values(const bf16* const* rows, int count, int dim, Pair* out) {
+  for (int t = 0; t < KEYS; t += 2)
+    for (int d = 0; d < dim; d++) {
+      const uint32_t low = t < count ? rows[t][d].bits : 0;
+      const uint32_t high = t + 1 < count ? rows[t + 1][d].bits : 0;
+      out[t / 2 * dim + d].bits = low | high << 16;
+    }
+}
+
+static inline void put_weight(float* row, int at, vf x) { store(row + at, x); }
+static inline void put_weight(Pair* row, int at, vf x) { store((bf16*)row + at, x); }
+
+static inline void put_query(float* row, const float* query, int dim) {
+  std::memcpy(row, query, dim * sizeof(float));
+}
+static inline void put_query(float* row, const bf16* query, int dim) {
+  for (int i = 0; i < dim; i += LANES) store(row + i, load(query + i));
+}
+static inline void put_query(Pair* row, const bf16* query, int dim) {
+  std::memcpy(row, query, dim * sizeof(bf16));
+}
+
+// One row's scores of a tile, of which it sees `visible`, into weights; see soften in decode.cpp.
+template <typename Item>
+static void weigh(float* scores, int visible, float scale, int dim, float* maximum, float* total,
+                  float* sums, Item* weights) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vf tile[KEYS / LANES], high = splat(-INFINITY);
+  for (int i = 0; i < KEYS / LANES; i++) {
+    const vf score = load(scores + i * LANES) * scale;
+    tile[i] = lane + i * LANES < visible ? score : splat(-INFINITY);
+    high = vmax(high, tile[i]);
+  }
+  const float before = *maximum, now = visible > 0 ? std::max(before, largest(high)) : before;
+  vf added{};
+  for (int i = 0; i < KEYS / LANES; i++) {
+    const vf weight = visible > 0 ? vexp(tile[i] - now) : vf{};
+    put_weight(weights, i * LANES, weight);
+    added += weight;
+  }
+  const float keep = before == now ? 1.f : vexp(splat(before - now))[0];
+  *total = *total * keep + sum(added);
+  *maximum = now;
+  if (keep != 1.f)
+    for (int i = 0; i < dim; i += LANES) store(sums + i, load(sums + i) * keep);
+}
+
+template <typename Item>
+static Item* aligned(size_t count) {
+  return (Item*)::operator new(count * sizeof(Item), std::align_val_t(64));
+}
+struct Free {
+  void operator()(void* p) const { ::operator delete(p, std::align_val_t(64)); }
+};
+
+// One sequence's prefill.
+template <typename T>
+struct Prefill {
+  using Item = typename Packing<T>::Item;
+  static constexpr int STEP = Packing<T>::STEP;
+
+  const Batch& d;
+  const T* query;
+  T* out;
+  int sequence, tokens;
+  const int context = d.contexts[sequence], group = d.heads / d.kv_heads, dim = d.head_dim;
+  const int tiles = (context + KEYS - 1) / KEYS;
+  const int query_tiles = (tokens * group + QUERY_ROWS - 1) / QUERY_ROWS;
+  const size_t tile_items = (size_t)KEYS * dim / STEP;
+  std::unique_ptr<Item, Free> keys{aligned<Item>(tile_items * tiles * d.kv_heads)};
+  std::unique_ptr<Item, Free> values{aligned<Item>(tile_items * tiles * d.kv_heads)};
+
+  void pack_tile(int head, int tile) {
+    const T* rows[KEYS];
+    const int first = tile * KEYS, count = std::min(KEYS, context - first);
+    const size_t at = ((size_t)head * tiles + tile) * tile_items;
+    locate(d, d.key, sequence, head, first, count, rows);
+    pack_keys(rows, count, dim, keys.get() + at);
+    locate(d, d.value, sequence, head, first, count, rows);
+    pack_values(rows, count, dim, values.get() + at);
+  }
+
+  // tokens of the context that a row sees
+  int limit(int row) const { return context - tokens + std::min(row / group, tokens - 1) + 1; }
+
+  void attend_rows(int head, int query_tile) const {
+    const int first = query_tile * QUERY_ROWS, last = std::min(first + QUERY_ROWS, tokens * group);
+    const int depth = dim / STEP;
+    std::vector<Item> queries((size_t)QUERY_ROWS * depth), weights(ROWS * KEYS / STEP);
+    std::vector<float> scores(ROWS * KEYS), sums((size_t)QUERY_ROWS * dim);
+    std::vector<float> maxima(QUERY_ROWS, -INFINITY), totals(QUERY_ROWS);
+    for (int row = first; row < last; row++)
+      put_query(&queries[(size_t)(row - first) * depth],
+                query + row / group * d.query_stride +
+                    (head * group + row % group) * d.query_head_stride,
+                dim);
+    for (int tile = 0; tile * KEYS < limit(last - 1); tile++) {
+      const size_t at = ((size_t)head * tiles + tile) * tile_items;
+      for (int r = 0; r < last - first; r += ROWS) {
+        product_wide<false>(&queries[(size_t)r * depth], depth, keys.get() + at, KEYS, depth,
+                            scores.data());
+        for (int i = r; i < r + ROWS; i++)
+          weigh(&scores[(i - r) * KEYS], limit(first + i) - tile * KEYS, d.scale, dim, &maxima[i],
+                &totals[i], &sums[(size_t)i * dim], &weights[(i - r) * KEYS / STEP]);
+        product_wide<true>(weights.data(), KEYS / STEP, values.get() + at, dim, KEYS / STEP,
+                           &sums[(size_t)r * dim]);
+      }
+    }
+    for (int row = first; row < last; row++) {
+      T* to = out + ((int64_t)(row / group) * d.heads + head * group + row % group) * dim;
+      for (int i = 0; i < dim; i += LANES)
+        store(to + i, load(&sums[(size_t)(row - first) * dim + i]) / totals[row - first]);
+    }
+  }
+
+  void run(int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for collapse(2) schedule(static)
+      for (int head = 0; head < d.kv_heads; head++)
+        for (int tile = 0; tile < tiles; tile++) pack_tile(head, tile);
+      // the last rows see the most tokens: they go first, so that nobody waits for one at the end
+#pragma omp for collapse(2) schedule(dynamic)
+      for (int tile = query_tiles - 1; tile >= 0; tile--)
+        for (int head = 0; head < d.kv_heads; head++) attend_rows(head, tile);
+    }
+  }
+};
+
+template <typename T>
+static void prefill(const Batch& d, const T* query, const int32_t* starts, T* out, int threads) {
+  for (int s = 0; s < d.sequences; s++) {
+    const int64_t first = starts[s] - starts[0];
+    Prefill<T>{d, query + first * d.query_stride, out + first * d.heads * d.head_dim, s,
+               starts[s + 1] - starts[s]}
+        .run(threads);
+  }
+}
+
+// `starts`: offsets of the sequences' tokens, one more than sequences; `out` is dense.
+extern "C" void prefill_attention(void* out, const void* query, const void* key, const void* value,
+                                  const int32_t* tables, const int32_t* contexts,
+                                  const int32_t* starts, const int64_t* strides,
+                                  const int64_t* shape, float scale, int is_bf16, int threads) {
+  const Batch d = make_batch(key, value, tables, contexts, strides, shape, scale);
+  if (is_bf16) prefill(d, (const bf16*)query, starts, (bf16*)out, threads);
+  else prefill(d, (const float*)query, starts, (float*)out, threads);
+}
