@@ -187,8 +187,11 @@ class InProcessExecutor:
         """See ``Executor``."""
         if self._worker.extension is None or rank not in (None, 0):
             raise ConfigError(f"there is no extension on rank {rank or 0} to send to")
-        with self._send_lock:
-            self._worker.extension.receive(message)
+        try:
+            with self._send_lock:
+                self._worker.extension.receive(message)
+        except Exception as exc:  # noqa: BLE001  the door to foreign code; check() raises it
+            self._failure.record("the worker extension of rank 0 died", exc)
 
     def check(self) -> None:
         """See ``Executor``."""

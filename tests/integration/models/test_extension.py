@@ -1,0 +1,87 @@
+"""The worker extension's seam, the same in process and across processes."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.stepping import GREEDY, RunningRequest, Stepper
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.executor import Executor, ExecutorOptions, make_executor
+from mooncake_hal.backend import Backend
+from mooncake_hal.registry import Registry
+
+Inbox = queue.Queue[tuple[int, bytes]]
+EXTENSION = "support.recording_extension:make"
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return Registry.discover().select_backend("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return queue.Queue()
+
+
+@pytest.fixture(params=[1, 2])
+def executor(
+    request: pytest.FixtureRequest, checkpoint: Path, backend: Backend, inbox: Inbox
+) -> Iterator[Executor]:
+    config = EngineConfig(checkpoint, num_kv_blocks=8, tp_size=request.param)
+    options = ExecutorOptions(EXTENSION, lambda rank, message: inbox.put((rank, message)))
+    executor = make_executor(config, backend, options)
+    yield executor
+    executor.close()
+
+
+def test_messages_reach_every_rank_and_answers_come_back(executor: Executor, inbox: Inbox) -> None:
+    ranks = len(executor.facts.ranks)
+    Stepper(executor).generate([RunningRequest("r", (1, 2, 3))])
+    executor.send(b"report")
+    answers = dict(inbox.get(timeout=10) for _ in range(ranks))
+    layers = [0, 1, 2] * (GREEDY.max_tokens or 0)
+    assert answers == {rank: repr((rank, ranks, 8, layers)).encode() for rank in range(ranks)}
+    executor.send(b"report", rank=ranks - 1)
+    assert inbox.get(timeout=10)[0] == ranks - 1
+    executor.close()
+    assert {inbox.get(timeout=10) for _ in range(ranks)} == {(r, b"closed") for r in range(ranks)}
+
+
+def test_an_extension_thread_that_dies_ends_the_instance(executor: Executor) -> None:
+    executor.send(b"die", rank=0)
+    with pytest.raises(EngineDead, match="extension of rank 0 died: lost the fabric"):
+        check_until(executor, time.monotonic() + 10)
+    with pytest.raises(EngineDead, match="lost the fabric"):
+        Stepper(executor).generate([RunningRequest("r", (1, 2, 3))])
+
+
+def test_an_extension_that_raises_ends_the_instance(executor: Executor) -> None:
+    executor.send(b"nonsense", rank=0)
+    with pytest.raises(EngineDead, match="unknown message b'nonsense'"):
+        check_until(executor, time.monotonic() + 10)
+
+
+def test_an_unknown_extension_is_refused(checkpoint: Path, backend: Backend) -> None:
+    config = EngineConfig(checkpoint, num_kv_blocks=8)
+    for name in ("support.nothing:make", "support.recording_extension:absent", "nonsense"):
+        with pytest.raises(ConfigError, match="can't be loaded"):
+            make_executor(config, backend, ExecutorOptions(name))
+
+
+def check_until(executor: Executor, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        executor.check()
+        time.sleep(0.01)

@@ -1,0 +1,43 @@
+"""A worker extension that answers what it is told, for tests of the seam that carries it."""
+
+from __future__ import annotations
+
+import threading
+
+from mooncake_engine.execution.extension import ExtensionContext, LayerDone
+from mooncake_engine.scheduling.plan import StepPlan
+
+
+class RecordingExtension:
+    """Echoes messages with its rank and pool, counts layers, dies in a thread when told to."""
+
+    def __init__(self, context: ExtensionContext) -> None:
+        self._context = context
+        self._layers: list[int] = []
+
+    def receive(self, message: bytes) -> None:
+        """``report`` answers with facts, ``die`` ends a helper thread, ``raise`` raises here."""
+        if message == b"report":
+            context = self._context
+            facts = (context.rank, context.tp_size, context.pool.num_blocks, self._layers)
+            context.emit(repr(facts).encode())
+        elif message == b"die":
+            threading.Thread(target=self._die).start()
+        else:
+            raise ValueError(f"unknown message {message!r}")
+
+    def begin_step(self, plan: StepPlan) -> LayerDone | None:
+        """Listen to the layers of steps that run something."""
+        return self._layers.append if plan.sequences else None
+
+    def close(self) -> None:
+        """Tell that it was closed."""
+        self._context.emit(b"closed")
+
+    def _die(self) -> None:
+        self._context.fail(RuntimeError("lost the fabric"))
+
+
+def make(context: ExtensionContext) -> RecordingExtension:
+    """The factory."""
+    return RecordingExtension(context)

@@ -1,0 +1,82 @@
+"""What is wrong with a model directory is said by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_engine.errors import CheckpointError
+from mooncake_engine.models.catalog import read_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": [7, 9],
+}
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    fields = {**LLAMA, **changes}
+    kept = {name: value for name, value in fields.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(kept))
+    return directory
+
+
+def test_a_config_of_the_older_spelling_is_read(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    config = read_model_config(write(tmp_path))
+    assert (config.head_dim, config.dtype) == (8, "bfloat16")
+    assert config.eos_token_ids == (3, 7, 9)
+    assert not config.tie_embeddings
+
+
+def test_explicit_head_dim_wins_over_the_derived_one(tmp_path: Path) -> None:
+    assert read_model_config(write(tmp_path, head_dim=32)).head_dim == 32
+    assert read_model_config(write(tmp_path, head_dim=None)).head_dim == 8
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM, Qwen2"),
+    ({"architectures": ...}, "architectures"),
+    ({"hidden_size": ...}, "lacks 'hidden_size'"),
+    ({"hidden_size": "64"}, "'hidden_size' must be int, found '64'"),
+    ({"num_hidden_layers": 0}, "must be at least 1, found 0"),
+    ({"num_hidden_layers": True}, "must be int, found True"),
+    ({"num_key_value_heads": 3}, "8 query heads can't share 3"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*llama3"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "unquantised"),
+    ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_model_config(write(tmp_path, **changes))
+
+
+def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        read_model_config(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="Hugging Face model directory is wanted"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="can't be read"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="JSON object"):
+        read_model_config(tmp_path)
