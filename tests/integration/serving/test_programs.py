@@ -1,0 +1,120 @@
+"""``mooncake-engine`` as a program: how it starts, refuses and ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.programs import TINY_LLAMA, Program, running, serving
+
+from mooncake_engine.llm import LLM
+from mooncake_engine.messages import FinishReason
+from mooncake_engine.sampling_params import SamplingParams
+
+PAGE = "Put both on one machine and they get in each other's way. A long"
+MODEL = ("--model", str(TINY_LLAMA))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
+    with serving() as (url, program):
+        with urllib.request.urlopen(f"{url}/health") as response:
+            assert response.status == 200
+        assert program.end(number) == 0
+    assert "loading weights: 100 %" in program.error_text
+    assert "Traceback" not in program.error_text
+
+
+def test_stops_in_the_middle_of_an_answer() -> None:
+    with serving() as (url, program):
+        body = {"prompt": PAGE, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request) as response:
+            assert response.readline().startswith(b"data: ")
+            assert program.end() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stops_while_it_loads(number: signal.Signals) -> None:
+    with running("mooncake_engine.cli", "serve", *MODEL, "--port", "0") as program:
+        time.sleep(1.0)
+        assert program.end(number) in (0, -number)
+        assert program.lines == []
+
+
+def one_line_error(program: Program) -> str:
+    lines = program.error_text.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def test_a_taken_port_is_refused_before_loading() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with running("mooncake_engine.cli", "serve", *MODEL, "--port", port) as program:
+            assert program.wait() == 2
+    error = one_line_error(program)
+    assert error.startswith(f"mooncake-engine: error: port {port} on 127.0.0.1 is in use")
+
+
+def test_two_instances_cannot_have_one_port() -> None:
+    """Also while the first one loads, and does not listen yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with running("mooncake_engine.cli", "serve", *MODEL, "--port", port) as first:
+        first.wait_for("ready ")
+        with running("mooncake_engine.cli", "serve", *MODEL, "--port", port) as second:
+            assert second.wait() == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--model", "no/such/model"), "no config.json in no/such/model"),
+        ((*MODEL, "--block-size", "0"), "block_size must be at least 1, got 0"),
+        ((*MODEL, "--host", "203.0.113.1"), "can't listen on 203.0.113.1"),
+        ((*MODEL, "--kv-secret-file", "no/such/file", "--role", "decode"), "--kv-secret-file"),
+        ((*MODEL, "--backend", "abacus"), "abacus"),
+    ],
+)
+def test_a_wrong_configuration_is_one_clear_line(options: tuple[str, ...], words: str) -> None:
+    with running("mooncake_engine.cli", "serve", "--port", "0", *options) as program:
+        assert program.wait() in (1, 2)
+    assert words in one_line_error(program)
+
+
+def test_half_a_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
+    for file in TINY_LLAMA.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    options = ["--model", str(tmp_path), "--port", "0"]
+    with running("mooncake_engine.cli", "serve", *options) as program:
+        assert program.wait() == 1
+    assert "safetensors" in one_line_error(program)
+
+
+def test_generate_prints_the_answer() -> None:
+    argv = ["generate", *MODEL, PAGE, "--max-tokens", "8", "--threads", "1"]
+    with running("mooncake_engine.cli", *argv) as program:
+        assert program.wait(60) == 0
+    assert program.lines == [" prompt \n"]
+
+
+def test_offline() -> None:
+    with LLM(TINY_LLAMA, num_kv_blocks=256, threads=1) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
+        outputs = llm.generate([PAGE, PAGE[:-7]], [greedy, greedy])
+        assert [output.outputs[0].text for output in outputs] == [" prompt ", " A long "]
+        assert len(outputs[0].outputs[0].logprobs) == 8
+        chat = [{"role": "user", "content": "Hello!"}]
+        several = SamplingParams(temperature=0, max_tokens=None, n=2)
+        answers = llm.chat(chat, several)[0].outputs
+        assert {a.text for a in answers} == {"Hello! Welcome to the café of two kitchens."}
+        assert {answer.finish_reason for answer in answers} == {FinishReason.STOP}
+    llm.close()

@@ -1,0 +1,98 @@
+"""``mooncake-engine up``: everything with one command, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.programs import TINY_LLAMA, Program, running
+
+OPTIONS = ("--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "256")
+
+
+@pytest.fixture
+def up() -> Iterator[Program]:
+    with running("mooncake_engine.cli", "up", *OPTIONS) as program:
+        program.wait_for("curl -N http://127.0.0.1:")
+        program.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
+        yield program
+        program.close()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes that this one has started, by id, with their command lines."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        found |= {int(child): command} | descendants(int(child))
+    return found
+
+
+def are_gone(pids: dict[int, str], timeout_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_answers_and_leaves_nothing_behind(up: Program, number: signal.Signals) -> None:
+    children = descendants(up.process.pid)
+    assert len([command for command in children.values() if "cli serve" in command]) == 2
+    assert len([command for command in children.values() if "mooncake_proxy" in command]) == 1
+    url = next(line for line in up.lines if "curl" in line).split()[2]
+    body = {"messages": [{"role": "user", "content": "Thank you!"}], "temperature": 0}
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=20) as response:
+        answer = json.load(response)
+    assert answer["choices"][0]["message"]["content"] == "You are welcome. Enjoy your tea. 🍵"
+    assert up.end(number) == 0
+    assert are_gone(children)
+
+
+def test_a_dead_part_ends_the_rest_with_its_reason(up: Program) -> None:
+    children = descendants(up.process.pid)
+    victim = next(pid for pid, command in children.items() if "--role decode" in command)
+    os.kill(victim, signal.SIGKILL)
+    assert up.wait(30) == 1
+    assert are_gone(children)
+    assert "mooncake-engine: error: decode-0 ended with status -9" in up.error_text
+
+
+def test_nothing_outlives_a_killed_launcher(up: Program) -> None:
+    children = descendants(up.process.pid)
+    up.process.kill()
+    assert are_gone(children)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--prefill", "0"), "--prefill must be at least 1, got 0"),
+        (("--block-size", "0"), "block_size must be at least 1"),
+    ],
+)
+def test_a_wrong_configuration_starts_nothing(options: tuple[str, ...], words: str) -> None:
+    with running("mooncake_engine.cli", "up", *OPTIONS, *options) as program:
+        assert program.wait() == 2
+    assert words in program.error_text
+    assert "│" not in program.error_text  # no child has spoken

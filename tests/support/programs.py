@@ -1,0 +1,105 @@
+"""Runs our programs as a user would, and sees to it that none is left."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+TINY_LLAMA = REPOSITORY / "examples" / "tiny-llama"
+READY_S = 60.0
+
+
+class Program:
+    """A running program whose output is read line by line."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._readers = [
+            threading.Thread(target=self._read_output),
+            threading.Thread(target=self._read_errors),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for(self, words: str, timeout_s: float = READY_S) -> str:
+        """The next line of standard output that holds these words."""
+        while True:
+            line = self._queue.get(timeout=timeout_s)
+            if line is None:
+                raise AssertionError(f"ended without {words!r}: {''.join(self.errors)}")
+            if words in line:
+                return line.strip()
+
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+        """Send a signal; the exit status."""
+        self.process.send_signal(number)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 20.0) -> int:
+        """The exit status, all output read."""
+        status = self.process.wait(timeout_s)
+        self.close()
+        return status
+
+    def close(self) -> None:
+        """Kill what still runs of its process group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for reader in self._readers:
+            reader.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    @property
+    def error_text(self) -> str:
+        """Standard error so far."""
+        return "".join(self.errors)
+
+    def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            self._queue.put(line)
+        self._queue.put(None)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(iter(self.process.stderr.readline, ""))
+
+
+@contextmanager
+def running(*argv: str) -> Iterator[Program]:
+    """A program that is gone afterwards."""
+    program = Program(argv)
+    try:
+        yield program
+    finally:
+        program.close()
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[str, Program]]:
+    """An instance that serves the tiny Llama on a free port: its URL and its process."""
+    argv = ["serve", "--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "512"]
+    with running("mooncake_engine.cli", *argv, "--threads", "1", *options) as program:
+        yield program.wait_for("ready ").split()[1], program
