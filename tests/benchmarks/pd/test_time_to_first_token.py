@@ -69,8 +69,11 @@ def _token_times(client: httpx.Client, url: str, prompt: list[int]) -> tuple[flo
         answer.read() if answer.status_code != 200 else None
         answer.raise_for_status()
         for line in answer.iter_lines():
-            if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                times.append(time.perf_counter() - started)
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                if choice.get("token_ids"):
+                    times.append(time.perf_counter() - started)
     return times[0], times[1]
 
 
