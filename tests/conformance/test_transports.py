@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from support.transports import tls_settings
+
 from mooncake_hal.testing.transports import TransportConformance
 from mooncake_hal.testing.transports_process import TransportProcessConformance
+from mooncake_hal.transport import EndpointOptions
 
 ANONYMOUS = "mooncake_hal.testing.transports_buffers:anonymous"
 MAPPABLE = "mooncake_hal.testing.transports_buffers:mappable"
@@ -19,6 +24,34 @@ class TestShmByMapping(TransportConformance, TransportProcessConformance):
     allocator = MAPPABLE
 
 
+class TestShmInterpreted(TransportConformance, TransportProcessConformance):
+    """What shm falls back to where there is no compiler."""
+
+    loader = "mooncake_hal.transports.shm.transport:load_interpreted"
+    allocator = MAPPABLE
+
+
 class TestTcp(TransportConformance, TransportProcessConformance):
     loader = "mooncake_hal.transports.tcp.transport:load"
     allocator = ANONYMOUS
+
+
+class TestTcpInterpreted(TransportConformance, TransportProcessConformance):
+    """What tcp falls back to where there is no compiler, and what TLS runs on."""
+
+    loader = "mooncake_hal.transports.tcp.transport:load_interpreted"
+    allocator = ANONYMOUS
+
+
+class TestTcpIpv6(TransportConformance):
+    loader = "mooncake_hal.transports.tcp.transport:load"
+
+    def options(self) -> EndpointOptions:
+        return replace(super().options(), host="::1", connections=3)
+
+
+class TestTcpTls(TransportConformance):
+    loader = "mooncake_hal.transports.tcp.transport:load"
+
+    def options(self) -> EndpointOptions:
+        return replace(super().options(), extra=tls_settings())

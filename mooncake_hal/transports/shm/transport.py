@@ -8,15 +8,22 @@ from mooncake_hal.errors import TransferError
 from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports import handshake
 from mooncake_hal.transports.shm import control, host
-from mooncake_hal.transports.shm.copier import Copier, best_copier
+from mooncake_hal.transports.shm.copier import Copier, NumpyCopier, best_copier
 from mooncake_hal.transports.shm.endpoint import ShmEndpoint
 
 
 class ShmTransport:
-    """See ``mooncake_hal.transport.Transport``."""
+    """See ``mooncake_hal.transport.Transport``.
+
+    Args:
+        copier: what copies; None chooses.
+    """
 
     name = control.NAME
     can_revoke = True
+
+    def __init__(self, copier: Copier | None = None) -> None:
+        self._given = copier
 
     def open(self, options: EndpointOptions) -> ShmEndpoint:
         """See ``Transport``. ``options.connections`` is the number of copying threads.
@@ -46,9 +53,14 @@ class ShmTransport:
 
     @cached_property
     def _copier(self) -> Copier:
-        return best_copier()
+        return self._given or best_copier()
 
 
 def load() -> ShmTransport:
     """Construct the transport."""
     return ShmTransport()
+
+
+def load_interpreted() -> ShmTransport:
+    """Construct it without compiled code, as it is on a host that has no compiler."""
+    return ShmTransport(NumpyCopier())

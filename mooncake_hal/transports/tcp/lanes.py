@@ -10,11 +10,14 @@ from collections.abc import Callable
 
 from mooncake_hal.errors import PeerLost, TransferCancelled, TransferError
 from mooncake_hal.transports.tcp import wire
-from mooncake_hal.transports.tcp.streams import Operation, Outcome, Streams, failure
+from mooncake_hal.transports.tcp.streams import (
+    INLINE_SECONDS,
+    Operation,
+    Outcome,
+    Streams,
+    failure,
+)
 from mooncake_hal.transports.transfers import RunningTransfer
-
-INLINE_SECONDS = 0.001
-"""How long the caller of a small transfer waits for its end before the thread takes over."""
 
 Dial = Callable[[float], socket.socket]
 """Opens and authenticates a connection before a deadline; raises TransferError."""
@@ -69,6 +72,8 @@ class Lane:
     ) -> None:
         self.pending = 0
         self.error: BaseException | None = None
+        self.operation = Operation()
+        self.claimed_key: int | None = None
         self._streams = streams
         self._dial = dial
         self._connection = connection
@@ -87,20 +92,62 @@ class Lane:
             self.pending += 1
         self._tasks.put(lambda: self._move(part, 0.0))
 
-    def try_inline(self, part: Part) -> bool:
-        """Move a part in the caller's thread if the lane is idle; False if it is not.
+    def claim(self) -> bool:
+        """Take the connection for the caller's thread, if the lane is idle and connected."""
+        if not self._streams.runs_inline or self.pending or self._connection is None:
+            return False
+        if not self._turn.acquire(blocking=False):
+            return False
+        with self._guard:
+            self.pending += 1
+        return True
+
+    def unclaim(self) -> None:
+        """Give a claimed connection back."""
+        with self._guard:
+            self.pending -= 1
+        self.claimed_key = None
+        self._turn.release()
+
+    def move_claimed(self, part: Part) -> None:
+        """Move a part over the claimed connection and give that back.
 
         What takes longer than INLINE_SECONDS is left to the lane's thread.
         """
-        if self.pending or self._connection is None or not self._turn.acquire(blocking=False):
-            return False
         try:
-            with self._guard:
-                self.pending += 1
             self._move(part, INLINE_SECONDS)
         finally:
             self._turn.release()
-        return True
+
+    def move_one(self, write: bool, local: int, remote: int, nbytes: int, timeout: float) -> int:
+        """Move one piece over the claimed connection, which stays claimed; returns an Outcome.
+
+        What becomes of AGAIN is the caller's to say: see ``leave_unfinished``.
+        """
+        connection = self._connection
+        if connection is None:
+            return Outcome.CLOSED
+        operation = self.operation
+        operation.fd = connection.fileno()
+        operation.write = write
+        return self._streams.run_one(operation, local, remote, nbytes, timeout)
+
+    def leave_unfinished(self, part: Part) -> None:
+        """Let the thread finish what ``move_one`` began; gives the claimed connection back."""
+        self.operation = Operation()
+        part.enter(self)
+        with self._guard:
+            self._current = part
+        self._unfinished = part
+        self.claimed_key = None
+        self._tasks.put(_nothing)  # wakes the thread, which resumes first
+        self._turn.release()
+
+    def fail_claimed(self, outcome: int) -> None:
+        """Give a claimed connection back after an outcome that it can't be used after."""
+        if outcome != Outcome.DONE:
+            self._drop()
+        self.unclaim()
 
     def interrupt(self, part: Part | None) -> None:
         """Break the connection under a part, if it is the one that moves; None means any."""
@@ -155,7 +202,7 @@ class Lane:
         outcome = self._streams.run(part.operation, connection, seconds)
         if outcome == Outcome.AGAIN:
             self._unfinished = part
-            self._tasks.put(lambda: None)  # wakes the thread, which resumes first
+            self._tasks.put(_nothing)  # wakes the thread, which resumes first
             return
         if outcome != Outcome.DONE:
             self._drop()
@@ -184,3 +231,7 @@ class Lane:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+def _nothing() -> None:
+    """Do nothing but wake a thread."""

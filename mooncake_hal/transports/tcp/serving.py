@@ -55,9 +55,7 @@ class Server:
 
     def set_regions(self, table: RegionTable) -> None:
         """Serve the regions of ``table`` as it is now, and no others."""
-        index = table.index
-        live = list(zip(index.starts, index.ends, strict=True))
-        self._streams.set_regions(self._handle, live, table.revoked_ranges())
+        self._streams.set_regions(self._handle, table)
 
     def fence(self, start: int, end: int) -> None:
         """Break off what touches [start, end); returns when nothing does any more."""

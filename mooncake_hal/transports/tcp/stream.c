@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,6 +24,7 @@
 #define CHUNK_BYTES (8u << 20)
 #define MAX_PIECES 1024 /* IOV_MAX */
 #define MAX_SPANS (1u << 20)
+#define SPIN_NS 30000 /* an answer that comes sooner is not worth a sleep and a wake-up */
 
 enum { READ = 1, WRITE = 2 };
 enum { OK = 0, UNKNOWN = 1, REVOKED = 2, OUT_OF_BOUNDS = 3, MALFORMED = 4, FAULT = 5 };
@@ -106,10 +108,11 @@ static void advance(struct flow *f, uint64_t moved) {
 /* Move what one system call moves. The socket's own timeouts (tens of milliseconds) bound it, so
  * that stop flags and deadlines are looked at often enough. Returns bytes, 0 at the end of the
  * stream, -EAGAIN when nothing moved in time, or another -errno. */
-static int64_t step(int fd, struct flow *f, int is_send) {
+static int64_t step(int fd, struct flow *f, int is_send, int flags) {
     struct iovec iov[MAX_PIECES];
     struct msghdr message = {.msg_iov = iov, .msg_iovlen = gather(f, iov)};
-    ssize_t moved = is_send ? sendmsg(fd, &message, MSG_NOSIGNAL) : recvmsg(fd, &message, 0);
+    ssize_t moved =
+        is_send ? sendmsg(fd, &message, MSG_NOSIGNAL) : recvmsg(fd, &message, flags);
     if (moved < 0) {
         if (errno == EINTR || errno == EWOULDBLOCK) return -EAGAIN;
         return -errno;
@@ -137,6 +140,8 @@ struct operation {
     struct reply reply;
     struct trailer trailer;
     uint64_t left; /* of a read: bytes of the chunks after this one */
+    uint64_t one[3]; /* of mooncake_one: local, remote, nbytes */
+    char one_frame[sizeof(struct request) + 16];
 };
 
 enum { SENDING = 0, RECEIVING = 1 };
@@ -211,31 +216,65 @@ static int has_answer(int fd, int64_t until_ns) {
     return ppoll(&wanted, 1, &timeout, NULL) != 0;
 }
 
+/* Receive what comes soon without sleeping; -EAGAIN if nothing does. */
+static int64_t step_soon(int fd, struct flow *f) {
+    int64_t end = now_ns() + SPIN_NS, moved;
+    do {
+        moved = step(fd, f, 0, MSG_DONTWAIT);
+        if (moved != -EAGAIN) return moved;
+        sched_yield();
+    } while (now_ns() < end);
+    return -EAGAIN;
+}
+
+/* One system call's worth of an operation; RUN_AGAIN as `*moved` if it would outlast `until_ns`. */
+static int64_t advance_operation(struct operation *op, int64_t until_ns) {
+    struct flow *f = &op->flow;
+    if (op->phase == SENDING) return step(op->fd, f, 1, 0);
+    if (f->head_left == sizeof op->reply) {
+        int64_t moved = step_soon(op->fd, f);
+        if (moved != -EAGAIN) return moved;
+        if (until_ns && !has_answer(op->fd, until_ns)) return -EAGAIN;
+    }
+    return step(op->fd, f, 0, 0);
+}
+
 /* Work on the operation until it is over, or until `until_ns` (0: its own deadline) has passed:
  * then RUN_AGAIN, and it can be continued. Positive results are errno numbers. */
 int mooncake_run(struct operation *op, int64_t until_ns) {
     for (;;) {
         if (__atomic_load_n(&op->stop, __ATOMIC_ACQUIRE)) return RUN_STOPPED;
-        if (until_ns && op->phase == RECEIVING && op->flow.head_left == sizeof op->reply &&
-            !has_answer(op->fd, until_ns))
-            return RUN_AGAIN;
-        int64_t moved = step(op->fd, &op->flow, op->phase == SENDING);
+        int64_t moved = advance_operation(op, until_ns);
         if (moved == 0) return RUN_CLOSED;
         if (moved < 0 && moved != -EAGAIN) return (int)-moved;
-        if (moved == -EAGAIN) {
-            int64_t now = now_ns();
-            if (now > op->deadline_ns) return RUN_LATE;
-            if (until_ns && now > until_ns) return RUN_AGAIN;
-            continue;
+        if (moved > 0 && op->phase == SENDING && is_over(&op->flow)) expect_reply(op);
+        else if (moved > 0 && op->phase == RECEIVING) {
+            int state = digest(op);
+            if (state != RUN_AGAIN) return state;
         }
-        if (op->phase == SENDING) {
-            if (is_over(&op->flow)) expect_reply(op);
-            continue;
-        }
-        int state = digest(op);
-        if (state != RUN_AGAIN) return state;
-        if (now_ns() > op->deadline_ns) return RUN_LATE;
+        int64_t now = now_ns();
+        if (now > op->deadline_ns) return RUN_LATE;
+        if (until_ns && now > until_ns) return RUN_AGAIN;
     }
+}
+
+/* Begin and run an operation of one span, whose arrays are in the operation itself. */
+int mooncake_one(struct operation *op, uint64_t local, uint64_t remote, uint64_t nbytes,
+                 double timeout, double patience) {
+    int64_t now = now_ns();
+    op->one[0] = local;
+    op->one[1] = remote;
+    op->one[2] = nbytes;
+    op->local = &op->one[0];
+    op->remote = &op->one[1];
+    op->nbytes = &op->one[2];
+    op->count = 1;
+    op->total = nbytes;
+    op->frame = op->one_frame;
+    op->stop = 0;
+    op->deadline_ns = timeout < 1e9 ? now + (int64_t)(timeout * 1e9) : INT64_MAX;
+    mooncake_begin(op);
+    return mooncake_run(op, now + (int64_t)(patience * 1e9));
 }
 
 /* ---- server ------------------------------------------------------------------------------- */
@@ -363,10 +402,21 @@ static void release(struct server *s, struct connection *c) {
 
 static int stopped(const int32_t *stop) { return __atomic_load_n(stop, __ATOMIC_ACQUIRE); }
 
+static ssize_t receive_soon(int fd, void *to, uint64_t size) {
+    int64_t end = now_ns() + SPIN_NS;
+    ssize_t got;
+    do {
+        got = recv(fd, to, size, MSG_DONTWAIT);
+        if (got >= 0 || errno != EAGAIN) return got;
+        sched_yield();
+    } while (now_ns() < end);
+    return recv(fd, to, size, 0);
+}
+
 static int receive_all(int fd, void *to, uint64_t size, const int32_t *stop, int idle) {
     char *at = to;
     while (size) {
-        ssize_t got = recv(fd, at, size, 0);
+        ssize_t got = idle ? receive_soon(fd, at, size) : recv(fd, at, size, 0);
         if (got == 0) return RUN_CLOSED;
         if (got < 0 && errno != EAGAIN && errno != EINTR) return errno;
         if (stopped(stop)) return RUN_STOPPED;
@@ -423,7 +473,7 @@ static int pump(int fd, struct flow *f, int is_send, const struct connection *c,
             *status = REVOKED;
             return RUN_DONE;
         }
-        int64_t moved = step(fd, f, is_send);
+        int64_t moved = step(fd, f, is_send, 0);
         if (moved == 0) return RUN_CLOSED;
         if (moved == -EFAULT) {
             *status = FAULT;

@@ -6,10 +6,11 @@ import ctypes
 import errno
 import os
 import socket
+import struct
 import time
-from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -23,8 +24,19 @@ from mooncake_hal.errors import (
     TransferError,
 )
 from mooncake_hal.transport import Spans
+from mooncake_hal.transports.regions import RegionTable
 
-REQUEST_BYTES = 24
+MAGIC = 0x3154484D
+CHUNK_BYTES = 8 << 20
+REQUEST = struct.Struct("<IIQQ")
+REPLY = struct.Struct("<IIQ")
+TRAILER = struct.Struct("<II")
+READ, WRITE = 1, 2
+"""Constants and frames of stream.c, where they are described."""
+
+INLINE_SECONDS = 0.001
+"""How long the caller of a small transfer waits for its end before a thread takes over."""
+
 MAX_SPANS = 1 << 20
 """The most spans of one request; the server refuses more."""
 
@@ -69,9 +81,15 @@ class Operation(ctypes.Structure):
         ("status", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
         ("index", ctypes.c_uint64),
-        ("private", ctypes.c_uint64 * 24),
+        ("private", ctypes.c_uint64 * 32),
     )
     keep: tuple[object, ...]
+
+    def remote_span(self, index: int) -> tuple[int, int]:
+        """Return address and length of one of the remote pieces."""
+        at = 8 * min(index, self.count - 1)
+        word = ctypes.c_uint64.from_address
+        return word(self.remote + at).value, word(self.nbytes + at).value
 
 
 def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
@@ -82,7 +100,7 @@ def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
         write: whether the bytes go to the peer.
         deadline: of ``time.monotonic``.
     """
-    frame = np.empty(REQUEST_BYTES + 16 * len(spans), np.uint8)
+    frame = np.empty(REQUEST.size + 16 * len(spans), np.uint8)
     operation = Operation(
         local=spans.local.ctypes.data,
         remote=spans.remote.ctypes.data,
@@ -97,12 +115,61 @@ def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
     return operation
 
 
-class Streams:
-    """stream.c.
+class Streams(Protocol):
+    """Something that moves the bytes of operations, and serves those of others."""
+
+    @property
+    def runs_inline(self) -> bool:
+        """Whether ``run`` can stop after some seconds and be continued."""
+        ...
+
+    def begin(self, operation: Operation, connection: socket.socket) -> None:
+        """Prepare an operation's request, to go over that connection."""
+        ...
+
+    def run(self, operation: Operation, connection: socket.socket, seconds: float) -> int:
+        """Work on it until it is over or, if ``seconds`` is not 0, that time has passed.
+
+        Returns:
+            an Outcome or an errno; DONE with ``operation.status`` telling what the server says.
+        """
+        ...
+
+    def run_one(
+        self, operation: Operation, local: int, remote: int, nbytes: int, timeout: float
+    ) -> int:
+        """Begin an operation of one span and run it for INLINE_SECONDS; see ``run``."""
+        ...
+
+    def new_server(self) -> int:
+        """Return the handle of a new table of regions and connections."""
+        ...
+
+    def free_server(self, handle: int) -> None:
+        """Free it; no connection may be served any more."""
+        ...
+
+    def set_regions(self, handle: int, table: RegionTable) -> None:
+        """Serve the regions of ``table`` as it is now, and no others."""
+        ...
+
+    def fence(self, handle: int, start: int, end: int) -> None:
+        """Break off what touches [start, end); returns when nothing does."""
+        ...
+
+    def serve(self, handle: int, connection: socket.socket, stop: ctypes.c_int32) -> int:
+        """Serve a connection until it ends; returns an Outcome or an errno."""
+        ...
+
+
+class NativeStreams:
+    """stream.c; see ``Streams``.
 
     Raises:
         NativeUnavailable: it can't be compiled here.
     """
+
+    runs_inline = True
 
     def __init__(self) -> None:
         source = Path(__file__).with_name("stream.c").read_text()
@@ -114,7 +181,9 @@ class Streams:
         self._run = _function(
             library, "mooncake_run", ctypes.c_int, ctypes.POINTER(Operation), ctypes.c_int64
         )
-        pointer, wide = ctypes.c_void_p, ctypes.c_uint64
+        pointer, wide, real = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
+        kinds = (ctypes.POINTER(Operation), wide, wide, wide, real, real)
+        self._one = _function(library, "mooncake_one", ctypes.c_int, *kinds)
         self._new = _function(library, "mooncake_server_new", pointer)
         self._free = _function(library, "mooncake_server_free", None, pointer)
         self._set = _function(
@@ -126,44 +195,46 @@ class Streams:
         )
 
     def begin(self, operation: Operation, connection: socket.socket) -> None:
-        """Prepare an operation's request, to go over that connection."""
+        """See ``Streams``."""
         operation.fd = connection.fileno()
         self._begin(operation)
 
     def run(self, operation: Operation, connection: socket.socket, seconds: float) -> int:
-        """Work on it until it is over or, if ``seconds`` is not 0, that time has passed.
-
-        Returns:
-            an Outcome or an errno; DONE with ``operation.status`` telling what the server says.
-        """
+        """See ``Streams``."""
         until = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
         return int(self._run(operation, until))
 
+    def run_one(
+        self, operation: Operation, local: int, remote: int, nbytes: int, timeout: float
+    ) -> int:
+        """See ``Streams``."""
+        return int(self._one(operation, local, remote, nbytes, timeout, INLINE_SECONDS))
+
     def new_server(self) -> int:
-        """Return the handle of a new table of regions and connections."""
+        """See ``Streams``."""
         handle: int | None = self._new()
         if handle is None:
             raise MemoryError("no memory for a tcp server")
         return handle
 
     def free_server(self, handle: int) -> None:
-        """Free it; no connection may be served any more."""
+        """See ``Streams``."""
         self._free(handle)
 
-    def set_regions(
-        self, handle: int, live: Sequence[tuple[int, int]], revoked: Sequence[tuple[int, int]]
-    ) -> None:
-        """Replace the regions: (start, end) each, the live ones sorted."""
-        table = np.array([*live, *revoked], np.uint64).reshape(-1)
-        if self._set(handle, table.ctypes.data, len(live), len(revoked)):
+    def set_regions(self, handle: int, table: RegionTable) -> None:
+        """See ``Streams``."""
+        index, revoked = table.index, table.revoked_ranges()
+        live = zip(index.starts, index.ends, strict=True)
+        words = np.array([*live, *revoked], np.uint64).reshape(-1)
+        if self._set(handle, words.ctypes.data, len(index.keys), len(revoked)):
             raise MemoryError("no memory for the table of regions")
 
     def fence(self, handle: int, start: int, end: int) -> None:
-        """Break off what touches [start, end); returns when nothing does."""
+        """See ``Streams``."""
         self._fence(handle, start, end)
 
     def serve(self, handle: int, connection: socket.socket, stop: ctypes.c_int32) -> int:
-        """Serve a connection until it ends; returns an Outcome or an errno."""
+        """See ``Streams``."""
         return int(self._serve(handle, connection.fileno(), ctypes.addressof(stop)))
 
 
@@ -192,11 +263,8 @@ def _refusal(operation: Operation) -> TransferError | None:
         Status.FAULT: (RegionUnknown, "is registered, but no longer mapped by the peer"),
     }
     kind, what = kinds.get(operation.status, (PeerLost, "was called malformed by the peer"))
-    spans = operation.keep[0]
-    assert isinstance(spans, Spans)
-    at = min(operation.index, len(spans) - 1)
-    start = int(spans.remote[at])
-    return kind(f"tcp: remote [{start:#x}, {start + int(spans.nbytes[at]):#x}) {what}")
+    start, nbytes = operation.remote_span(operation.index)
+    return kind(f"tcp: remote [{start:#x}, {start + nbytes:#x}) {what}")
 
 
 def _function(library: ctypes.CDLL, name: str, result: object, *arguments: object):  # type: ignore[no-untyped-def]

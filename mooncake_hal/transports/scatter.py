@@ -1,0 +1,67 @@
+"""Gathering many pieces of this process's memory into one, and back, without Python per piece."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+IOV_MAX = 1024
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_pointer, _count = ctypes.c_void_p, ctypes.c_ulong
+for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _call.argtypes = [ctypes.c_int, _pointer, _count, _pointer, _count, _count]
+    _call.restype = ctypes.c_ssize_t
+
+
+def vectors(
+    addresses: NDArray[np.uint64],  # [n]
+    nbytes: NDArray[np.uint64],  # [n]
+    most: int,
+) -> Iterator[NDArray[np.uint64]]:
+    """Yield arrays of struct iovec, [k, 2], of at most ``most`` bytes and IOV_MAX pieces each.
+
+    Together they cover every piece, in order; pieces are cut where a vector is full.
+    """
+    first, offset = 0, 0
+    while first < len(nbytes):
+        sizes = nbytes[first : first + IOV_MAX].copy()
+        sizes[0] -= np.uint64(offset)
+        ends = np.cumsum(sizes)
+        count = min(int(np.searchsorted(ends, most, side="left")) + 1, len(sizes))
+        beyond = max(int(ends[count - 1]) - most, 0)
+        sizes = sizes[:count]
+        sizes[-1] -= np.uint64(beyond)
+        vector = np.stack([addresses[first : first + count], sizes], axis=1)
+        vector[0, 0] += np.uint64(offset)
+        if beyond:
+            offset = int(nbytes[first + count - 1]) - beyond
+            first += count - 1
+        else:
+            first, offset = first + count, 0
+        yield vector
+
+
+def gather(vector: NDArray[np.uint64], target: NDArray[np.uint8]) -> None:
+    """Copy pieces into the beginning of ``target``. Raises OSError, such as EFAULT."""
+    _copy(_libc.process_vm_readv, vector, target)
+
+
+def scatter(source: NDArray[np.uint8], vector: NDArray[np.uint64]) -> None:
+    """Copy the beginning of ``source`` into pieces. Raises OSError, such as EFAULT."""
+    _copy(_libc.process_vm_writev, vector, source)
+
+
+def _copy(
+    call: ctypes._NamedFuncPointer, vector: NDArray[np.uint64], flat: NDArray[np.uint8]
+) -> None:
+    size = int(vector[:, 1].sum())
+    one = np.array([flat.ctypes.data, size], np.uint64)
+    moved = call(os.getpid(), one.ctypes.data, 1, vector.ctypes.data, len(vector), 0)
+    if moved != size:
+        code = ctypes.get_errno() if moved < 0 else 14
+        raise OSError(code, os.strerror(code))
