@@ -1,0 +1,144 @@
+"""Prefill and decode side by side with transformers' generate: same weights, same threads.
+
+Both sides take turns in one run, so that what else the machine does weighs on both; the best of
+each counts. The engine's side is the executor: plans in, tokens out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import random_model, write_checkpoint
+from support.figures import Figure, record
+from transformers import PreTrainedModel
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.executor import Executor, InProcessExecutor
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
+from mooncake_hal.registry import Registry
+
+SHAPE = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+}
+"""About 112 million parameters."""
+
+ROUNDS = 5
+PREFILL_TOKENS = 512
+DECODE_PROMPT = 64
+DECODE_STEPS = 16
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The two to compare."""
+
+    executor: Executor
+    model: PreTrainedModel
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    model = random_model("llama", **SHAPE)
+    directory = write_checkpoint(model, tmp_path_factory.mktemp("llama"))
+    config = EngineConfig(directory, num_kv_blocks=1024, block_size=BLOCK_SIZE)
+    executor = InProcessExecutor(config, Registry.discover().select_backend("cpu"))
+    executor.warm_up()
+    yield Sides(executor, model)
+    executor.close()
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def prompts(batch: int, length: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(batch)
+    return [
+        tuple(torch.randint(3, 32000, (length,), generator=generator).tolist())
+        for _ in range(batch)
+    ]
+
+
+def start_requests(executor: Executor, tokens: list[tuple[int, ...]], room: int) -> list[str]:
+    """Run the prompts in one step; returns the ids, of which earlier ones are replaced."""
+    blocks = -(-(len(tokens[0]) + room) // BLOCK_SIZE)
+    admitted = tuple(
+        AdmittedRequest(
+            f"r{index}", prompt, len(prompt), GREEDY, 0,
+            tuple(range(index * blocks, (index + 1) * blocks)),
+        )
+        for index, prompt in enumerate(tokens)
+    )  # fmt: skip
+    sequences = tuple(ScheduledSequence(a.request_id, 0, len(a.token_ids)) for a in admitted)
+    executor.execute(StepPlan(0, admitted=admitted, sequences=sequences))
+    return [request.request_id for request in admitted]
+
+
+def decode(executor: Executor, names: list[str]) -> None:
+    for step in range(DECODE_STEPS):
+        position = DECODE_PROMPT + step
+        sequences = tuple(ScheduledSequence(name, position, 1) for name in names)
+        executor.execute(StepPlan(step + 1, sequences=sequences))
+
+
+def generate(model: PreTrainedModel, tokens: list[tuple[int, ...]], count: int) -> None:
+    input_ids = torch.tensor(tokens)
+    options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
+    with torch.inference_mode():
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
+
+
+def report(benchmark: Any, name: str, tokens: int, ours: float, theirs: float) -> None:
+    """Record how many times as fast as transformers the engine was."""
+    context = f"{tokens / ours:.0f} against {tokens / theirs:.0f} tokens/s of transformers"
+    record(benchmark, Figure(f"engine: {name}", theirs / ours, 1.0, "times", context=context))
+
+
+def test_prefill_of_512_tokens(benchmark: Any, sides: Sides) -> None:
+    tokens = prompts(1, PREFILL_TOKENS)
+    ours, theirs = [], []
+    for _ in range(ROUNDS):
+        theirs.append(seconds(lambda: generate(sides.model, tokens, 1)))
+        ours.append(seconds(lambda: start_requests(sides.executor, tokens, 1)))
+    benchmark.pedantic(start_requests, (sides.executor, tokens, 1), rounds=ROUNDS)
+    report(benchmark, "prefill of 512 tokens", PREFILL_TOKENS, min(ours), min(theirs))
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_decode(batch: int, benchmark: Any, sides: Sides) -> None:
+    tokens = prompts(batch, DECODE_PROMPT)
+    ours, first, all_of_it = [], [], []
+    for _ in range(ROUNDS):
+        first.append(seconds(lambda: generate(sides.model, tokens, 1)))
+        all_of_it.append(seconds(lambda: generate(sides.model, tokens, DECODE_STEPS + 1)))
+        names = start_requests(sides.executor, tokens, DECODE_STEPS + 1)
+        ours.append(seconds(lambda names=names: decode(sides.executor, names)))  # type: ignore[misc]
+    # a repeated decode overwrites the same positions: the same work every round
+    names = start_requests(sides.executor, tokens, DECODE_STEPS + 1)
+    benchmark.pedantic(decode, (sides.executor, names), rounds=2)
+    theirs = min(all_of_it) - min(first)
+    report(benchmark, f"decode, batch {batch}", batch * DECODE_STEPS, min(ours), theirs)
