@@ -35,6 +35,20 @@ class RowsSuite:
         found = backend.ops.rms_norm(x, weight, 1e-5)
         assert_same(found, oracle.rms_norm(x, weight, 1e-5), dtype)
 
+    def test_float16(self, backend: Backend) -> None:
+        """All of them in float16, where the backend takes it."""
+        x, residual = (random(backend, 9, 64, dtype="float16", seed=seed) for seed in (1, 2))
+        weight = random(backend, 64, dtype="float16", seed=3)
+        ops = backend.ops
+        assert_same(ops.rms_norm(x, weight, 1e-5), oracle.rms_norm(x, weight, 1e-5), "float16")
+        assert_same(ops.silu_mul(x), oracle.silu_mul(x), "float16")
+        square = random(backend, 64, 64, dtype="float16", seed=4) / 8
+        found = ops.linear(x, ops.pack_weight(square), weight)
+        assert_same(found, oracle.linear(x, square, weight), "float16")
+        wanted = oracle.add_rms_norm(x, residual, weight, 1e-5)
+        for ours, theirs in zip(ops.add_rms_norm(x, residual, weight, 1e-5), wanted, strict=True):
+            assert_same(ours, theirs, "float16")
+
     def test_rms_norm_over_heads_of_a_fused_projection(self, backend: Backend) -> None:
         """[tokens, heads, head_dim] views, as models with norms on queries and keys have them."""
         x = random(backend, 9, 12, 64, dtype="float32")[:, 3:7]

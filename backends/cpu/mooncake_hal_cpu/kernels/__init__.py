@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -28,15 +29,18 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
-def load_kernels() -> ctypes.CDLL:
+def load_kernels(flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
     """Compile the kernels, or find them compiled, and declare their signatures.
+
+    Args:
+        flags: of the compiler, such as another ``-march``.
 
     Raises:
         NativeUnavailable: see ``mooncake_hal.native.compile_c``.
     """
     folder = Path(__file__).parent
     source = "\n".join((folder / name).read_text() for name in _FILES)
-    library = compile_c("mooncake_hal_cpu", source, FLAGS, language="c++")
+    library = compile_c("mooncake_hal_cpu", source, flags, language="c++")
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments

@@ -1,0 +1,38 @@
+"""What the CPU backend runs on other machines: plain torch, and kernels for older processors."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+
+import pytest
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.testing.backends_ops import ALL_DTYPES, OpsSuite
+from mooncake_hal.testing.backends_rows import RowsSuite
+from mooncake_hal_cpu.backend import CpuBackend
+from mooncake_hal_cpu.kernels import FLAGS, load_kernels
+from mooncake_hal_cpu.ops import NativeOps
+from mooncake_hal_cpu.torch_ops import TorchOps
+
+X86 = platform.machine() == "x86_64"
+# AVX2 and plain SSE2: neither AVX-512 nor products of bf16
+ARCHITECTURES = ("x86-64-v3", "x86-64") if X86 else ("armv8-a",)
+
+
+def variant(name: str) -> CpuBackend:
+    backend = CpuBackend()
+    if name == "torch":
+        backend.ops = TorchOps()
+        backend.capabilities = replace(backend.capabilities, dtypes=ALL_DTYPES)
+    else:
+        flags = [flag for flag in FLAGS if not flag.startswith("-march")]
+        backend.ops = NativeOps(load_kernels([*flags, f"-march={name}"]))
+    return backend
+
+
+class TestVariants(OpsSuite, RowsSuite):
+    @pytest.fixture(scope="module", params=["torch", *ARCHITECTURES])
+    @staticmethod
+    def backend(request: pytest.FixtureRequest) -> Backend:
+        return variant(request.param)
