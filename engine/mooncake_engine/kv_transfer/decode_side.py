@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -94,7 +95,7 @@ class DecodeSide:
             self._ranks.cancel(request_id)
             return
         del self._expected[request_id]
-        self._spawn(self._tell_failed(expected.remote, "the request ended before its KV was read"))
+        self._spawn_failed(expected.remote, "the request ended before its KV was read")
 
     async def keep_leases(self) -> None:
         """Renew, in one message per peer, what is expected; until cancelled."""
@@ -145,17 +146,21 @@ class DecodeSide:
             error = str(exc)
             self.counts.failures += 1
             logger.warning("loading the KV of %s failed: %s", order.request_id, error)
-            self._spawn(self._tell_failed(expected.remote, error))
+            self._spawn_failed(expected.remote, error)
         finally:
             self._expected.pop(order.request_id, None)
             self._sink(LoadEnded(order.request_id, error))
 
     async def _load(self, order: Load, expected: _Expected) -> None:
-        peer = self._peers.get(expected.remote)
-        if order.start < order.stop:
-            await self._read(peer, order, expected)
-        status = await peer.done(expected.remote.request_id)
-        if status is not LeaseStatus.RELEASED and order.start < order.stop:
+        remote = expected.remote
+        reader = f"{self._facts.engine_id}/{order.request_id}"
+        if order.start >= order.stop:  # all of it is here: the holder's fate does not matter
+            self._spawn(self._tell(remote, lambda peer: peer.done(remote.request_id, reader)))
+            return
+        peer = self._peers.get(remote)
+        await self._read(peer, order, expected)
+        status = await peer.done(remote.request_id, reader)
+        if status is not LeaseStatus.RELEASED:
             raise LeaseLost(
                 f"the prefill instance's lease was {status.value} when the read ended; "
                 "what was read is not used"
@@ -174,9 +179,13 @@ class DecodeSide:
             self.counts.nbytes += report.nbytes
             self.counts.seconds += report.seconds
 
-    async def _tell_failed(self, remote: RemoteKV, reason: str) -> None:
+    def _spawn_failed(self, remote: RemoteKV, reason: str) -> None:
+        self._spawn(self._tell(remote, lambda peer: peer.failed(remote.request_id, reason)))
+
+    async def _tell(self, remote: RemoteKV, say: Callable[[Peer], Awaitable[object]]) -> None:
+        """Say something that nobody waits for; a holder that can't hear it has its deadline."""
         try:
-            await self._peers.get(remote).failed(remote.request_id, reason)
+            await say(self._peers.get(remote))
         except KVTransferError as exc:
             logger.info("could not tell the holder of %s: %s", remote.request_id, exc)
             self._peers.forget(remote.engine_id)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from mooncake_engine.kv_transfer.protocol import LeaseStatus
 
+NOBODY = ""
 REMEMBERED_ENDINGS = 65_536
 
 
@@ -25,7 +26,7 @@ class LeaseTable:
     def __init__(self, duration_s: float) -> None:
         self.duration_s = duration_s
         self._deadlines: OrderedDict[str, float] = OrderedDict()  # soonest first
-        self._endings: OrderedDict[str, LeaseStatus] = OrderedDict()
+        self._endings: OrderedDict[str, tuple[LeaseStatus, str]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -45,12 +46,16 @@ class LeaseTable:
                 lost.append(request_id)
         return tuple(lost)
 
-    def end(self, request_id: str, ending: LeaseStatus) -> LeaseStatus:
-        """End a lease by somebody's word; returns how it ended, now or back then."""
-        if self._deadlines.pop(request_id, None) is None:
-            return self._endings.get(request_id, LeaseStatus.UNKNOWN)
-        self._remember(request_id, ending)
-        return ending
+    def end(self, request_id: str, ending: LeaseStatus, reader: str = NOBODY) -> LeaseStatus:
+        """End a lease by somebody's word; returns how it ended, now or back then.
+
+        One that a reader released is EXPIRED for every other: it may have read later.
+        """
+        if self._deadlines.pop(request_id, None) is not None:
+            self._remember(request_id, ending, reader)
+            return ending
+        status, by = self._endings.get(request_id, (LeaseStatus.UNKNOWN, NOBODY))
+        return LeaseStatus.EXPIRED if status is LeaseStatus.RELEASED and by != reader else status
 
     def is_held(self, request_id: str) -> bool:
         """Whether the lease is running."""
@@ -67,7 +72,7 @@ class LeaseTable:
             expired.append(request_id)
         return expired
 
-    def _remember(self, request_id: str, ending: LeaseStatus) -> None:
-        self._endings[request_id] = ending
+    def _remember(self, request_id: str, ending: LeaseStatus, reader: str) -> None:
+        self._endings[request_id] = ending, reader
         if len(self._endings) > REMEMBERED_ENDINGS:
             self._endings.popitem(last=False)

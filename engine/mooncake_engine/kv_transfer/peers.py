@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 import zmq.asyncio
 
@@ -14,7 +13,6 @@ from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
 from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.protocol import (
     PROTOCOL_VERSION,
-    AnyMessage,
     Done,
     Failed,
     Hello,
@@ -65,13 +63,15 @@ class Peer:
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """Keep leases alive; returns those that are lost."""
-        make = _with_ticket(Renew, request_ids)
-        answer = await self._client.ask(make, Renewed, tries=1, try_timeout_s=timeout_s)
+        answer = await self._client.ask(
+            lambda ticket: Renew(ticket, request_ids), Renewed, tries=1, try_timeout_s=timeout_s
+        )
         return answer.lost
 
-    async def done(self, request_id: str) -> LeaseStatus:
-        """Say that a prompt was read; returns how its lease ended."""
-        return (await self._client.ask(_with_ticket(Done, request_id), Status)).status
+    async def done(self, request_id: str, reader: str) -> LeaseStatus:
+        """Say that this attempt has read a prompt; returns how its lease ended."""
+        answer = await self._client.ask(lambda ticket: Done(ticket, request_id, reader), Status)
+        return answer.status
 
     async def failed(self, request_id: str, reason: str) -> None:
         """Say that a prompt will not be read."""
@@ -80,10 +80,6 @@ class Peer:
     def close(self) -> None:
         """Disconnect."""
         self._client.close()
-
-
-def _with_ticket(kind: Callable[..., AnyMessage], value: object) -> Callable[[int], AnyMessage]:
-    return lambda ticket: kind(ticket, value)
 
 
 class PeerBook:

@@ -9,7 +9,7 @@ from mooncake_engine.errors import HandshakeRefused
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LeaseEnded
 from mooncake_engine.kv_transfer.facts import check_fit
-from mooncake_engine.kv_transfer.leases import LeaseTable
+from mooncake_engine.kv_transfer.leases import NOBODY, LeaseTable
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
     Done,
@@ -52,10 +52,10 @@ class PrefillSide:
         """Hold a request's KV from now on."""
         self._leases.grant(request_id, self._clock())
 
-    def end(self, request_id: str, ending: LeaseStatus) -> LeaseStatus:
+    def end(self, request_id: str, ending: LeaseStatus, reader: str = NOBODY) -> LeaseStatus:
         """End a lease by somebody's word; returns how it ended, now or earlier."""
         was_held = self._leases.is_held(request_id)
-        status = self._leases.end(request_id, ending)
+        status = self._leases.end(request_id, ending, reader)
         if was_held:
             self._sink(LeaseEnded(request_id))
         return status
@@ -72,7 +72,8 @@ class PrefillSide:
         if isinstance(message, Renew):
             return Renewed(ticket, self._leases.renew(message.request_ids, self._clock()))
         if isinstance(message, Done):
-            return Status(ticket, self.end(message.request_id, LeaseStatus.RELEASED))
+            ending = self.end(message.request_id, LeaseStatus.RELEASED, message.reader)
+            return Status(ticket, ending)
         if isinstance(message, Failed):
             logger.warning("a peer gave up reading %s: %s", message.request_id, message.reason)
             return Status(ticket, self.end(message.request_id, LeaseStatus.EXPIRED))

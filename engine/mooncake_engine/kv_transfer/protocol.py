@@ -64,9 +64,14 @@ class Renewed(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """I have read it; was it valid all along?"""
+    """I have read it; was it valid all along?
+
+    Args:
+        reader: one attempt to read; a lease ends with the first, and is void for the others.
+    """
 
     request_id: str
+    reader: str
 
 
 class Failed(Message, frozen=True):

@@ -38,6 +38,14 @@ def test_an_ending_is_remembered_however_often_it_is_asked() -> None:
     assert leases.end("b", LeaseStatus.RELEASED) is LeaseStatus.UNKNOWN
 
 
+def test_a_released_lease_is_void_for_a_second_reader() -> None:
+    leases = LeaseTable(DURATION_S)
+    leases.grant("a", now=0.0)
+    assert leases.end("a", LeaseStatus.RELEASED, "first") is LeaseStatus.RELEASED
+    assert leases.end("a", LeaseStatus.RELEASED, "second") is LeaseStatus.EXPIRED
+    assert leases.end("a", LeaseStatus.RELEASED, "first") is LeaseStatus.RELEASED
+
+
 def test_endings_are_not_remembered_for_ever() -> None:
     leases = LeaseTable(DURATION_S)
     for index in range(REMEMBERED_ENDINGS + 1):

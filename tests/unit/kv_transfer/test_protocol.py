@@ -30,7 +30,7 @@ SECRET = b"of this deployment"
 MESSAGES: list[protocol.AnyMessage] = [
     Renew(1, ("a", "b")),
     Renewed(1, ("b",)),
-    Done(2, "a"),
+    Done(2, "a", "d1/a"),
     Failed(3, "a", "the client left"),
     Status(3, LeaseStatus.RELEASED),
     Reject(0, "no"),
@@ -48,14 +48,19 @@ def test_a_message_survives_its_frame(message: protocol.AnyMessage) -> None:
 
 
 def test_the_wire_form_is_fixed() -> None:
-    payload = seal(Done(7, "cmpl-1"), SECRET)[32:]
-    assert msgspec.msgpack.decode(payload) == {"kind": "done", "ticket": 7, "request_id": "cmpl-1"}
+    payload = seal(Done(7, "cmpl-1", "d1/r"), SECRET)[32:]
+    assert msgspec.msgpack.decode(payload) == {
+        "kind": "done",
+        "ticket": 7,
+        "request_id": "cmpl-1",
+        "reader": "d1/r",
+    }
     assert PROTOCOL_VERSION == 1
 
 
 def test_another_secret_is_told_apart() -> None:
     with pytest.raises(BadFrame, match="different secrets"):
-        unseal(seal(Done(1, "a"), b"of another"), SECRET)
+        unseal(seal(Done(1, "a", "d1/a"), b"of another"), SECRET)
 
 
 @pytest.mark.parametrize("length", [0, 1, 32])
@@ -96,8 +101,10 @@ NOT_UTF8 = b"\x83\xa4kind\xa4done\xa6ticket\x01\xaarequest_id\xa2\xff\xfe"
 @example(payload=NOT_UTF8)
 @example(payload=msgspec.msgpack.encode({"kind": "hello", "ticket": 1, "version": 1, "facts": {}}))
 @example(payload=msgspec.msgpack.encode({"kind": "shutdown", "ticket": 1}))
-@example(payload=msgspec.msgpack.encode({"kind": "done", "ticket": "1", "request_id": "a"}))
-@example(payload=seal(Done(1, "a"), SECRET)[32:] + b"tail")
+@example(
+    payload=msgspec.msgpack.encode({"kind": "done", "ticket": "1", "request_id": "a", "reader": ""})
+)
+@example(payload=seal(Done(1, "a", "d1/a"), SECRET)[32:] + b"tail")
 def test_a_sealed_frame_that_is_no_message_is_a_bad_frame(payload: bytes) -> None:
     with pytest.raises(BadFrame):
         unseal(sealed(payload), SECRET)

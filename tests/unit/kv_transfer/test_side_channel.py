@@ -68,7 +68,7 @@ async def asking(
 
 async def ask(client: SideChannelClient, try_timeout_s: float = 2.0) -> LeaseStatus:
     answer = await client.ask(
-        lambda ticket: Done(ticket, "a"), Status, tries=2, try_timeout_s=try_timeout_s
+        lambda ticket: Done(ticket, "a", "me"), Status, tries=2, try_timeout_s=try_timeout_s
     )
     return answer.status
 
@@ -123,7 +123,7 @@ def test_a_lost_question_is_asked_again_and_a_repeated_answer_ignored() -> None:
             name, frame = await router.recv_multipart()
             ticket = unseal(frame, SECRET).ticket
             for _ in range(2):
-                await router.send_multipart([name, seal(held(Done(ticket, "a")), SECRET)])
+                await router.send_multipart([name, seal(held(Done(ticket, "a", "me")), SECRET)])
             assert await answer is LeaseStatus.HELD
         context.destroy(linger=0)
 

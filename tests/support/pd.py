@@ -1,0 +1,216 @@
+"""Prefill and decode instances in the test's own process, and requests that cross between them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from support.byte_tokenizer import write_byte_tokenizer
+from support.checkpoints import random_model, write_checkpoint
+
+from mooncake_engine.assembly import build_engine
+from mooncake_engine.async_engine import AsyncEngine
+from mooncake_engine.config import EngineConfig, KVTransferConfig, Role
+from mooncake_engine.core import EngineCore
+from mooncake_engine.messages import (
+    EngineRequest,
+    FinishReason,
+    KVTransferParams,
+    TokenLogprobs,
+    TokenUpdate,
+)
+from mooncake_engine.sampling_params import SamplingParams
+
+VOCAB_SIZE = 307
+DEFAULT_BLOCKS = 128
+ORDER: KVTransferParams = {"do_remote_decode": True, "do_remote_prefill": False}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+_names = itertools.count()
+
+
+def write_model(directory: Path, **overrides: Any) -> Path:
+    """A random two-layer Llama with a byte tokenizer; 512 tokens of context."""
+    fields = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, **overrides}
+    write_checkpoint(random_model("llama", **fields), directory)
+    return write_byte_tokenizer(directory)
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random token ids, the same for the same arguments; none of them ends an answer."""
+    numbers = random.Random(f"{length}/{seed}")
+    return tuple(numbers.randrange(3, VOCAB_SIZE) for _ in range(length))
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A running instance.
+
+    Args:
+        engine: what serves its requests.
+        core: the same engine's core, for looking at its books while it is idle.
+    """
+
+    engine: AsyncEngine
+    core: EngineCore
+
+    def stat(self, name: str) -> float:
+        """One of the connector's figures."""
+        return self.engine.stats().kv_transfer[name]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs, waits, or is held for anybody."""
+        stats = self.engine.stats()
+        held = stats.kv_transfer.get("leases_held", 0.0)
+        return not (stats.num_running or stats.num_waiting or stats.kv_cache_usage or held)
+
+    async def check_clean(self, within_s: float = 10.0) -> None:
+        """Everything is given back within that time, and the books are right."""
+        await wait_until(lambda: self.is_idle, within_s, lambda: f"still busy: {self.describe()}")
+        self.core.check_integrity()
+        self.engine.check_health()
+
+    def describe(self) -> str:
+        """Its figures, for messages."""
+        return f"{self.engine.config.role.value}: {self.engine.stats()}"
+
+
+def make_config(model: Path, role: Role = Role.BOTH, **options: Any) -> EngineConfig:
+    """An instance's configuration; options of KVTransferConfig and EngineConfig may be mixed."""
+    names = KVTransferConfig.__dataclass_fields__
+    kv_options = {name: options.pop(name) for name in list(options) if name in names}
+    kv_options = {"transports": ("shm",), "lease_s": 2.0, "transfer_timeout_s": 10.0, **kv_options}
+    options = {"num_kv_blocks": DEFAULT_BLOCKS, "backend": "cpu", "threads": 1, **options}
+    kv = None if role is Role.BOTH else KVTransferConfig(**kv_options)
+    return EngineConfig(model, role=role, kv_transfer=kv, **options)
+
+
+def start(config: EngineConfig) -> Instance:
+    """Load an instance and begin to serve."""
+    built = build_engine(config)
+    return Instance(AsyncEngine(built, config), built.core)
+
+
+@asynccontextmanager
+async def instance(model: Path, role: Role = Role.BOTH, **options: Any) -> AsyncIterator[Instance]:
+    """An instance for the length of a block."""
+    config = make_config(model, role, **options)
+    running = await asyncio.to_thread(start, config)
+    try:
+        yield running
+    finally:
+        await asyncio.to_thread(running.engine.close)
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode instance of one model."""
+
+    prefill: Instance
+    decode: Instance
+
+    async def check_clean(self, within_s: float = 10.0) -> None:
+        """See ``Instance.check_clean``."""
+        await self.prefill.check_clean(within_s)
+        await self.decode.check_clean(within_s)
+
+
+@asynccontextmanager
+async def pair(
+    model: Path,
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Pair]:
+    """Two instances for the length of a block; ``prefill`` and ``decode`` override the options."""
+    async with (
+        instance(model, Role.PREFILL, **{**options, **(prefill or {})}) as first,
+        instance(model, Role.DECODE, **{**options, **(decode or {})}) as second,
+    ):
+        yield Pair(first, second)
+
+
+@dataclass
+class Answer:
+    """What came of a request.
+
+    Args:
+        tokens, logprobs: of the answer, the first token included.
+        finish, error: how it ended.
+        params: for the decode instance, if it goes on there.
+        num_cached_tokens: as the engine said.
+        arrivals: when each token came, in seconds of the monotonic clock.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str | None = None
+    params: KVTransferParams | None = None
+    num_cached_tokens: int = 0
+    arrivals: list[float] = field(default_factory=list)
+
+    def add(self, update: TokenUpdate) -> None:
+        """Take in one update."""
+        self.tokens.extend(update.token_ids)
+        self.logprobs.extend(update.logprobs or ())
+        self.arrivals.extend([time.monotonic()] * len(update.token_ids))
+        self.finish, self.error = update.finish, update.error
+        self.params = update.kv_transfer_params
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+
+
+async def ask(
+    where: Instance,
+    prompt: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    params: KVTransferParams | None = None,
+    on_update: Callable[[TokenUpdate], None] | None = None,
+) -> Answer:
+    """Send a request to one instance, and wait for its end."""
+    answer = Answer()
+    request = EngineRequest(f"test-{next(_names)}", tuple(prompt), sampling, params)
+    async with aclosing(where.engine.generate(request)) as updates:
+        async for update in updates:
+            answer.add(update)
+            if on_update is not None:
+                on_update(update)
+    return answer
+
+
+async def prefill(
+    where: Instance, prompt: Sequence[int], sampling: SamplingParams = GREEDY
+) -> KVTransferParams:
+    """Prefill a prompt as the proxy would; returns the params for the decode instance."""
+    first = await ask(where, prompt, replace(sampling, max_tokens=1), ORDER)
+    assert first.finish is FinishReason.LENGTH, first
+    assert first.params is not None
+    return first.params
+
+
+async def ask_pair(of: Pair, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> Answer:
+    """Prefill on one instance, decode on the other."""
+    return await ask(of.decode, prompt, sampling, await prefill(of.prefill, prompt, sampling))
+
+
+async def wait_until(
+    is_true: Callable[[], bool], within_s: float, describe: Callable[[], str] = str
+) -> None:
+    """Wait for something that happens on other threads.
+
+    Raises:
+        AssertionError: it has not happened in that time; ``describe`` says what is.
+    """
+    deadline = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s; {describe()}"
+        await asyncio.sleep(0.01)
