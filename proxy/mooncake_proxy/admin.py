@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from mooncake_proxy import __version__, openai
 from mooncake_proxy.access import check_key
-from mooncake_proxy.errors import UpstreamError
+from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, UpstreamError
 from mooncake_proxy.flows.relay import check_status
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.instances import Instance, Role
+from mooncake_proxy.membership import Change
 from mooncake_proxy.metrics import gauge_lines
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ def routes(app: Application) -> Routes:
         "/ready": {"GET": surface.ready},
         "/metrics": {"GET": surface.metrics},
         "/v1/models": {"GET": surface.models},
+        "/instances": {"GET": surface.instances, "POST": surface.change},
         **generating,
     }
 
@@ -53,7 +57,7 @@ class Surface:
 
     async def health(self, exchange: Exchange) -> None:
         """200 while the process serves at all."""
-        instances = [_facts(instance) for instance in self._router.fleet]
+        instances = [facts_of(instance) for instance in self._router.fleet]
         respond_json(
             exchange, 200, {"status": "ok", "version": __version__, "instances": instances}
         )
@@ -76,6 +80,27 @@ class Surface:
         if whole is Role.DECODE and not (fleet.live(Role.PREFILL) or self._app.config.local_prefill):
             return "no live prefill instance"
         return None
+
+    async def instances(self, exchange: Exchange) -> None:
+        """The fleet as it is. Needs an admin key, like every change."""
+        self._admit(exchange)
+        respond_json(exchange, 200, {"instances": [facts_of(i) for i in self._router.fleet]})
+
+    async def change(self, exchange: Exchange) -> None:
+        """`{"operation": "add|drain|resume|remove|role", "url": ..., "role": ...}`."""
+        self._admit(exchange)
+        try:
+            change = msgspec.json.decode(exchange.body, type=Change)
+            instance = self._app.change(change)
+        except (msgspec.DecodeError, ConfigError) as exc:
+            raise BadRequest(f"change of instances: {exc}") from exc
+        respond_json(exchange, 200, {"instance": facts_of(instance) if instance else None})
+
+    def _admit(self, exchange: Exchange) -> None:
+        keys = self._app.config.admin_keys
+        if not keys:
+            raise Forbidden("no admin keys: start with --admin-key-file to change instances")
+        check_key(exchange.headers, keys)
 
     async def metrics(self, exchange: Exchange) -> None:
         """Prometheus text."""
@@ -132,7 +157,8 @@ class Surface:
         answer_error(exchange, last, ())
 
 
-def _facts(instance: Instance) -> dict[str, Any]:
+def facts_of(instance: Instance) -> dict[str, Any]:
+    """An instance for people and tools."""
     return {
         "name": instance.name,
         "role": instance.spec.role.value,

@@ -32,7 +32,11 @@ from mooncake_proxy.flows.push import push
 from mooncake_proxy.health import HealthChecker
 from mooncake_proxy.http1.client import ClientContext, sweep_timeouts
 from mooncake_proxy.http1.server import Exchange, ServerContext, ServerProtocol
+from mooncake_proxy.instances import Instance
+from mooncake_proxy.kubernetes import KubernetesConfig, KubernetesWatch
+from mooncake_proxy.membership import Change, apply
 from mooncake_proxy.openai import Endpoint
+from mooncake_proxy.poolfile import PoolFileWatch
 from mooncake_proxy.rendezvous import PATH as METASERVER_PATH
 from mooncake_proxy.router import Router
 
@@ -67,6 +71,7 @@ class Application:
         for spec in self.config.instances:
             self.router.fleet.add(spec)
         loop = asyncio.get_running_loop()
+        await self._follow_sources(loop)
         if self.config.health.interval_s > 0:
             await self.checker.check_all()
             self._tasks.append(loop.create_task(self.checker.run()))
@@ -79,6 +84,22 @@ class Application:
             backlog=4096,
         )
         self.router.listens_at(self.config.advertise_url or self._own_url())
+
+    async def _follow_sources(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Instances that a file or a cluster declares, now and from now on."""
+        if self.config.pool_file is not None:
+            file_watch = PoolFileWatch(self.config.pool_file, self.router.fleet)
+            file_watch.load()
+            self._tasks.append(loop.create_task(file_watch.run()))
+        if self.config.kubernetes is not None:
+            wanted = KubernetesConfig.parse(self.config.kubernetes, self.config.kubernetes_api)
+            cluster_watch = KubernetesWatch(wanted, self.router.fleet)
+            await cluster_watch.look()
+            self._tasks.append(loop.create_task(cluster_watch.run()))
+
+    def change(self, change: Change) -> Instance | None:
+        """A change of the fleet from the admin API."""
+        return apply(self.router.fleet, change)
 
     def _own_url(self) -> str:
         scheme = "https" if self.config.tls.certificate else "http"

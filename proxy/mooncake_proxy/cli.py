@@ -52,6 +52,14 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="decode instances send the first token again (vLLM): forward theirs, not P's",
     )
+    pools.add_argument("--pool-file", metavar="FILE", help="YAML or JSON; changes are followed")
+    pools.add_argument("--kubernetes", metavar="NAMESPACE/SELECTOR", help="follow labelled pods")
+    pools.add_argument("--kubernetes-api", metavar="URL", help="default: that of this cluster")
+    pools.add_argument(
+        "--decode-recomputes",
+        action="store_true",
+        help='decode instances may answer stop_reason "recomputed" (vLLM-Ascend)',
+    )
     pools.add_argument(
         "--no-local-prefill",
         action="store_true",
@@ -115,6 +123,9 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         decode_policy=args.decode_policy or policy,
         api_keys=read_keys(args.api_key_file),
         admin_keys=read_keys(args.admin_key_file),
+        pool_file=args.pool_file,
+        kubernetes=args.kubernetes,
+        kubernetes_api=args.kubernetes_api,
         local_prefill=not args.no_local_prefill,
         max_attempts=args.max_attempts,
         retry_ratio=args.retry_ratio,
@@ -147,6 +158,7 @@ def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
             Origin.parse(url),
             role,
             emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
+            recomputes=role is Role.DECODE and args.decode_recomputes,
         )
         for role, urls in given
         for url in urls

@@ -58,6 +58,7 @@ class ProxyConfig:
     advertise_url: str | None = None
     pool_file: str | None = None
     kubernetes: str | None = None
+    kubernetes_api: str | None = None
     workers: int = 1
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)

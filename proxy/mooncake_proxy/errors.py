@@ -5,6 +5,7 @@ ProxyError
 ├── Refusal                 the proxy itself says no; carries HTTP status, type and code
 │   ├── BadRequest          400
 │   ├── Unauthorized        401
+│   ├── Forbidden           403
 │   ├── NotFound            404
 │   ├── MethodNotAllowed    405
 │   ├── Conflict            409
@@ -71,6 +72,14 @@ class Unauthorized(Refusal):
     def headers(self) -> tuple[tuple[str, str], ...]:
         """A 401 has to name its scheme (RFC 9110 §11.6.1)."""
         return (("www-authenticate", "Bearer"),)
+
+
+class Forbidden(Refusal):
+    """Not allowed to anybody as the proxy is configured."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
 
 
 class NotFound(Refusal):

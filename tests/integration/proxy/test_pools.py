@@ -1,0 +1,165 @@
+"""Instances that come, go, drain and change their role while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import uvloop
+from support.proxy_fakes import FakeInstance, Stand, stand, text_of
+from support.proxy_fakes_client import BODY, events_of, post, streamed_text
+
+from mooncake_proxy.instances import Role
+from mooncake_proxy.poolfile import PoolFileWatch
+
+ADMIN = {"authorization": "Bearer secret"}
+
+
+async def change(s: Stand, **body: Any) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=s.url) as client:
+        return await client.post("/instances", json=body, headers=ADMIN)
+
+
+def test_changes_need_an_admin_key() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            assert (await change(s, operation="drain", url=s.decode.url)).status_code == 403
+        async with stand(admin_keys=frozenset({"other"})) as s:
+            answer = await change(s, operation="drain", url=s.decode.url)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+    uvloop.run(main())
+
+
+def test_an_instance_is_added_and_removed_at_run_time() -> None:
+    async def main() -> None:
+        extra = FakeInstance("extra")
+        await extra.start()
+        async with stand(num_decodes=0, admin_keys=frozenset({"secret"})) as s:
+            assert (await post(s, BODY)).status_code == 503
+            added = await change(s, operation="add", url=extra.url, role="decode")
+            assert added.json()["instance"]["role"] == "decode"
+            assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
+            assert (await change(s, operation="remove", url=extra.url)).json() == {"instance": None}
+            assert (await post(s, BODY)).status_code == 503
+        await extra.kill()
+
+    uvloop.run(main())
+
+
+def test_bad_changes_are_explained() -> None:
+    async def main() -> None:
+        async with stand(admin_keys=frozenset({"secret"})) as s:
+            missing = await change(s, operation="drain", url="http://127.0.0.1:1")
+            assert missing.status_code == 404
+            assert s.decode.url in missing.json()["error"]["message"]
+            assert (await change(s, operation="explode", url=s.decode.url)).status_code == 400
+            assert (await change(s, operation="add", url="ftp://x", role="both")).status_code == 400
+            assert (await change(s, operation="add", url=s.decode.url)).status_code == 400
+
+    uvloop.run(main())
+
+
+def test_a_drained_instance_finishes_what_it_has_and_gets_no_more_under_load() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2, admin_keys=frozenset({"secret"})) as s:
+            s.decodes[0].behaviour.token_delay_s = 0.02
+            s.decodes[1].behaviour.status = 500
+            running = asyncio.ensure_future(post(s, BODY | {"stream": True}))
+            await s.decodes[0].wait_for(lambda: bool(s.decodes[0].generated))
+            s.decodes[1].behaviour.status = 200
+            await change(s, operation="drain", url=s.decodes[0].url, remove=True)
+            others = [await post(s, BODY) for _ in range(4)]
+            assert {answer.status_code for answer in others} == {200}
+            assert streamed_text(events_of((await running).text)) == text_of(5)
+            assert len(s.decodes[0].generated) == 1
+            assert [i.name for i in s.app.router.fleet.live(Role.DECODE)] == [s.decodes[1].url]
+            assert len(s.app.router.fleet) == 2
+
+    uvloop.run(main())
+
+
+def test_only_an_idle_instance_switches_its_role() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2, admin_keys=frozenset({"secret"})) as s:
+            for fake in s.decodes:
+                fake.behaviour.hangs = True
+            running = asyncio.ensure_future(post(s, BODY))
+            await asyncio.wait(
+                [asyncio.ensure_future(f.wait_for(lambda f=f: bool(f.generated))) for f in s.decodes],
+                return_when=asyncio.FIRST_COMPLETED,
+                timeout=5,
+            )
+            busy, idle = sorted(s.decodes, key=lambda fake: -len(fake.generated))
+            refused = await change(s, operation="role", url=busy.url, role="prefill")
+            assert refused.status_code == 409
+            assert (await change(s, operation="role", url=idle.url, role="prefill")).is_success
+            assert len(s.app.router.fleet.live(Role.PREFILL)) == 2
+            running.cancel()
+            await asyncio.wait({running})
+
+    uvloop.run(main())
+
+
+def test_a_pool_file_is_followed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2) as s:
+            for fake in s.decodes:
+                s.app.router.fleet.remove(fake.url)
+            path = tmp_path / "pools.yaml"
+            watch = PoolFileWatch(str(path), s.app.router.fleet)
+            path.write_text(f"decode:\n  - {s.decodes[0].url}\n")
+            watch.look()
+            assert [i.name for i in s.app.router.fleet.live(Role.DECODE)] == [s.decodes[0].url]
+            path.write_text(f"decode:\n  - url: {s.decodes[1].url}\n    emits_first_token: true\n")
+            watch.look()
+            [instance] = s.app.router.fleet.live(Role.DECODE)
+            assert instance.name == s.decodes[1].url
+            assert instance.spec.emits_first_token
+            path.write_text("decode: [")
+            watch.look()
+            assert len(s.app.router.fleet.live(Role.DECODE)) == 1
+            assert len(s.app.router.fleet.live(Role.PREFILL)) == 1, "flags keep theirs"
+
+    uvloop.run(main())
+
+
+def test_labelled_pods_are_followed() -> None:
+    async def main() -> None:
+        pods = [_pod("decode", 8101, ready=True), _pod("prefill", 8102, ready=False)]
+        api = await asyncio.start_server(_api(pods), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
+        settings = {"kubernetes": "serving/app=llm", "kubernetes_api": url}
+        async with stand(num_prefills=0, num_decodes=0, **settings) as s:
+            names = [i.name for i in s.app.router.fleet]
+            assert names == ["http://127.0.0.1:8101"]
+        api.close()
+
+    uvloop.run(main())
+
+
+def _pod(role: str, port: int, *, ready: bool) -> dict[str, Any]:
+    return {
+        "metadata": {"name": role, "labels": {"app": "llm", "mooncake-hal/role": role}},
+        "spec": {"containers": [{"ports": [{"containerPort": port}]}]},
+        "status": {
+            "podIP": "127.0.0.1",
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+        },
+    }
+
+
+def _api(pods: list[dict[str, Any]]) -> Any:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"GET /api/v1/namespaces/serving/pods?labelSelector=app%3Dllm ")
+        body = msgspec.json.encode({"kind": "PodList", "items": pods})
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        await writer.drain()
+        writer.close()
+
+    return serve
