@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mooncake_engine.errors import InvalidRequest, PromptTooLong
-from mooncake_engine.kv_transfer.params import Handoff, parse_handoff
+from mooncake_engine.kv_transfer.params import Handoff, TransferMode, parse_handoff
 from mooncake_engine.messages import EngineFacts, EngineRequest
 
 
-def check_request(request: EngineRequest, facts: EngineFacts, *, has_connector: bool) -> Handoff:
+def check_request(request: EngineRequest, facts: EngineFacts, mode: TransferMode) -> Handoff:
     """Check a request against what the engine can do.
 
     Returns:
@@ -32,15 +32,26 @@ def check_request(request: EngineRequest, facts: EngineFacts, *, has_connector: 
             param="prompt",
         )
     handoff = parse_handoff(request.kv_transfer_params, len(prompt))
-    if (handoff.keeps_kv or handoff.remote) and not has_connector:
-        raise InvalidRequest(
-            "this instance works alone: it has no KV connector; start it with a role of "
-            "'prefill' or 'decode', or leave kv_transfer_params out",
-            param="kv_transfer_params",
-        )
+    _check_mode(handoff.mode, mode)
     if handoff.first_token and not 0 <= handoff.first_token.token_id < facts.vocab_size:
         raise InvalidRequest(
             f"last_token_id must be in [0, {facts.vocab_size}), got {handoff.first_token.token_id}",
             param="kv_transfer_params",
         )
     return handoff
+
+
+def _check_mode(wanted: TransferMode, mode: TransferMode) -> None:
+    if wanted is TransferMode.NONE or wanted is mode:
+        return
+    if mode is TransferMode.NONE:
+        raise InvalidRequest(
+            "this instance works alone: it has no KV connector; start it with a role of "
+            "'prefill' or 'decode', or leave kv_transfer_params out",
+            param="kv_transfer_params",
+        )
+    raise InvalidRequest(
+        f"kv_transfer_params ask for a {wanted.value}, this instance's KV connector is made to "
+        f"{mode.value}; run the same connector on all instances, and the proxy with its flow",
+        param="kv_transfer_params",
+    )

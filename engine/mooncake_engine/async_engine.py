@@ -16,6 +16,8 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest, Wake
 from mooncake_engine.errors import EngineDead, Overloaded
 from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.kv_transfer.base import find_connector
+from mooncake_engine.kv_transfer.params import TransferMode
 from mooncake_engine.messages import EngineFacts, EngineRequest, EngineStats, TokenUpdate
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, config: EngineConfig) -> None:
         self.config = config
+        transfer = config.kv_transfer
+        self._mode = find_connector(transfer.connector).mode if transfer else TransferMode.NONE
         self._core = engine.core
         self._facts = engine.facts
         self._streams: dict[str, _Stream] = {}
@@ -86,7 +90,7 @@ class AsyncEngine:
             Overloaded: too many requests wait already.
             EngineDead: the engine died.
         """
-        handoff = check_request(request, self._facts, has_connector=self._has_connector)
+        handoff = check_request(request, self._facts, self._mode)
         self.check_health()
         minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
         stream = self._open(minted.request_id)
@@ -127,10 +131,6 @@ class AsyncEngine:
         self._is_stopping = True
         self._core.post(Wake())
         self._thread.join(CLOSE_TIMEOUT_S)
-
-    @property
-    def _has_connector(self) -> bool:
-        return self.config.kv_transfer is not None
 
     def _open(self, request_id: str) -> _Stream:
         stream = _Stream(asyncio.get_running_loop())

@@ -152,7 +152,12 @@ class EngineCore:
         elif isinstance(command, AbortRequest):
             self._scheduler.abort(command.request_id)
         elif isinstance(command, LoadEnded):
-            self._scheduler.load_ended(command.request_id, command.error)
+            self._scheduler.load_ended(
+                command.request_id,
+                command.error,
+                first_token=command.first_token,
+                is_drained=command.is_drained,
+            )
         elif isinstance(command, LeaseEnded):
             self._scheduler.release(command.request_id)
         elif isinstance(command, ConnectorFailed):
@@ -169,5 +174,7 @@ class EngineCore:
                 self._clock(),
                 keeps_kv=command.handoff.keeps_kv,
                 first_token=command.handoff.first_token,
+                sends_kv=command.handoff.target is not None,
+                receives_kv=command.handoff.metaserver is not None,
             )
         )

@@ -10,8 +10,9 @@ from typing import Protocol, cast
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.kv_transfer.events import EventSink
-from mooncake_engine.kv_transfer.facts import HardwareFacts
-from mooncake_engine.scheduling.scheduler import KVConnector
+from mooncake_engine.kv_transfer.params import TransferMode
+from mooncake_engine.scheduling.kv_connector import KVConnector
+from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import KVGeometry
 
 
@@ -32,7 +33,7 @@ class ConnectorSetup:
     config: EngineConfig
     engine_id: str
     geometry: KVGeometry
-    hardware: HardwareFacts
+    hardware: Hardware
     tokenizer_fingerprint: str
     send: Callable[[int, bytes], None]
     sink: EventSink
@@ -65,16 +66,23 @@ class Connector(KVConnector, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorEntry:
-    """Where a connector's two sides are, as ``"module:attribute"``."""
+    """Where a connector's two sides are, as ``"module:attribute"``, and what it does."""
 
     core: str
     worker: str
+    mode: TransferMode
 
 
 CONNECTORS = {
     "MooncakeConnector": ConnectorEntry(
         core="mooncake_engine.kv_transfer.connector:MooncakeConnector",
         worker="mooncake_engine.kv_transfer.pull_worker:PullWorker",
+        mode=TransferMode.PULL,
+    ),
+    "MooncakeLayerwiseConnector": ConnectorEntry(
+        core="mooncake_engine.kv_transfer.push_connector:MooncakeLayerwiseConnector",
+        worker="mooncake_engine.kv_transfer.push_worker:PushWorker",
+        mode=TransferMode.PUSH,
     ),
 }
 """Connectors by name. ``module:attribute`` pairs, so that naming one imports nothing."""

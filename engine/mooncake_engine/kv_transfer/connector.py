@@ -143,6 +143,9 @@ class MooncakeConnector:
 
     # --- what the scheduler asks -------------------------------------------------------------
 
+    def announce(self, request: Request) -> None:
+        """See ``KVConnector``: who pulls sends nothing ahead."""
+
     def offer(self, request: Request, block_ids: list[int]) -> KVTransferParams:
         """See ``KVConnector``."""
         self._loop.call(self._prefill.grant, request.request_id)

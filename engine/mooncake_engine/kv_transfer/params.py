@@ -7,6 +7,7 @@ of our instances. ``last_token_id`` is the token that the prefill instance sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any
 
 import msgspec
@@ -36,19 +37,53 @@ class RemoteKV:
     num_tokens: int
 
 
+class TransferMode(Enum):
+    """Which way an instance's KV moves."""
+
+    NONE = "none"
+    PULL = "pull"
+    """The decode instance reads, after the prefill."""
+    PUSH = "push"
+    """The prefill instance writes, while it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushTarget:
+    """Where a prompt's KV is to be written.
+
+    Args:
+        remote: the blocks, and who reserved them under which name.
+        start: the first token whose KV is not there yet.
+    """
+
+    remote: RemoteKV
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class Handoff:
     """What a request's parameters ask this instance to do.
 
     Args:
-        keeps_kv: hold the KV for a peer after the first token.
+        keeps_kv: end after the first token, and keep the KV for a peer.
         remote: load the KV from there.
         first_token: the holder's token, to continue from.
+        target: write the KV there.
+        metaserver: reserve blocks, say so there, and wait for the KV and the first token.
     """
 
     keeps_kv: bool = False
     remote: RemoteKV | None = None
     first_token: FirstToken | None = None
+    target: PushTarget | None = None
+    metaserver: str | None = None
+
+    @property
+    def mode(self) -> TransferMode:
+        """What an instance must be able to do to serve this."""
+        if self.target is not None or self.metaserver is not None:
+            return TransferMode.PUSH
+        return TransferMode.PULL if self.keeps_kv or self.remote is not None else TransferMode.NONE
 
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -70,16 +105,17 @@ class _Wire(msgspec.Struct):
     last_token_id: _Count | None = None
     last_token_logprobs: tuple[float, list[tuple[_Count, float]]] | None = None
     remote_cached_tokens: _Count = 0
+    metaserver: _Name | None = None
 
 
-NEEDED = (
+ADDRESS = (
     "remote_engine_id",
     "remote_request_id",
     "remote_host",
     "remote_port",
     "remote_block_ids",
-    "last_token_id",
 )
+NEEDED = (*ADDRESS, "last_token_id")
 
 
 def parse_handoff(params: KVTransferParams | None, num_prompt_tokens: int) -> Handoff:
@@ -101,30 +137,52 @@ def parse_handoff(params: KVTransferParams | None, num_prompt_tokens: int) -> Ha
     if wire.do_remote_decode and wire.do_remote_prefill:
         raise _invalid("do_remote_decode and do_remote_prefill exclude each other")
     if wire.do_remote_decode:
-        return Handoff(keeps_kv=True)
+        return Handoff(keeps_kv=True, target=_parse_target(wire, num_prompt_tokens))
+    if wire.do_remote_prefill and wire.metaserver and wire.remote_engine_id is None:
+        return Handoff(metaserver=wire.metaserver)
     if wire.do_remote_prefill:
         return _parse_remote(wire, num_prompt_tokens)
     return Handoff()
 
 
-def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> Handoff:
-    missing = [name for name in NEEDED if getattr(wire, name) is None]
-    if missing:
+def _parse_target(wire: _Wire, num_prompt_tokens: int) -> PushTarget | None:
+    """Where a prefill is to write; None if it is to be fetched."""
+    if wire.remote_engine_id is None:
+        return None
+    _check_address(wire, ADDRESS, "pass on what the decode instance told the metaserver")
+    if wire.remote_cached_tokens > num_prompt_tokens:
         raise _invalid(
-            f"do_remote_prefill needs {', '.join(missing)}; pass on what the prefill answered"
+            f"remote_cached_tokens is {wire.remote_cached_tokens}, the prompt has only "
+            f"{num_prompt_tokens} tokens"
         )
+    _check_prompt(wire, num_prompt_tokens, "decode")
+    return PushTarget(_remote(wire, num_prompt_tokens), wire.remote_cached_tokens)
+
+
+def _check_address(wire: _Wire, names: tuple[str, ...], advice: str) -> None:
+    missing = [name for name in names if getattr(wire, name) is None]
+    if missing:
+        raise _invalid(f"{', '.join(missing)} missing; {advice}")
     assert wire.remote_block_ids is not None
     if len(wire.remote_block_ids) != 1:
         raise _invalid(
             f"remote_block_ids must hold the table of one KV-cache group, "
             f"got {len(wire.remote_block_ids)}"
         )
+
+
+def _check_prompt(wire: _Wire, num_prompt_tokens: int, peer: str) -> None:
     told = wire.num_prompt_tokens
     if told is not None and told != num_prompt_tokens:
         raise _invalid(
-            f"the prefill instance counted {told} prompt tokens, this one {num_prompt_tokens}; "
+            f"the {peer} instance counted {told} prompt tokens, this one {num_prompt_tokens}; "
             "the two must be given the same prompt, tokenizer and chat template"
         )
+
+
+def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> Handoff:
+    _check_address(wire, NEEDED, "do_remote_prefill needs all that the prefill answered")
+    _check_prompt(wire, num_prompt_tokens, "prefill")
     assert wire.last_token_id is not None
     first = FirstToken(wire.last_token_id, _logprobs(wire), wire.remote_cached_tokens)
     return Handoff(remote=_remote(wire, num_prompt_tokens), first_token=first)
@@ -189,3 +247,33 @@ def build_params(
             [list(pair) for pair in first.logprobs.top],
         ]
     return params
+
+
+def build_push_params(
+    holder: Holder, request_id: str, block_ids: tuple[int, ...], tokens: tuple[int, int]
+) -> KVTransferParams:
+    """What the prefill instance needs to write this KV; the metaserver carries it there.
+
+    Args:
+        holder: the decode instance.
+        request_id: its name for the request.
+        block_ids: what it reserved.
+        tokens: half-open range of the tokens whose KV it lacks.
+    """
+    start, stop = tokens
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "request_id": request_id,
+        "remote_request_id": request_id,
+        "remote_engine_id": holder.engine_id,
+        "remote_host": holder.host,
+        "remote_port": holder.port,
+        "remote_block_ids": [list(block_ids)],
+        "remote_block_size": holder.block_size,
+        "remote_tp_size": holder.tp_size,
+        "remote_pcp_size": 1,
+        "remote_dcp_size": 1,
+        "remote_cached_tokens": start,
+        "num_prompt_tokens": stop,
+    }

@@ -24,6 +24,7 @@ class AdmittedRequest:
         sampling: how to choose its tokens.
         seed: resolved seed; with the output position it fixes each random choice.
         block_ids: its block table so far.
+        sends_kv: its KV goes to a peer as it is computed.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class AdmittedRequest:
     sampling: SamplingParams
     seed: int
     block_ids: tuple[int, ...]
+    sends_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

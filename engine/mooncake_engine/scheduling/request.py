@@ -42,6 +42,8 @@ class Request:
         arrival: clock reading at which it came, in seconds.
         keeps_kv: ends after its first token, and its KV is kept for a peer.
         first_token: set if a peer holds the prompt's KV.
+        sends_kv: its KV goes to a peer as it is computed; implies ``keeps_kv``.
+        receives_kv: a peer sends the prompt's KV, and the first token with it.
     """
 
     spec: EngineRequest
@@ -49,6 +51,8 @@ class Request:
     arrival: float
     keeps_kv: bool = False
     first_token: FirstToken | None = None
+    sends_kv: bool = False
+    receives_kv: bool = False
     state: RequestState = RequestState.WAITING
     token_ids: list[int] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
@@ -69,6 +73,11 @@ class Request:
     def request_id(self) -> str:
         """The engine's key."""
         return self.spec.request_id
+
+    @property
+    def loads_kv(self) -> bool:
+        """Whether the prompt's KV comes from a peer."""
+        return self.receives_kv or self.first_token is not None
 
     @property
     def sampling(self) -> SamplingParams:

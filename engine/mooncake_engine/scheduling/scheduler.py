@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 from mooncake_engine.config import LoadFailurePolicy
-from mooncake_engine.messages import FinishReason, KVTransferParams, TokenUpdate
+from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.kv_connector import KVConnector
 from mooncake_engine.scheduling.plan import (
     AdmittedRequest,
     SampledToken,
@@ -23,7 +23,7 @@ from mooncake_engine.scheduling.plan import (
     StepResult,
 )
 from mooncake_engine.scheduling.queue import RequestQueue, urgency
-from mooncake_engine.scheduling.request import Request, RequestState
+from mooncake_engine.scheduling.request import FirstToken, Request, RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -49,33 +49,6 @@ class SchedulerLimits:
     eos_token_ids: frozenset[int]
     load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
     load_timeout_s: float = 120.0
-
-
-class KVConnector(Protocol):
-    """What the scheduler asks of whoever moves KV. Calls return at once; I/O is elsewhere."""
-
-    def offer(self, request: Request, block_ids: list[int]) -> KVTransferParams:
-        """Hold a finished prefill's blocks for a peer until ``Scheduler.release`` is called."""
-        ...
-
-    def withdraw(self, request_id: str) -> None:
-        """Stop holding; ``Scheduler.release`` follows when no peer can use the blocks."""
-        ...
-
-    def expect(self, request: Request) -> None:
-        """A request whose KV a peer holds has come: keep the peer's lease alive."""
-        ...
-
-    def load(self, request: Request, first_token: int) -> None:
-        """Load the prompt's KV from that token on; ``Scheduler.load_ended`` follows."""
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """Give up on an expected request.
-
-        If a load was started, ``Scheduler.load_ended`` follows when it is drained.
-        """
-        ...
 
 
 class Scheduler:
@@ -133,10 +106,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Take a request in. Its id is not in use, its prompt fits the model."""
         self._requests[request.request_id] = request
-        if request.first_token is None:
-            self._enqueue(request)
+        if request.loads_kv:
+            self._expect_kv(request)
             return
-        self._begin_with_first_token(request, request.first_token.token_id)
+        if request.sends_kv:
+            assert self._connector is not None, "a request that sends its KV needs a connector"
+            self._connector.announce(request)
+        self._enqueue(request)
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is, or what is still held for it. Idempotent."""
@@ -154,18 +130,37 @@ class Scheduler:
                 f"no KV blocks came free for a load within {self.limits.load_timeout_s:g} s",
             )
 
-    def load_ended(self, request_id: str, error: str | None) -> None:
-        """A load is over and drained: its KV is complete if ``error`` is None, else unusable."""
+    def load_ended(
+        self,
+        request_id: str,
+        error: str | None,
+        *,
+        first_token: FirstToken | None = None,
+        is_drained: bool = True,
+    ) -> None:
+        """A load is over: its KV is complete if ``error`` is None, else unusable.
+
+        Args:
+            request_id: whose load; unknown ones are normal.
+            error: why it failed.
+            first_token: the peer's token, if it comes with the KV.
+            is_drained: False if the peer may still write into the blocks: they are kept apart
+                until this is called again, drained.
+        """
         if request_id in self._draining:
-            self.blocks.pool.release(self._draining.pop(request_id))
+            if is_drained:
+                self.blocks.pool.release(self._draining.pop(request_id))
             return
         request = self._requests.get(request_id)
         if request is None or request.state not in LOADING:
             return
-        if error is not None:
-            self._give_up_load(request, error)
-        elif request.state is RequestState.TRANSFERRING:
-            self._mark_loaded(request)
+        if error is None:
+            if request.state is RequestState.TRANSFERRING:
+                self._mark_loaded(request, first_token)
+            return
+        if not is_drained:
+            self._draining[request_id] = self.blocks.detach(request)
+        self._give_up_load(request, error)
 
     def release(self, request_id: str) -> None:
         """A peer has read what was held for it, or never will: the blocks are free. Idempotent."""
@@ -284,15 +279,16 @@ class Scheduler:
 
     # --- KV from a peer --------------------------------------------------------------------
 
-    def _begin_with_first_token(self, request: Request, token_id: int) -> None:
-        """The peer's token is the answer's first; it may already be the last."""
+    def _expect_kv(self, request: Request) -> None:
+        """A peer's token, if it is here already, is the answer's first, and maybe its last."""
         assert self._connector is not None, "a request with a peer's KV needs a connector"
-        assert request.first_token is not None
         self._connector.expect(request)
         request.state = RequestState.PREALLOCATING
         request.deadline = request.arrival + self.limits.load_timeout_s
         self._preallocating.push(request)
-        self._report(request, SampledToken(token_id, request.first_token.logprobs))
+        if request.first_token is not None:
+            first = request.first_token
+            self._report(request, SampledToken(first.token_id, first.logprobs))
 
     def _start_loads(self) -> None:
         """Give blocks to those whose KV waits at a peer; others keep a block each to grow."""
@@ -307,12 +303,15 @@ class Scheduler:
             assert self._connector is not None
             self._connector.load(request, request.num_computed)
 
-    def _mark_loaded(self, request: Request) -> None:
+    def _mark_loaded(self, request: Request, first_token: FirstToken | None) -> None:
         self._leave_queue(request)
         request.num_computed = request.num_prompt_tokens
         self.blocks.publish(request)
         request.state = RequestState.WAITING
         self._ready.push(request)
+        if first_token is not None:
+            request.num_cached_tokens = first_token.num_cached_tokens
+            self._append(request, SampledToken(first_token.token_id, first_token.logprobs))
 
     def _give_up_load(self, request: Request, reason: str) -> None:
         """No KV from the peer: compute it here, or fail, as configured. The load is drained."""
@@ -328,7 +327,7 @@ class Scheduler:
         self._finish(request, TokenUpdate(name, finish=FinishReason.ERROR, error=error))
 
     def _connector_cancel(self, request: Request) -> None:
-        if request.first_token is not None and self._connector is not None:
+        if request.loads_kv and self._connector is not None:
             self._connector.cancel(request.request_id)
 
     # --- tokens and endings ----------------------------------------------------------------
@@ -376,8 +375,10 @@ class Scheduler:
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
         self._forget_on_worker(request)
-        if request.keeps_kv and update.finish is FinishReason.LENGTH:
+        if request.keeps_kv and self._is_complete(request, update):
             update = self._hand_over(request, update)
+        elif request.sends_kv:
+            self._stop_sending(request)
         elif was is RequestState.TRANSFERRING:
             self._draining[request.request_id] = self.blocks.detach(request)
             self._connector_cancel(request)
@@ -385,6 +386,16 @@ class Scheduler:
             self.blocks.release(request)
             self._connector_cancel(request)
         self._updates.append(update)
+
+    def _is_complete(self, request: Request, update: TokenUpdate) -> bool:
+        """Whether a peer needs the KV; one that awaits it hears of an answer that ends, too."""
+        is_stop = update.finish is FinishReason.STOP and request.sends_kv
+        return update.finish is FinishReason.LENGTH or is_stop
+
+    def _stop_sending(self, request: Request) -> None:
+        assert self._connector is not None, "a request that sends its KV needs a connector"
+        self._leased[request.request_id] = self.blocks.detach(request)
+        self._connector.withdraw(request.request_id)
 
     def _hand_over(self, request: Request, update: TokenUpdate) -> TokenUpdate:
         assert self._connector is not None, "a request that keeps its KV needs a connector"
@@ -435,6 +446,7 @@ class _StepBuilder:
                 request.sampling,
                 request.seed,
                 tuple(request.block_ids),
+                request.sends_kv,
             )
         )
 

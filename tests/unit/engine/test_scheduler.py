@@ -21,14 +21,20 @@ class RecordingConnector:
     """Remembers what the scheduler asked for; the test plays the peer."""
 
     def __init__(self) -> None:
+        self.announced: set[str] = set()
         self.offered: dict[str, list[int]] = {}
         self.withdrawn: list[str] = []
         self.expected: set[str] = set()
         self.loading: dict[str, int] = {}
         self.cancelled: set[str] = set()
 
-    def offer(self, request: Request, block_ids: list[int]) -> dict[str, object]:
+    def announce(self, request: Request) -> None:
+        self.announced.add(request.request_id)
+
+    def offer(self, request: Request, block_ids: list[int]) -> dict[str, object] | None:
         self.offered[request.request_id] = list(block_ids)
+        if request.sends_kv:
+            return None
         return {"do_remote_prefill": True, "remote_request_id": request.request_id}
 
     def withdraw(self, request_id: str) -> None:
@@ -68,10 +74,19 @@ def make_request(
     max_tokens: int = 8,
     keeps_kv: bool = False,
     first_token: int | None = None,
+    sends_kv: bool = False,
+    receives_kv: bool = False,
 ) -> Request:
     spec = EngineRequest(name, tuple(prompt), SamplingParams(max_tokens=max_tokens))
-    first = None if first_token is None else FirstToken(first_token)
-    return Request(spec, 0, arrival, keeps_kv=keeps_kv, first_token=first)
+    return Request(
+        spec,
+        0,
+        arrival,
+        keeps_kv=keeps_kv or sends_kv,
+        first_token=None if first_token is None else FirstToken(first_token),
+        sends_kv=sends_kv,
+        receives_kv=receives_kv,
+    )
 
 
 def run_step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, list[TokenUpdate]]:
@@ -232,6 +247,76 @@ def test_a_load_that_never_gets_blocks_ends_at_its_deadline() -> None:
     ]
 
 
+def test_a_first_token_that_comes_with_the_kv_begins_the_answer() -> None:
+    scheduler, connector = make_scheduler()
+    scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
+    _, updates = run_step(scheduler)
+    assert connector.loading == {"d": 0}
+    assert not updates
+    scheduler.load_ended("d", None, first_token=FirstToken(5, num_cached_tokens=4))
+    plan, updates = run_step(scheduler)
+    assert plan.admitted[0].token_ids == (*range(10, 20), 5)
+    assert (plan.sequences[0].start, plan.sequences[0].count) == (10, 1)
+    assert [update.token_ids for update in updates] == [(5,), (7,)]
+    assert updates[0].num_cached_tokens == 4
+
+
+def test_an_answer_may_end_with_the_token_that_comes_with_the_kv() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
+    run_step(scheduler)
+    scheduler.load_ended("d", None, first_token=FirstToken(EOS))
+    plan, updates = run_step(scheduler)
+    assert not plan.sequences
+    assert [(update.token_ids, update.finish) for update in updates] == [
+        ((EOS,), FinishReason.STOP)
+    ]
+    assert scheduler.blocks.pool.num_free == 16
+
+
+def test_a_load_that_fails_undrained_is_recomputed_in_other_blocks() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
+    run_step(scheduler)
+    assert scheduler.blocks.pool.num_free == 13
+    scheduler.load_ended("d", "silent peer", is_drained=False)
+    plan, _ = run_step(scheduler)
+    assert (plan.sequences[0].start, plan.sequences[0].count) == (0, 10)
+    assert scheduler.blocks.pool.num_free == 10
+    scheduler.load_ended("d", "silent peer", is_drained=False)
+    assert scheduler.num_held_tables == 1
+    scheduler.load_ended("d", "the peer is dead")
+    scheduler.check_integrity()
+    assert scheduler.blocks.pool.num_free == 13
+
+
+@pytest.mark.parametrize("token", [7, EOS])
+def test_a_prefill_that_sends_is_announced_and_holds_its_blocks_to_the_end(token: int) -> None:
+    scheduler, connector = make_scheduler()
+    scheduler.add(make_request("p", list(range(10, 20)), sends_kv=True))
+    assert connector.announced == {"p"}
+    plan, updates = run_step(scheduler, token)
+    assert plan.admitted[0].sends_kv
+    assert updates[0].kv_transfer_params is None
+    assert len(connector.offered["p"]) == 3
+    assert scheduler.blocks.pool.num_free == 13
+    scheduler.release("p")
+    assert scheduler.blocks.pool.num_free == 16
+
+
+def test_an_aborted_prefill_that_sends_holds_its_blocks_until_it_has_stopped() -> None:
+    scheduler, connector = make_scheduler(budget=6)
+    scheduler.add(make_request("p", list(range(10, 20)), sends_kv=True))
+    run_step(scheduler)
+    scheduler.abort("p")
+    assert connector.withdrawn == ["p"]
+    assert not connector.offered
+    assert scheduler.blocks.pool.num_free == 13
+    scheduler.release("p")
+    scheduler.check_integrity()
+    assert scheduler.blocks.pool.num_free == 16
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any order of add, step, abort, load endings and releases keeps the books balanced."""
 
@@ -240,6 +325,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler, self.connector = make_scheduler(num_blocks=12, budget=10, max_num_seqs=3)
         self.count = 0
         self.live: set[str] = set()
+        self.receivers: set[str] = set()
 
     def _take(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
@@ -250,7 +336,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         length=st.integers(1, 20),
         family=st.integers(0, 2),
-        kind=st.sampled_from(["plain", "prefill", "decode"]),
+        kind=st.sampled_from(["plain", "prefill", "decode", "sender", "receiver"]),
         max_tokens=st.integers(1, 12),
     )
     def add(self, length: int, family: int, kind: str, max_tokens: int) -> None:
@@ -265,8 +351,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             keeps_kv=kind == "prefill",
             first_token=first,
+            sends_kv=kind == "sender",
+            receives_kv=kind == "receiver",
         )
         self.live.add(name)
+        if kind == "receiver":
+            self.receivers.add(name)
         self.scheduler.add(request)
 
     @rule(token=st.sampled_from([7, 7, 7, EOS]))
@@ -286,9 +376,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), error=st.sampled_from([None, None, "peer lost"]))
     def load_ends(self, data: st.DataObject, error: str | None) -> None:
         name = data.draw(st.sampled_from(sorted(self.connector.loading)))
+        self._end_load(name, error)
+        self.scheduler.load_ended(name, error)
+
+    @precondition(lambda self: self.connector.loading)
+    @rule(data=st.data())
+    def peer_falls_silent(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.connector.loading)))
+        self.scheduler.load_ended(name, "silent peer", is_drained=False)
+
+    def _end_load(self, name: str, error: str | None) -> None:
         del self.connector.loading[name]
-        self.scheduler.load_ended(name, error)
-        self.scheduler.load_ended(name, error)
+        first = FirstToken(9) if name in self.receivers and error is None else None
+        self.scheduler.load_ended(name, error, first_token=first)
 
     @precondition(lambda self: self.connector.offered)
     @rule(data=st.data())
@@ -305,10 +405,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """When peers answer, everything ends and every block comes back."""
         for _ in range(2000):
             for name in list(self.connector.loading):
-                del self.connector.loading[name]
-                self.scheduler.load_ended(name, None)
-            for name in list(self.connector.offered):
-                del self.connector.offered[name]
+                self._end_load(name, None)
+            for name in [*self.connector.offered, *self.connector.withdrawn]:
+                self.connector.offered.pop(name, None)
                 self.scheduler.release(name)
             if not self.live and not self.scheduler.has_work:
                 break
