@@ -6,6 +6,7 @@ HalError
 ├── BackendUnavailable        the plugin is there, the hardware or its driver is not
 ├── CapabilityError           a request that this backend's facts rule out
 ├── PlanError                 two KV placements that can't be mapped onto each other
+├── DeploymentRefused         instances that can't work together, or ports that are taken
 ├── NativeUnavailable         a compiled helper that this machine can't build or load
 ├── DeviceError               the device refused or failed
 │   └── OutOfMemory
@@ -70,6 +71,18 @@ class NativeUnavailable(HalError):
 
 class PlanError(HalError):
     """Two KV placements that can't be mapped onto each other exactly."""
+
+
+class DeploymentRefused(HalError):
+    """A deployment that breaks the rules.
+
+    Args:
+        problems: everything that is wrong, a sentence each.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 class DeviceError(HalError):

@@ -1,4 +1,4 @@
-"""The pluggy hooks. They only hand over specs: after that the engine holds objects and calls methods.
+"""The pluggy hooks. They only hand over specs; after that the engine calls plain methods.
 
 A plugin is a module named by an entry point of the group ``mooncake_hal``::
 

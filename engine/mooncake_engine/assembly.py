@@ -24,12 +24,12 @@ from mooncake_engine.kv_transfer.base import (
     build_connector,
     find_connector,
 )
-from mooncake_engine.kv_transfer.facts import HardwareFacts
 from mooncake_engine.messages import EngineFacts
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from mooncake_engine.text.tokenizer import tokenizer_fingerprint
 from mooncake_hal.backend import Backend
+from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
 from mooncake_hal.registry import Registry
 
@@ -133,7 +133,7 @@ def _start_connector(
 ) -> Connector:
     entry, sink = link
     device = next(d for d in backend.runtime.devices() if d.index == config.device)
-    hardware = HardwareFacts(backend.name, device.generation, backend.capabilities.constraints)
+    hardware = Hardware(backend.name, device.generation, backend.capabilities.constraints)
     return build_connector(
         entry,
         ConnectorSetup(

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from mooncake_engine.errors import HandshakeRefused
-from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.deployment import Hardware, PairFacts, check_pair
+from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.kv.plan import KVPlacement
@@ -33,19 +34,6 @@ class RankFacts(msgspec.Struct, frozen=True):
         return KVPlacement(self.shard, self.layout)
 
 
-class HardwareFacts(msgspec.Struct, frozen=True):
-    """What runs the instance.
-
-    Args:
-        backend, generation: names.
-        constraints: what its backend allows in a deployment.
-    """
-
-    backend: str
-    generation: str
-    constraints: DeploymentConstraints
-
-
 class InstanceFacts(msgspec.Struct, frozen=True):
     """One instance, as it is: measured, not configured.
 
@@ -63,13 +51,18 @@ class InstanceFacts(msgspec.Struct, frozen=True):
     tokenizer_fingerprint: str
     geometry: KVGeometry
     block_size: int
-    hardware: HardwareFacts
+    hardware: Hardware
     ranks: tuple[RankFacts, ...]
 
     @property
     def tp_size(self) -> int:
         """Tensor-parallel ranks."""
         return len(self.ranks)
+
+    @property
+    def pair_facts(self) -> PairFacts:
+        """What the rules of deployments look at."""
+        return PairFacts(self.hardware, self.tp_size, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,34 +88,10 @@ def check_fit(prefill: InstanceFacts, decode: InstanceFacts) -> None:
                 f"{check.what} differs: the prefill instance has {check.prefill}, "
                 f"the decode instance {check.decode}; serve the same model with the same dtype"
             )
-    for own, other in ((prefill, decode), (decode, prefill)):
-        _check_constraints(own.hardware, other.hardware, own.block_size)
-    strict = not (
-        prefill.hardware.constraints.any_tp_ratio and decode.hardware.constraints.any_tp_ratio
-    )
-    if strict and (prefill.tp_size < decode.tp_size or prefill.tp_size % decode.tp_size):
-        raise HandshakeRefused(
-            f"tensor-parallel sizes: prefill {prefill.tp_size}, decode {decode.tp_size}; this "
-            "hardware needs prefill >= decode and a multiple of it"
-        )
-
-
-def _check_constraints(own: HardwareFacts, other: HardwareFacts, block_size: int) -> None:
-    rules = own.constraints
-    if rules.same_backend and own.backend != other.backend:
-        raise HandshakeRefused(
-            f"backend {own.backend!r} works only with itself, the peer runs {other.backend!r}"
-        )
-    if rules.same_generation and own.generation != other.generation:
-        raise HandshakeRefused(
-            f"backend {own.backend!r} needs one device generation on both sides: "
-            f"{own.generation!r} here, {other.generation!r} at the peer"
-        )
-    if rules.block_size is not None and block_size != rules.block_size:
-        raise HandshakeRefused(
-            f"backend {own.backend!r} needs KV blocks of {rules.block_size} tokens, "
-            f"not {block_size}"
-        )
+    try:
+        check_pair(prefill.pair_facts, decode.pair_facts)
+    except DeploymentRefused as exc:
+        raise HandshakeRefused(str(exc)) from exc
 
 
 SAMPLES_PER_FILE = 16

@@ -10,19 +10,19 @@ import pytest
 
 from mooncake_engine.errors import HandshakeRefused
 from mooncake_engine.kv_transfer.facts import (
-    HardwareFacts,
     InstanceFacts,
     RankFacts,
     check_fit,
     model_fingerprint,
 )
 from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import make_layout
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
-FREE = HardwareFacts("cpu", "x86", DeploymentConstraints())
-STRICT = HardwareFacts(
+FREE = Hardware("cpu", "x86", DeploymentConstraints())
+STRICT = Hardware(
     "vendor",
     "A2",
     DeploymentConstraints(
@@ -31,7 +31,7 @@ STRICT = HardwareFacts(
 )
 
 
-def facts(tp_size: int = 1, hardware: HardwareFacts = FREE, block_size: int = 16) -> InstanceFacts:
+def facts(tp_size: int = 1, hardware: Hardware = FREE, block_size: int = 16) -> InstanceFacts:
     ranks = []
     for rank in range(tp_size):
         shard = shard_of(GEOMETRY, tp_size, rank)
@@ -75,29 +75,10 @@ def test_another_dtype_is_refused_with_both_values() -> None:
     assert "bfloat16" in words
 
 
-def test_hardware_that_works_only_with_itself_says_so() -> None:
-    strict = facts(hardware=STRICT, block_size=128)
-    assert "'vendor' works only with itself, the peer runs 'cpu'" in refusal(strict, facts())
-    assert "'vendor' works only with itself, the peer runs 'cpu'" in refusal(facts(), strict)
-
-
-def test_generations_may_not_be_mixed_where_the_backend_says_so() -> None:
-    other = HardwareFacts("vendor", "A3", STRICT.constraints)
-    words = refusal(facts(hardware=STRICT, block_size=128), facts(hardware=other, block_size=128))
-    assert "'A2' here, 'A3' at the peer" in words
-
-
-def test_a_block_size_that_the_backend_needs_is_checked() -> None:
-    words = refusal(facts(hardware=STRICT), facts(hardware=STRICT))
-    assert "needs KV blocks of 128 tokens, not 16" in words
-
-
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (3, 2)])
-def test_the_default_ratio_rule_holds_where_the_backend_says_so(
-    prefill_tp: int, decode_tp: int
-) -> None:
+def test_the_rules_of_deployments_hold_in_the_handshake(prefill_tp: int, decode_tp: int) -> None:
     words = refusal(facts(prefill_tp, STRICT, 128), facts(decode_tp, STRICT, 128))
-    assert f"prefill {prefill_tp}, decode {decode_tp}" in words
+    assert f"{prefill_tp} for prefill and {decode_tp} for decode" in words
 
 
 def write_model(directory: Path, weights: bytes, config: str = "{}") -> str:

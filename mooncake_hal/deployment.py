@@ -1,0 +1,202 @@
+"""The rules that a deployment of prefill and decode instances must keep, in one place.
+
+``Deployment.problems`` judges a plan before anything is loaded; ``check_pair`` judges two
+instances by what they *say they have*, in the handshake, so that two configurations written by
+hand can't disagree unnoticed. Every refusal names what was wanted, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+
+from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.errors import DeploymentRefused
+from mooncake_hal.ports import Port, find_taken
+
+CONNECTOR_GROUP = "mooncake_hal.connectors"
+"""Entry points of KV connectors: name to ``module:class``."""
+
+ROLES = ("prefill", "decode", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What an instance runs on.
+
+    Args:
+        backend, generation: names, as ``mooncake-hal devices`` shows them.
+        constraints: what the backend allows in a deployment.
+    """
+
+    backend: str
+    generation: str
+    constraints: DeploymentConstraints = field(default_factory=DeploymentConstraints)
+
+
+@dataclass(frozen=True, slots=True)
+class PairFacts:
+    """The facts of an instance that its counterpart must fit.
+
+    Args:
+        hardware: what it runs on.
+        tp_size: tensor-parallel ranks.
+        block_size: tokens per KV block.
+    """
+
+    hardware: Hardware
+    tp_size: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlan:
+    """One instance as it is going to be started.
+
+    Args:
+        name: for messages.
+        role: one of ROLES.
+        connector: name of its KV connector; empty for one that works alone.
+        ports: every port of every rank that it binds.
+        facts: None as long as its hardware is not known.
+    """
+
+    name: str
+    role: str
+    connector: str = ""
+    ports: tuple[Port, ...] = ()
+    facts: PairFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Instances that serve one model together."""
+
+    instances: tuple[InstancePlan, ...]
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the plan as such; looks at no machine."""
+        return [
+            *self._role_problems(),
+            *self._connector_problems(),
+            *self._port_problems(),
+            *self._pair_problems(),
+        ]
+
+    def validate(self) -> None:
+        """Check the plan, and that this host's ports are free, by binding all of them at once.
+
+        Raises:
+            DeploymentRefused: lists everything that is wrong.
+        """
+        ports = [port for instance in self.instances for port in instance.ports]
+        found = self.problems() + find_taken(ports)
+        if found:
+            raise DeploymentRefused(found)
+
+    def _role_problems(self) -> Iterator[str]:
+        counts = Counter(instance.role for instance in self.instances)
+        for instance in self.instances:
+            if instance.role not in ROLES:
+                yield f"{instance.name}: role {instance.role!r} is not known; use one of {ROLES}"
+        if counts["prefill"] and not counts["decode"] and not counts["both"]:
+            yield f"{counts['prefill']} prefill instances and no decode instance; add at least one"
+        if counts["decode"] and not counts["prefill"] and not counts["both"]:
+            yield f"{counts['decode']} decode instances and no prefill instance; add at least one"
+
+    def _connector_problems(self) -> Iterator[str]:
+        known = {point.name: point for point in entry_points(group=CONNECTOR_GROUP)}
+        for instance in self.instances:
+            if instance.role != "both" and not instance.connector:
+                yield f"{instance.name}: role {instance.role!r} needs a KV connector"
+            if instance.connector:
+                problem = _connector_problem(instance.connector, known)
+                if problem:
+                    yield f"{instance.name}: {problem}"
+        names = {instance.connector for instance in self.instances if instance.connector}
+        if len(names) > 1:
+            yield f"instances have different KV connectors, {sorted(names)}; choose one"
+
+    def _port_problems(self) -> Iterator[str]:
+        users: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+        for instance in self.instances:
+            for port in instance.ports:
+                if port.number:
+                    users[port.host, port.number].append(f"{instance.name} ({port.what})")
+        for (host, number), names in users.items():
+            if len(names) > 1:
+                yield f"port {number} on {host} is planned for {' and '.join(names)}"
+
+    def _pair_problems(self) -> Iterator[str]:
+        sides: dict[str, list[InstancePlan]] = {"prefill": [], "decode": []}
+        for instance in self.instances:
+            if instance.role in sides and instance.facts is not None:
+                sides[instance.role].append(instance)
+        for prefill in sides["prefill"]:
+            for decode in sides["decode"]:
+                assert prefill.facts is not None
+                assert decode.facts is not None
+                for problem in pair_problems(prefill.facts, decode.facts):
+                    yield f"{prefill.name} and {decode.name}: {problem}"
+
+
+def check_pair(prefill: PairFacts, decode: PairFacts) -> None:
+    """Whether KV of one instance can serve the other.
+
+    Raises:
+        DeploymentRefused: lists what does not fit, with both values.
+    """
+    problems = list(pair_problems(prefill, decode))
+    if problems:
+        raise DeploymentRefused(problems)
+
+
+def pair_problems(prefill: PairFacts, decode: PairFacts) -> Iterator[str]:
+    """What keeps two instances from working together.
+
+    The default rule for tensor-parallel sizes is P >= D and P % D == 0; backends that move any
+    part of a block lift it.
+    """
+    for own, other in ((prefill, decode), (decode, prefill)):
+        yield from _hardware_problems(own, other)
+    strict = not (
+        prefill.hardware.constraints.any_tp_ratio and decode.hardware.constraints.any_tp_ratio
+    )
+    if strict and (prefill.tp_size < decode.tp_size or prefill.tp_size % decode.tp_size):
+        yield (
+            f"tensor-parallel sizes are {prefill.tp_size} for prefill and {decode.tp_size} for "
+            "decode; this hardware needs prefill >= decode, and a multiple of it"
+        )
+
+
+def _hardware_problems(own: PairFacts, other: PairFacts) -> Iterator[str]:
+    mine, theirs = own.hardware, other.hardware
+    rules = mine.constraints
+    if rules.same_backend and mine.backend != theirs.backend:
+        yield (
+            f"backend {mine.backend!r} works only with itself, the other side runs "
+            f"{theirs.backend!r}; use one backend on both"
+        )
+    if rules.same_generation and mine.generation != theirs.generation:
+        yield (
+            f"backend {mine.backend!r} needs one device generation on both sides, found "
+            f"{mine.generation!r} and {theirs.generation!r}"
+        )
+    if rules.block_size is not None and own.block_size != rules.block_size:
+        yield (
+            f"backend {mine.backend!r} needs KV blocks of {rules.block_size} tokens, found "
+            f"{own.block_size}; set --block-size {rules.block_size}"
+        )
+
+
+def _connector_problem(name: str, known: dict[str, EntryPoint]) -> str | None:
+    if name not in known:
+        offered = ", ".join(sorted(known)) or "none; install mooncake-engine"
+        return f"KV connector {name!r} is not known; known are {offered}"
+    try:
+        known[name].load()
+    except Exception as exc:  # noqa: BLE001  # a plugin's import may raise anything; it is reported
+        return f"KV connector {name!r} can't be loaded from {known[name].value}: {exc!r}"
+    return None

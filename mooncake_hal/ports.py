@@ -1,0 +1,105 @@
+"""Ports of this host: whether they are free, tried by binding, and who holds those that are not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+LISTEN = "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port that an instance is going to bind.
+
+    Args:
+        what: what for, such as ``"HTTP"`` or ``"side channel of rank 1"``.
+        host: address to bind.
+        number: 0 takes a free one.
+    """
+
+    what: str
+    host: str
+    number: int
+
+
+def find_taken(ports: Sequence[Port]) -> list[str]:
+    """Bind all ports at once and let them go again; a sentence for each that can't be bound.
+
+    Hosts that are not addresses of this machine are left to their own machine.
+    """
+    problems = []
+    with ExitStack() as held:
+        for port in ports:
+            problem = _try_bind(port, held)
+            if problem is not None:
+                problems.append(problem)
+    return problems
+
+
+def holder_of(number: int) -> str | None:
+    """Who listens on a TCP port of this host, as ``"name (pid N)"``; None if we can't see it."""
+    inodes = _listening_inodes(number)
+    for process in Path("/proc").glob("[0-9]*"):
+        if inodes and _holds(process, inodes):
+            return f"{_name(process)} (pid {process.name})"
+    return None
+
+
+def _try_bind(port: Port, held: ExitStack) -> str | None:
+    family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
+    listener = held.enter_context(socket.socket(family))
+    try:
+        listener.bind((port.host, port.number))
+    except OSError as exc:
+        if exc.errno == errno.EADDRNOTAVAIL:
+            return None
+        if exc.errno == errno.EADDRINUSE:
+            holder = holder_of(port.number)
+            by = f" by {holder}" if holder else ""
+            return (
+                f"port {port.number} on {port.host}, wanted for {port.what}, is taken{by}; "
+                "stop that, or choose another port"
+            )
+        return f"port {port.number} on {port.host} can't be bound for {port.what}: {exc.strerror}"
+    return None
+
+
+def _listening_inodes(number: int) -> set[str]:
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if not os.path.exists(table):
+            continue
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == number:
+                found.add(f"socket:[{fields[9]}]")
+    return found
+
+
+def _holds(process: Path, inodes: set[str]) -> bool:
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except OSError:  # another user's process, or one that has just ended
+        return False
+    return any(_target(descriptor) in inodes for descriptor in descriptors)
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except OSError:
+        return ""
+
+
+def _name(process: Path) -> str:
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "a process"
+    return " ".join(word.decode(errors="replace") for word in words[:3] if word)

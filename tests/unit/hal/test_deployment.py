@@ -1,0 +1,114 @@
+"""The rules of deployments: every refusal names what was wanted, found, and what to do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+
+from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.deployment import Deployment, Hardware, InstancePlan, PairFacts, check_pair
+from mooncake_hal.errors import DeploymentRefused
+from mooncake_hal.ports import Port, find_taken, holder_of
+
+FREE = PairFacts(Hardware("cpu", "x86_64"), 1, 16)
+STRICT = PairFacts(
+    Hardware(
+        "vendor",
+        "A2",
+        DeploymentConstraints(
+            any_tp_ratio=False, same_generation=True, same_backend=True, block_size=128
+        ),
+    ),
+    4,
+    128,
+)
+PREFILL = InstancePlan("p0", "prefill", "MooncakeConnector", (Port("HTTP", "127.0.0.1", 0),), FREE)
+DECODE = replace(PREFILL, name="d0", role="decode")
+
+
+def test_a_sound_deployment_has_no_problems() -> None:
+    assert Deployment((PREFILL, DECODE)).problems() == []
+
+
+@pytest.mark.parametrize(
+    ("instances", "message"),
+    [
+        ((PREFILL,), "1 prefill instances and no decode instance; add at least one"),
+        ((DECODE,), "1 decode instances and no prefill instance; add at least one"),
+        (
+            (replace(PREFILL, role="both"), replace(PREFILL, role="cook")),
+            "role 'cook' is not known",
+        ),
+        ((replace(PREFILL, connector=""), DECODE), "p0: role 'prefill' needs a KV connector"),
+        (
+            (replace(PREFILL, connector="NoConnector"), DECODE),
+            "p0: KV connector 'NoConnector' is not known; known are MooncakeConnector",
+        ),
+        (
+            (
+                replace(PREFILL, ports=(Port("HTTP", "127.0.0.1", 8100),)),
+                replace(DECODE, ports=(Port("side channel", "127.0.0.1", 8100),)),
+            ),
+            "port 8100 on 127.0.0.1 is planned for p0 (HTTP) and d0 (side channel)",
+        ),
+        (
+            (replace(PREFILL, facts=replace(STRICT, tp_size=2)), replace(DECODE, facts=STRICT)),
+            "p0 and d0: tensor-parallel sizes are 2 for prefill and 4 for decode",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str) -> None:
+    problems = Deployment(instances).problems()
+    assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "message"),
+    [
+        (STRICT, replace(STRICT, tp_size=3), "found|needs prefill >= decode, and a multiple"),
+        (
+            STRICT,
+            replace(STRICT, hardware=replace(STRICT.hardware, generation="A3")),
+            "one device generation on both sides, found 'A2' and 'A3'",
+        ),
+        (STRICT, FREE, "works only with itself, the other side runs 'cpu'"),
+        (replace(STRICT, block_size=16), STRICT, "needs KV blocks of 128 tokens, found 16"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_refused(
+    prefill: PairFacts, decode: PairFacts, message: str
+) -> None:
+    with pytest.raises(DeploymentRefused, match=message):
+        check_pair(prefill, decode)
+
+
+@pytest.mark.parametrize("tp_sizes", [(4, 4), (4, 2), (4, 1)])
+def test_the_default_ratio_rule_allows_multiples(tp_sizes: tuple[int, int]) -> None:
+    check_pair(replace(STRICT, tp_size=tp_sizes[0]), replace(STRICT, tp_size=tp_sizes[1]))
+
+
+def test_hardware_that_moves_any_part_takes_any_ratio() -> None:
+    check_pair(replace(FREE, tp_size=2), replace(FREE, tp_size=3))
+
+
+def test_a_taken_port_names_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = listener.getsockname()[1]
+        plan = replace(PREFILL, ports=(Port("HTTP", "127.0.0.1", number),))
+        with pytest.raises(DeploymentRefused, match=rf"port {number} .* is taken by .*pid"):
+            Deployment((plan, DECODE)).validate()
+        assert f"(pid {os.getpid()})" in str(holder_of(number))
+
+
+def test_all_ports_are_tried_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        number = listener.getsockname()[1]
+    twice = [Port("HTTP", "127.0.0.1", number), Port("side channel", "127.0.0.1", number)]
+    assert len(find_taken(twice)) == 1
+
+
+def test_ports_of_other_hosts_are_left_to_them() -> None:
+    assert find_taken([Port("HTTP", "192.0.2.1", 8100)]) == []
