@@ -17,7 +17,7 @@ from mooncake_engine.kv_transfer.base import ConnectorSetup
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.decode_side import DecodeSide
 from mooncake_engine.kv_transfer.events import ConnectorFailed
-from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts, model_fingerprint
+from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts, check_fit, model_fingerprint
 from mooncake_engine.kv_transfer.io_loop import IoLoop
 from mooncake_engine.kv_transfer.params import Holder, build_params, parse_handoff
 from mooncake_engine.kv_transfer.peers import PeerBook
@@ -92,7 +92,13 @@ class MooncakeConnector:
         except PortTaken:
             self._context.destroy(linger=0)
             raise
-        self._peers = PeerBook(self._context, secret, self._ranks, self._loop.spawn)
+        self._peers = PeerBook(
+            self._context,
+            secret,
+            self._ranks,
+            self._loop.spawn,
+            lambda own, holder: check_fit(prefill=holder, decode=own),
+        )
         self._decode = DecodeSide(context, self._ranks, self._peers)
         self._holder = Holder(
             self._setup.engine_id,

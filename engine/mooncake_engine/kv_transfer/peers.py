@@ -1,16 +1,17 @@
-"""The prefill instances that this one reads from, by incarnation. Loop thread only."""
+"""The instances that this one asks, by incarnation. Loop thread only."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Protocol
 
 import zmq.asyncio
 
 from mooncake_engine.errors import LeaseLost
 from mooncake_engine.kv_transfer.context import Spawn
-from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
-from mooncake_engine.kv_transfer.params import RemoteKV
+from mooncake_engine.kv_transfer.facts import InstanceFacts
 from mooncake_engine.kv_transfer.protocol import (
     PROTOCOL_VERSION,
     Done,
@@ -22,24 +23,61 @@ from mooncake_engine.kv_transfer.protocol import (
     Status,
     Welcome,
 )
-from mooncake_engine.kv_transfer.rank_loads import RankLoads
 from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
 from mooncake_engine.kv_transfer.side_channel import SideChannelClient
 
 logger = logging.getLogger(__name__)
 
 
-class Peer:
-    """One incarnation of a prefill instance."""
+CheckFit = Callable[[InstanceFacts, InstanceFacts], None]
+"""Takes our facts and the peer's; raises HandshakeRefused if the two don't fit."""
 
-    def __init__(self, engine_id: str, client: SideChannelClient) -> None:
+
+class Ranks(Protocol):
+    """The ranks of this instance, who hear of peers that come and go."""
+
+    def tell_all(self, message: ConnectPeer | ForgetPeer) -> None:
+        """Send a message to every rank."""
+        ...
+
+
+class PeerAddress(Protocol):
+    """Whom to ask, and where."""
+
+    @property
+    def engine_id(self) -> str:
+        """The incarnation."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Of its side channel."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """Of its side channel."""
+        ...
+
+
+class Peer:
+    """One incarnation of an instance.
+
+    Args:
+        engine_id: which.
+        client: asks it; also for what has no method here.
+        check_fit: judges its facts.
+    """
+
+    def __init__(self, engine_id: str, client: SideChannelClient, check_fit: CheckFit) -> None:
         self.engine_id = engine_id
-        self._client = client
+        self.client = client
+        self._check_fit = check_fit
         self._lock = asyncio.Lock()
         self._is_known = False
 
-    async def shake_hands(self, own: InstanceFacts, ranks: RankLoads) -> None:
-        """Exchange facts, once, and tell the ranks where to read.
+    async def shake_hands(self, own: InstanceFacts, ranks: Ranks) -> None:
+        """Exchange facts, once, and tell the ranks where the peer's KV lies.
 
         Raises:
             HandshakeRefused: either side found that the two do not fit.
@@ -49,7 +87,7 @@ class Peer:
         async with self._lock:
             if self._is_known:
                 return
-            welcome = await self._client.ask(
+            welcome = await self.client.ask(
                 lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), Welcome
             )
             facts = welcome.facts
@@ -57,29 +95,29 @@ class Peer:
                 raise LeaseLost(
                     f"instance {self.engine_id} is gone; {facts.engine_id} answers at its address"
                 )
-            check_fit(facts, own)
+            self._check_fit(own, facts)
             ranks.tell_all(ConnectPeer(facts.engine_id, facts.ranks))
             self._is_known = True
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """Keep leases alive; returns those that are lost."""
-        answer = await self._client.ask(
+        answer = await self.client.ask(
             lambda ticket: Renew(ticket, request_ids), Renewed, tries=1, try_timeout_s=timeout_s
         )
         return answer.lost
 
     async def done(self, request_id: str, reader: str) -> LeaseStatus:
         """Say that this attempt has read a prompt; returns how its lease ended."""
-        answer = await self._client.ask(lambda ticket: Done(ticket, request_id, reader), Status)
+        answer = await self.client.ask(lambda ticket: Done(ticket, request_id, reader), Status)
         return answer.status
 
     async def failed(self, request_id: str, reason: str) -> None:
         """Say that a prompt will not be read."""
-        await self._client.ask(lambda ticket: Failed(ticket, request_id, reason), Status)
+        await self.client.ask(lambda ticket: Failed(ticket, request_id, reason), Status)
 
     def close(self) -> None:
         """Disconnect."""
-        self._client.close()
+        self.client.close()
 
 
 class PeerBook:
@@ -88,21 +126,28 @@ class PeerBook:
     Args:
         context: ZeroMQ context.
         secret: of the deployment.
-        ranks: hears of peers that come and go.
+        ranks: hear of peers that come and go.
         spawn: runs a task on the loop.
+        check_fit: judges the peers' facts.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, secret: bytes, ranks: RankLoads, spawn: Spawn
+        self,
+        context: zmq.asyncio.Context,
+        secret: bytes,
+        ranks: Ranks,
+        spawn: Spawn,
+        check_fit: CheckFit,
     ) -> None:
         self._context = context
         self._secret = secret
         self._ranks = ranks
         self._spawn = spawn
+        self._check_fit = check_fit
         self._peers: dict[str, tuple[Peer, str, asyncio.Task[None]]] = {}
 
-    def get(self, remote: RemoteKV) -> Peer:
-        """The holder of that KV.
+    def get(self, remote: PeerAddress) -> Peer:
+        """The peer of that name and address.
 
         Raises:
             KVTransferError: its address can't be one.
@@ -111,7 +156,7 @@ class PeerBook:
         if known is not None:
             return known[0]
         client = SideChannelClient(self._context, remote.host, remote.port, self._secret)
-        peer = Peer(remote.engine_id, client)
+        peer = Peer(remote.engine_id, client, self._check_fit)
         self._peers[remote.engine_id] = (peer, client.url, self._spawn(client.receive()))
         return peer
 
@@ -133,7 +178,7 @@ class PeerBook:
         receiving.cancel()
         peer.close()
         self._ranks.tell_all(ForgetPeer(engine_id))
-        logger.info("forgot prefill instance %s at %s", engine_id, url)
+        logger.info("forgot instance %s at %s", engine_id, url)
 
     def close(self) -> None:
         """Drop all peers."""

@@ -81,8 +81,71 @@ class Failed(Message, frozen=True):
     reason: str
 
 
+class Writer(msgspec.Struct, frozen=True):
+    """Who writes a pushed prompt: one attempt of one incarnation of a prefill instance.
+
+    Args:
+        engine_id: the incarnation.
+        request_id: its own name for the request.
+        host, port: its side channel.
+    """
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+
+
+class PushedToken(msgspec.Struct, frozen=True):
+    """The token that the prefill instance sampled.
+
+    Args:
+        token_id: which.
+        logprobs: its log probability, and the most probable tokens with theirs; None if not asked.
+        num_cached_tokens: prompt tokens that needed no computing.
+    """
+
+    token_id: int
+    logprobs: tuple[float, tuple[tuple[int, float], ...]] | None
+    num_cached_tokens: int
+
+
+class PushOpen(Message, frozen=True):
+    """Prefill to decode: may I write that request's KV into the blocks that you reserved?
+
+    HELD means yes; from then on the blocks are not used otherwise until this writer says Pushed
+    or PushFailed, or is dead. A request has one writer.
+    """
+
+    request_id: str
+    writer: Writer
+
+
+class Pushed(Message, frozen=True):
+    """All is written, and drained: RELEASED means that it is complete and was taken.
+
+    Args:
+        written: bytes from each of the writer's ranks to each of the reader's:
+            ``(writer rank, reader rank, bytes)``; what the reader finds missing is a failure.
+        first_token: the answer's first.
+    """
+
+    request_id: str
+    writer: Writer
+    written: tuple[tuple[int, int, int], ...]
+    first_token: PushedToken
+
+
+class PushFailed(Message, frozen=True):
+    """Nothing more will be written, all is drained, and it is not complete."""
+
+    request_id: str
+    writer: Writer
+    reason: str
+
+
 class Status(Message, frozen=True):
-    """The answer to Done and Failed."""
+    """The answer to Done, Failed, PushOpen, Pushed and PushFailed."""
 
     status: LeaseStatus
 
@@ -93,7 +156,8 @@ class Reject(Message, frozen=True):
     reason: str
 
 
-AnyMessage = Hello | Welcome | Renew | Renewed | Done | Failed | Status | Reject
+PushMessage = PushOpen | Pushed | PushFailed
+AnyMessage = Hello | Welcome | Renew | Renewed | Done | Failed | PushMessage | Status | Reject
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
