@@ -58,7 +58,7 @@ class Application:
         self.admission = Admission(config.admission)
         self.server = ServerContext(self.handle, config.server)
         self.is_draining = False
-        self.checker = HealthChecker(config.health, self.router.fleet, lambda instance: None)
+        self.checker = HealthChecker(config.health, self.router.fleet, self.router.note_verdict)
         self._flow = FLOWS[config.flow]
         self._listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -185,7 +185,7 @@ class Application:
         self, exchange: Exchange, endpoint: Endpoint, request_id: str, arrival: float
     ) -> Call:
         ask, fields = openai.parse_request(exchange.body)
-        return Call(
+        call = Call(
             exchange,
             endpoint,
             ask,
@@ -196,6 +196,8 @@ class Application:
             estimate_prompt_tokens(endpoint, ask),
             forwarded_headers(exchange.headers),
         )
+        self.router.prepare(call)
+        return call
 
     def _answer_error(self, exchange: Exchange, error: ProxyError, request_id: str) -> None:
         if exchange.has_started and not exchange.ended:

@@ -17,9 +17,9 @@ from mooncake_proxy.health import PassiveHealth
 from mooncake_proxy.http1.client import ClientContext
 from mooncake_proxy.instances import Fleet, Instance, Role
 from mooncake_proxy.metrics import Metrics
-from mooncake_proxy.openai import encode
+from mooncake_proxy.openai import Endpoint, encode
 from mooncake_proxy.policy import POLICIES, Hint
-from mooncake_proxy.prefix import PrefixIndex
+from mooncake_proxy.prefix import PrefixIndex, block_hashes
 from mooncake_proxy.rendezvous import PATH, Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ class Router:
         self._turns = Turns()
         self._prefill_policy = POLICIES[config.prefill_policy]
         self._decode_policy = POLICIES[config.decode_policy]
+        policies = (config.prefill_policy, config.decode_policy)
+        self._wants_session = "session" in policies
+        self._wants_prefix = "prefix" in policies
         self._background: set[asyncio.Task[None]] = set()
 
     def now(self) -> float:
@@ -70,6 +73,23 @@ class Router:
     def listens_at(self, url: str) -> None:
         """Tell the address under which decode instances reach this process."""
         self.metaserver_url = url.rstrip("/") + PATH
+
+    def prepare(self, call: Call) -> None:
+        """What the policies of this proxy want to know about a request."""
+        if self._wants_session:
+            given = call.exchange.headers.get(b"x-session-id")
+            call.session = given.decode("latin-1") if given else call.ask.user
+        if self._wants_prefix:
+            is_chat = call.endpoint is Endpoint.CHAT
+            call.prefix_blocks = block_hashes(bytes(call.ask.messages if is_chat else call.ask.prompt))
+            call.cached_tokens = self.prefixes.cached_tokens(call.prefix_blocks)
+
+    def note_verdict(self, instance: Instance) -> None:
+        """Health has changed: a restarted instance has an empty cache."""
+        if instance.is_up:
+            self.passive.succeeded(instance.name)
+        else:
+            self.prefixes.forget(instance.name)
 
     # ------------------------------------------------ choice
 
@@ -81,6 +101,8 @@ class Router:
         hint = Hint(call.prompt_tokens, self._turns.next(role), call.session, call.cached_tokens)
         policy = self._prefill_policy if role is Role.PREFILL else self._decode_policy
         chosen: Instance = policy(live, hint, self._rng)
+        if call.prefix_blocks:
+            self.prefixes.record(call.prefix_blocks, chosen.name)
         return chosen
 
     # ------------------------------------------------ attempts

@@ -1,0 +1,109 @@
+"""What instances are asked: the client's own bytes, with the hand-over fields and no more."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from msgspec import Raw
+
+from mooncake_proxy import openai
+from mooncake_proxy.call import (
+    Call,
+    decode_body,
+    estimate_prompt_tokens,
+    forwarded_headers,
+    new_request_id,
+    prefill_body,
+    request_id_of,
+    with_delivery,
+)
+from mooncake_proxy.errors import BadRequest
+from mooncake_proxy.openai import Endpoint
+
+
+def call_of(body: dict[str, Any] | bytes, endpoint: Endpoint = Endpoint.COMPLETION) -> Call:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    ask, fields = openai.parse_request(raw)
+    return Call(None, endpoint, ask, fields, "id", 0.0, 1.0, 1)  # type: ignore[arg-type]  # no socket
+
+
+def test_fields_pass_through_byte_for_byte() -> None:
+    body = b'{"prompt":"\\u00e4 x","seed":123456789012345678901234567890,"temperature":0.10}'
+    sent = prefill_body(call_of(body))
+    for piece in (b'"\\u00e4 x"', b"123456789012345678901234567890", b"0.10"):
+        assert piece in sent
+
+
+def test_the_prefill_asks_for_one_token_and_no_stream() -> None:
+    body = {"prompt": "x", "max_tokens": 9, "stream": True, "stream_options": {}, "min_tokens": 0}
+    sent = json.loads(prefill_body(call_of(body)))
+    assert sent["max_tokens"] == 1
+    assert sent["stream"] is False
+    assert sent["min_tokens"] == 0
+    assert sent.keys() == {"prompt", "max_tokens", "stream", "min_tokens", "kv_transfer_params"}
+
+
+def test_max_completion_tokens_only_when_the_client_sent_it() -> None:
+    sent = json.loads(prefill_body(call_of({"messages": [], "max_completion_tokens": 5})))
+    assert sent["max_completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("params", ['{"a":[[1]]}', '{ "a" : [[1]] }', "{}"])
+def test_the_prefillers_parameters_reach_the_decoder(params: str) -> None:
+    sent = json.loads(decode_body(call_of({"prompt": "x"}), Raw(params.encode()), delivered=True))
+    assert sent["kv_transfer_params"] == json.loads(params) | {"first_token_delivered": True}
+    assert b'"first_token_delivered":false' in bytes(with_delivery(Raw(b"{}"), delivered=False))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "Expected `object`"),
+        (b'{"stream": 1}', r"\$.stream"),
+        (b'{"max_tokens": "9"}', r"\$.max_tokens"),
+    ],
+)
+def test_bad_bodies_are_named(body: bytes, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        openai.parse_request(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "obstacle"),
+    [
+        ({"prompt": "x"}, None),
+        ({"prompt": ["x"]}, None),
+        ({"prompt": [1, 2, 3]}, None),
+        ({"prompt": ["x", "y"]}, "prompt_batch"),
+        ({"prompt": [[1], [2]]}, "prompt_batch"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "best_of": 2}, "beam_search"),
+        ({"prompt": "x", "n": 2, "best_of": 2}, None),
+        ({"prompt": "x", "prompt_logprobs": 0}, "prompt_logprobs"),
+    ],
+)
+def test_what_keeps_prefill_and_decode_together(body: dict[str, Any], obstacle: str | None) -> None:
+    assert call_of(body).obstacle_to_hand_over() == obstacle
+
+
+def test_prompts_are_measured_in_tokens() -> None:
+    ids = call_of({"prompt": list(range(100))})
+    assert estimate_prompt_tokens(Endpoint.COMPLETION, ids.ask) == 100
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
+    chat = call_of({"messages": [{"role": "user", "content": [picture]}]}, Endpoint.CHAT)
+    assert estimate_prompt_tokens(Endpoint.CHAT, chat.ask) < 100
+
+
+def test_request_ids() -> None:
+    assert request_id_of({b"x-request-id": b"abc-1.2:3"}) == "abc-1.2:3"
+    assert len({new_request_id() for _ in range(100)}) == 100
+    for bad in (b"", b"a b", b"x" * 129, b"\xff"):
+        assert len(request_id_of({b"x-request-id": bad})) == 32
+
+
+def test_only_headers_that_are_there_are_forwarded() -> None:
+    assert forwarded_headers({b"cookie": b"x"}) == b""
+    assert forwarded_headers({b"traceparent": b"t"}) == b"traceparent: t\r\n"
