@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mooncake_engine.config import EngineConfig, LoadFailurePolicy
 from mooncake_engine.core import Command, EngineCore
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.execution.executor import (
     Executor,
     ExecutorOptions,
@@ -31,6 +31,7 @@ from mooncake_engine.text.tokenizer import tokenizer_fingerprint
 from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
+from mooncake_hal.ports import Port, find_taken
 from mooncake_hal.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
     Raises:
         ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
     """
+    _check_ports(config)
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     entry = None if config.kv_transfer is None else find_connector(config.kv_transfer.connector)
     backend = _select_backend(config)
@@ -166,6 +168,15 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
     )
     blocks = BlockManager(facts.num_blocks, facts.block_size, prefix_caching=config.prefix_caching)
     return Scheduler(limits, blocks, connector)
+
+
+def _check_ports(config: EngineConfig) -> None:
+    """Loading takes minutes; that a port is taken is known now."""
+    if config.kv_transfer is not None:
+        kv = config.kv_transfer
+        problems = find_taken([Port("the KV side channel", kv.host, kv.port)])
+        if problems:
+            raise PortTaken("; ".join(problems))
 
 
 def _select_backend(config: EngineConfig) -> Backend:
