@@ -149,7 +149,9 @@ def _parse_target(wire: _Wire, num_prompt_tokens: int) -> PushTarget | None:
     """Where a prefill is to write; None if it is to be fetched."""
     if wire.remote_engine_id is None:
         return None
-    _check_address(wire, ADDRESS, "pass on what the decode instance told the metaserver")
+    _check_address(
+        wire, ADDRESS, "do_remote_decode", "pass on what the decode instance told the metaserver"
+    )
     if wire.remote_cached_tokens > num_prompt_tokens:
         raise _invalid(
             f"remote_cached_tokens is {wire.remote_cached_tokens}, the prompt has only "
@@ -159,10 +161,10 @@ def _parse_target(wire: _Wire, num_prompt_tokens: int) -> PushTarget | None:
     return PushTarget(_remote(wire, num_prompt_tokens), wire.remote_cached_tokens)
 
 
-def _check_address(wire: _Wire, names: tuple[str, ...], advice: str) -> None:
+def _check_address(wire: _Wire, names: tuple[str, ...], flag: str, advice: str) -> None:
     missing = [name for name in names if getattr(wire, name) is None]
     if missing:
-        raise _invalid(f"{', '.join(missing)} missing; {advice}")
+        raise _invalid(f"{flag} needs {', '.join(missing)}; {advice}")
     assert wire.remote_block_ids is not None
     if len(wire.remote_block_ids) != 1:
         raise _invalid(
@@ -181,7 +183,7 @@ def _check_prompt(wire: _Wire, num_prompt_tokens: int, peer: str) -> None:
 
 
 def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> Handoff:
-    _check_address(wire, NEEDED, "do_remote_prefill needs all that the prefill answered")
+    _check_address(wire, NEEDED, "do_remote_prefill", "pass on what the prefill answered")
     _check_prompt(wire, num_prompt_tokens, "prefill")
     assert wire.last_token_id is not None
     first = FirstToken(wire.last_token_id, _logprobs(wire), wire.remote_cached_tokens)
