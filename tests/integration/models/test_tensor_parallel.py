@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +106,41 @@ def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backe
             check_until(executor, time.monotonic() + 5)
     finally:
         executor.close()
+
+
+def test_ranks_end_when_their_parent_is_killed(checkpoint: Path) -> None:
+    script = f"""
+import pathlib, sys
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_hal.registry import Registry
+config = EngineConfig(pathlib.Path({str(checkpoint)!r}), num_kv_blocks=32, tp_size=2)
+executor = ProcessExecutor(config, Registry.discover().select_backend("cpu"))
+print(*executor.rank_pids, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    parent.stdin.close()
+    deadline = time.monotonic() + 5
+    while (alive := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert len(pids) == 2
+    assert alive == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_a_damaged_shard_is_a_checkpoint_error_from_the_rank(

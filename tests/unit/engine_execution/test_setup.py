@@ -1,0 +1,80 @@
+"""What a config asks for, against what model and backend have; nothing is loaded for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.setup import plan_execution, rank_device
+from mooncake_hal.backend import Backend, DeviceInfo
+from mooncake_hal.registry import Registry
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return Registry.discover().select_backend("cpu")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+def test_what_is_left_open_follows_from_model_and_backend(
+    model: Path, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model, num_kv_blocks=10)
+    with caplog.at_level(logging.WARNING):
+        setup = plan_execution(config, backend)
+    assert setup.dtype is getattr(torch, backend.capabilities.dtypes[0])
+    assert "checkpoint is float16, which the backend lacks" in caplog.text
+    assert setup.max_model_len == 160
+    assert "limited to that, the model could take 256" in caplog.text
+    assert setup.layout_name == backend.capabilities.kv_layouts[0]
+    assert setup.max_blocks == 10
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"block_size": 5}, "block_size 5 was asked for"),
+    ({"dtype": "float8"}, "dtype 'float8' was asked for, the backend has"),
+    ({"max_model_len": 257}, "the model was made for 256 tokens; lower it"),
+    ({"max_model_len": 161}, "the pool holds 160 tokens; lower it"),
+    ({"max_model_len": 0}, "max_model_len 0 was asked for"),
+    ({"kv_layout": "XYZ"}, "KV layout 'XYZ' was asked for"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_can_not_be_had_is_refused(
+    options: dict[str, Any], message: str, model: Path, backend: Backend
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_execution(EngineConfig(model, num_kv_blocks=10, **options), backend)
+
+
+def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
+    several = [DeviceInfo(index, "x", "g", 1) for index in range(4)]
+    config = EngineConfig(Path("m"), device=1, tp_size=4)
+    assert [rank_device(config, several, rank) for rank in range(3)] == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"rank 3 of 4 wants device 4, found \[0, 1, 2, 3\]"):
+        rank_device(config, several, 3)
+    assert rank_device(EngineConfig(Path("m"), tp_size=2), several[:1], 1) == 0
