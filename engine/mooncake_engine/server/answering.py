@@ -35,7 +35,7 @@ class Answerer:
         Raises:
             EngineError: what ``generate_text`` raises; every answer of the job is aborted.
         """
-        answers = [Answer(text=job.echo_of(index)) for index in range(len(job.requests))]
+        answers = [Answer([job.echo_of(index)]) for index in range(len(job.requests))]
         async with aclosing(self._updates(job)) as updates:
             async for index, update in updates:
                 answers[index].add(update)

@@ -60,7 +60,7 @@ class Job:
 class Answer:
     """One answer as it grows."""
 
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
@@ -69,9 +69,14 @@ class Answer:
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
 
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
     def add(self, update: TextUpdate) -> None:
         """Take an update in."""
-        self.text += update.text
+        self.texts.append(update.text)
         self.token_ids.extend(update.token_ids)
         self.logprobs.extend(update.logprobs)
         self.text_offsets.extend(update.text_offsets)
