@@ -20,7 +20,6 @@ from support.pd import (
     pair,
     prefill,
     prompt_of,
-    write_model,
 )
 
 from mooncake_engine.messages import FinishReason
@@ -30,11 +29,6 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, ign
 PENALISED = replace(SEEDED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
 CHUNK = 64
 """Tokens per step: longer prompts are prefilled in several."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 Scenario = Callable[[Instance, Pair], Coroutine[Any, Any, None]]

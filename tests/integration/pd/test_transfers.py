@@ -1,0 +1,192 @@
+"""Transfers that are slow, broken, spoilt or cancelled, by a transport that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import pd_recording, pd_transport
+from support.pd import (
+    GREEDY,
+    Pair,
+    ask,
+    ask_pair,
+    instance,
+    pair,
+    prefill,
+    prompt_of,
+    wait_until,
+)
+from support.pd_transport import Gate
+
+from mooncake_engine.config import LoadFailurePolicy
+from mooncake_engine.kv_transfer.base import CONNECTORS
+from mooncake_engine.messages import FinishReason
+
+GATED = {"transports": (pd_transport.NAME,)}
+PROMPT = prompt_of(100)
+
+
+def run(
+    model: Path, scenario: Callable[[Pair, list[int]], Coroutine[Any, Any, None]], **options: Any
+) -> None:
+    """Run a scenario on a pair, with what a single instance says to PROMPT."""
+
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, PROMPT)).tokens
+        async with pair(model, **{**GATED, **options}) as both:
+            await scenario(both, expected)
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+def test_the_first_token_is_there_before_the_kv(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.close()
+        params = await prefill(both.prefill, PROMPT)
+        seen: list[int] = []
+        answer = asyncio.create_task(
+            ask(both.decode, PROMPT, GREEDY, params, lambda u: seen.extend(u.token_ids))
+        )
+        await wait_until(lambda: gate.num_held == 1, 5.0)
+        assert seen == expected[:1]
+        gate.open()
+        assert (await answer).tokens == expected
+
+    run(model, scenario)
+
+
+def test_the_decode_side_computes_no_token_of_the_prompt(
+    model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONNECTORS, pd_recording.NAME, pd_recording.ENTRY)
+
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        pd_recording.PLANS.clear()
+        assert (await ask_pair(both, PROMPT)).tokens == expected
+        ran = [(s.start, s.count) for plan in pd_recording.PLANS for s in plan.sequences]
+        wanted = range(len(PROMPT), len(PROMPT) + len(expected) - 1)
+        assert ran == [(position, 1) for position in wanted]
+
+    run(model, scenario, decode={"connector": pd_recording.NAME})
+
+
+def test_spoilt_kv_changes_the_answer(model: Path, gate: Gate) -> None:
+    """The control: if this did not show, none of the comparisons would mean anything."""
+
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.spoils = True
+        assert (await ask_pair(both, PROMPT)).tokens != expected
+
+    run(model, scenario, prefix_caching=False)
+
+
+def test_a_cancelled_load_leaves_the_others_alone(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.close()
+        params = [await prefill(both.prefill, PROMPT) for _ in range(2)]
+        answers = [asyncio.create_task(ask(both.decode, PROMPT, GREEDY, p)) for p in params]
+        await wait_until(lambda: gate.num_held == 2, 5.0)
+        answers[0].cancel()
+        await wait_until(lambda: gate.num_held == 1, 2.0)
+        gate.open()
+        assert (await answers[1]).tokens == expected
+        assert both.decode.stat("load_failures") == 1  # the cancelled one
+        assert both.decode.stat("bytes_received") > 0
+
+    run(model, scenario)
+
+
+def test_many_stuck_loads_can_all_be_cancelled(model: Path, gate: Gate) -> None:
+    """More than there are threads that load."""
+
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.close()
+        params = [await prefill(both.prefill, PROMPT) for _ in range(7)]
+        answers = [asyncio.create_task(ask(both.decode, PROMPT, GREEDY, p)) for p in params]
+        await wait_until(lambda: gate.num_held == 4, 5.0)
+        for answer in answers:
+            answer.cancel()
+        await both.check_clean(within_s=5.0)
+        gate.open()
+        assert (await ask_pair(both, PROMPT)).tokens == expected
+
+    run(model, scenario, lease_s=30.0, transfer_timeout_s=30.0)
+
+
+POLICIES = pytest.mark.parametrize("policy", list(LoadFailurePolicy), ids=lambda p: p.value)
+
+
+@POLICIES
+def test_a_transfer_that_takes_too_long(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.close()
+        await check_failed_load(both, expected, policy, "TransferTimeout")
+        gate.open()
+        assert (await ask_pair(both, prompt_of(60))).finish is FinishReason.LENGTH
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, transfer_timeout_s=0.3, load_failure=policy)
+
+
+@POLICIES
+def test_a_transfer_that_breaks(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.num_failures = 1
+        await check_failed_load(both, expected, policy, "PeerLost")
+        assert (await ask_pair(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, load_failure=policy)
+
+
+async def check_failed_load(
+    both: Pair, expected: list[int], policy: LoadFailurePolicy, reason: str
+) -> None:
+    """Right tokens, or an error that says why; never anything else."""
+    answer = await ask_pair(both, PROMPT)
+    if policy is LoadFailurePolicy.RECOMPUTE:
+        assert answer.tokens == expected
+        return
+    assert answer.finish is FinishReason.ERROR
+    assert answer.tokens == expected[:1]
+    assert answer.error is not None
+    assert "the prompt's KV did not arrive" in answer.error
+    assert reason in answer.error
+
+
+def test_block_ids_that_the_holder_does_not_have(model: Path, gate: Gate) -> None:
+    """Well-formed, and wrong: a failed load, and nothing worse."""
+
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        for table in ([], [0], [2**31 - 1] * 7, [100_000 + n for n in range(7)]):
+            params = {**await prefill(both.prefill, PROMPT), "remote_block_ids": [table]}
+            assert (await ask(both.decode, PROMPT, GREEDY, params)).tokens == expected
+
+    run(model, scenario, prefix_caching=False)
+
+
+UNREACHABLE = [
+    {"remote_host": "two words"},
+    {"remote_host": "*"},
+    {"remote_host": "no-such-host.invalid"},
+    {"remote_port": 1},
+    {"remote_engine_id": "somebody-else"},
+    {"remote_request_id": "some-other-request"},
+]
+
+
+@pytest.mark.parametrize("change", UNREACHABLE, ids=str)
+def test_a_holder_that_is_not_there(model: Path, gate: Gate, change: dict[str, Any]) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        params = {**await prefill(both.prefill, PROMPT), **change}
+        assert (await ask(both.decode, PROMPT, GREEDY, params)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+        assert (await ask_pair(both, prompt_of(60))).finish is FinishReason.LENGTH
+
+    run(model, scenario, lease_s=1.0)

@@ -1,0 +1,218 @@
+"""A third-party transport for tests: shared memory behind a gate that can hold, spoil or fail reads.
+
+Installed as any plugin is, by an entry point; ``GATE`` belongs to the process that imports it.
+``MOONCAKE_TEST_GATE=closed`` in the environment of a process closes its gate from the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mooncake_hal.errors import PeerLost, TransferCancelled, TransferTimeout
+from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.specs import API_VERSION, Availability, TransportSpec
+from mooncake_hal.transport import (
+    Endpoint,
+    EndpointOptions,
+    MemoryRegion,
+    Peer,
+    Spans,
+    Transfer,
+    TransferState,
+    Transport,
+)
+from mooncake_hal.transports.shm.plugin import load as load_shm
+
+NAME = "gated"
+ENTRY_POINTS = f"[mooncake_hal]\n{NAME} = support.pd_transport\n"
+METADATA = "Metadata-Version: 2.1\nName: gated-transport\nVersion: 1\n"
+
+
+def install(directory: Path) -> Path:
+    """Write what makes the plugin installed for whoever has ``directory`` on its path."""
+    info = directory / "gated_transport-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(METADATA)
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    return directory
+
+
+class Gate:
+    """What happens to reads.
+
+    ``num_held`` reads wait at a closed gate; ``spoils`` changes what a read has brought;
+    ``num_failures`` reads to come fail; ``delay_s`` is what each of them takes at least.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.reset()
+        if os.environ.get("MOONCAKE_TEST_GATE") == "closed":
+            self.close()
+
+    def reset(self) -> None:
+        """Let everything through as it is."""
+        with self._changed:
+            self.is_open = True
+            self.spoils = False
+            self.num_failures = 0
+            self.num_held = 0
+            self.delay_s = 0.0
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Let the held reads go, and all that come."""
+        with self._changed:
+            self.is_open = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hold all reads that come."""
+        with self._changed:
+            self.is_open = False
+
+    def wake(self) -> None:
+        """A held read was cancelled: it should look."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def pass_through(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
+        """Wait as long as the gate is closed.
+
+        Raises:
+            TransferCancelled, TransferTimeout, PeerLost: what a transport would say.
+        """
+        opens_at = time.monotonic() + self.delay_s
+        with self._changed:
+            self.num_held += 1
+            try:
+                while not self.is_open or time.monotonic() < opens_at:
+                    if is_cancelled():
+                        raise TransferCancelled("gated: cancelled")
+                    if time.monotonic() > deadline:
+                        raise TransferTimeout("gated: the gate stayed closed")
+                    self._changed.wait(0.01)
+            finally:
+                self.num_held -= 1
+            if self.num_failures:
+                self.num_failures -= 1
+                raise PeerLost("gated: told to fail")
+
+
+GATE = Gate()
+
+
+class GatedTransfer:
+    """A read that begins when somebody waits for it and the gate is open."""
+
+    def __init__(self, begin: Callable[[], Transfer], spans: Spans, timeout: float) -> None:
+        self._begin = begin
+        self._spans = spans
+        self._deadline = time.monotonic() + timeout
+        self._is_cancelled = False
+        self._ended = threading.Event()
+        self._is_begun = False
+        self._state = TransferState.PENDING
+
+    def poll(self) -> TransferState:
+        return self._state
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._is_begun = True
+        try:
+            GATE.pass_through(self._deadline, lambda: self._is_cancelled)
+            self._begin().wait()
+            if GATE.spoils:
+                spoil(self._spans)
+            self._state = TransferState.DONE
+        finally:
+            if self._state is TransferState.PENDING:
+                self._state = TransferState.FAILED
+            self._ended.set()
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        GATE.wake()
+        if self._is_begun:
+            self._ended.wait()
+
+
+def spoil(spans: Spans) -> None:
+    """Turn the sign bit of every 64th byte's float over, roughly: nobody could call it rounding."""
+    for address, nbytes in zip(spans.local.tolist(), spans.nbytes.tolist(), strict=True):
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        for index in range(3, nbytes, 64):
+            memory[index] ^= 0x80
+
+
+class GatedPeer:
+    """A connection whose reads pass the gate."""
+
+    def __init__(self, inner: Peer) -> None:
+        self._inner = inner
+
+    def read(self, spans: Spans, *, timeout: float) -> Transfer:
+        return GatedTransfer(lambda: self._inner.read(spans, timeout=timeout), spans, timeout)
+
+    def write(self, spans: Spans, *, timeout: float) -> Transfer:
+        return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), spans, timeout)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class GatedEndpoint:
+    """An end of it."""
+
+    transport = NAME
+
+    def __init__(self, inner: Endpoint) -> None:
+        self._inner = inner
+
+    @property
+    def address(self) -> bytes:
+        return self._inner.address
+
+    def register(self, region: MemoryRegion) -> int:
+        return self._inner.register(region)
+
+    def revoke(self, key: int) -> None:
+        self._inner.revoke(key)
+
+    def connect(self, address: bytes, *, timeout: float) -> Peer:
+        return GatedPeer(self._inner.connect(address, timeout=timeout))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class GatedTransport:
+    """Shared memory behind ``GATE``."""
+
+    name = NAME
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    @property
+    def can_revoke(self) -> bool:
+        return self._inner.can_revoke
+
+    def open(self, options: EndpointOptions) -> Endpoint:
+        return GatedEndpoint(self._inner.open(options))
+
+    def reaches(self, local: bytes, remote: bytes) -> str | None:
+        return self._inner.reaches(local, remote)
+
+
+@hookimpl
+def mooncake_hal_transport() -> TransportSpec:
+    """Offer the transport; it has to be asked for."""
+    return TransportSpec(
+        NAME, API_VERSION, 1, lambda: Availability(True), lambda: GatedTransport(load_shm())
+    )
