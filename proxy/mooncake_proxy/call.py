@@ -6,11 +6,15 @@ import itertools
 import os
 import re
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.openai import Ask, Endpoint, Fields, encode, is_batch
+
+if TYPE_CHECKING:
+    from mooncake_proxy.flows.recompute import Record
 
 # Headers of the client that instances get to see.
 FORWARDED = (b"authorization", b"traceparent", b"tracestate")
@@ -54,8 +58,10 @@ class Call:
     attempt: int = 0
     # True once an instance's own stream events went to the client: no failover from then on.
     is_committed: bool = False
-    # The answer's id once P's first token went to the client.
-    delivered_id: str | None = None
+    # The answer's id once the client has seen it; D's own is replaced from then on.
+    answer_id: str | None = None
+    # Token ids of all passes, where D may give the request back.
+    record: Record | None = None
     session: str | None = None
     prefix_blocks: tuple[int, ...] = ()
     cached_tokens: dict[str, int] = field(default_factory=dict)
@@ -124,6 +130,7 @@ ASK_TO_HOLD = Raw(
 )
 _ONE = Raw(b"1")
 _FALSE = Raw(b"false")
+_TRUE = Raw(b"true")
 
 
 def prefill_body(call: Call, params: Raw = ASK_TO_HOLD) -> bytes:
@@ -137,6 +144,8 @@ def prefill_body(call: Call, params: Raw = ASK_TO_HOLD) -> bytes:
         fields["min_tokens"] = _ONE
     fields.pop("stream_options", None)
     fields["kv_transfer_params"] = params
+    if call.record is not None:
+        fields["return_token_ids"] = _TRUE
     return encode(fields)
 
 
@@ -144,6 +153,8 @@ def decode_body(call: Call, params: Raw, *, delivered: bool) -> bytes:
     """The body for D: the client's own, with P's parameters and who delivers the first token."""
     fields = call.fields.copy()
     fields["kv_transfer_params"] = with_delivery(params, delivered=delivered)
+    if call.record is not None:
+        fields["return_token_ids"] = _TRUE
     return encode(fields)
 
 

@@ -169,6 +169,8 @@ class Fleet:
         self._live: dict[Role, tuple[Instance, ...]] = {}
         self._leaving: set[str] = set()
         self.version = 0
+        # Whether any instance may give requests back: then token ids are recorded.
+        self.recomputes = False
         self._refresh()
 
     def __iter__(self) -> Iterator[Instance]:
@@ -290,6 +292,7 @@ class Fleet:
     def _refresh(self) -> None:
         self.version += 1
         takes = [i for i in self._instances.values() if i.is_up and not i.is_draining]
+        self.recomputes = any(i.spec.recomputes for i in takes)
         for role in Role:
             self._live[role] = tuple(i for i in takes if i.spec.role is role)
 

@@ -111,6 +111,9 @@ class Metrics:
         self.fallbacks = Counter(
             f"{prefix}local_prefill_total", "Requests that D prefilled itself.", ("reason",)
         )
+        self.recomputed = Counter(
+            f"{prefix}recomputed_total", "Requests that D gave back for a new prefill."
+        )
         self.stream_errors = Counter(
             f"{prefix}stream_errors_total", "Streams that ended with an error event."
         )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from mooncake_proxy.budget import RetryBudget
 from mooncake_proxy.call import Call
 from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.errors import Rejected, UpstreamError
+from mooncake_proxy.errors import Recomputed, Rejected, UpstreamError
 from mooncake_proxy.health import PassiveHealth
 from mooncake_proxy.http1.client import ClientContext
 from mooncake_proxy.instances import Fleet, Instance, Role
@@ -119,6 +119,8 @@ class Router:
             try:
                 with self.fleet.lease(instance, call.prompt_tokens):
                     result = await step(instance)
+            except Recomputed:
+                raise  # no failure: the request goes on with a new prefill
             except UpstreamError as error:
                 if error.instance != instance.name:
                     raise  # the other side of this attempt failed, not this instance

@@ -22,6 +22,19 @@ from mooncake_proxy.instances import InstanceSpec, Role
 
 Json = dict[str, Any]
 CREATED = 1_700_000_000
+# Token ids of any text prompt; generated token k has id 1000 + k.
+PROMPT_IDS = [1, 2, 3, 4, 5, 6, 7]
+
+
+def token_id(position: int) -> int:
+    """The id of token `position` of every answer."""
+    return 1000 + position
+
+
+def num_generated_before(body: Json) -> int:
+    """Where an answer goes on whose prompt already holds generated tokens."""
+    prompt = body.get("prompt")
+    return sum(i >= 1000 for i in prompt) if isinstance(prompt, list) else 0
 
 
 def word(position: int) -> str:
@@ -257,8 +270,10 @@ class FakeInstance:
         text = word(0) if behaviour.first_text is None else behaviour.first_text
         finish = "stop" if behaviour.stops_at_first else "length"
         count = seen.body.get("n") or 1
+        at = num_generated_before(seen.body)
+        choices = [self._choice(seen, index, text, finish) for index in range(count)]
         answer = self._base(seen, "answer") | {
-            "choices": [self._choice(seen, index, text, finish) for index in range(count)],
+            "choices": [self._with_ids(seen, c, range(at, at + 1)) for c in choices],
             "usage": {"prompt_tokens": 7, "completion_tokens": count, "total_tokens": 7 + count},
             "kv_transfer_params": None,
         }
@@ -266,6 +281,14 @@ class FakeInstance:
             self.num_holding += 1
             answer["kv_transfer_params"] = self._params(seen)
         return answer
+
+    def _with_ids(self, seen: Seen, choice: Json, positions: range) -> Json:
+        """The choice with its token ids, if they were asked for."""
+        if seen.body.get("return_token_ids"):
+            prompt = seen.body.get("prompt")
+            choice["prompt_token_ids"] = prompt if isinstance(prompt, list) else PROMPT_IDS
+            choice["token_ids"] = [token_id(position) for position in positions]
+        return choice
 
     def _params(self, seen: Seen) -> Json:
         return {
@@ -291,12 +314,20 @@ class FakeInstance:
     def _whole(self, seen: Seen) -> Json:
         num_tokens = seen.body.get("max_tokens") or 16
         count = seen.body.get("n") or 1
-        return self._base(seen, "answer") | {
-            "choices": [
-                self._choice(seen, index, text_of(num_tokens), "length") for index in range(count)
-            ],
-            "usage": _usage(num_tokens * count),
-        }
+        at = num_generated_before(seen.body)
+        given_back, self.behaviour.recompute_after = self.behaviour.recompute_after, None
+        if given_back is not None:
+            num_tokens = given_back
+        choices = [
+            self._choice(seen, index, text_of(at + num_tokens, at), "length")
+            for index in range(count)
+        ]
+        for choice in choices:
+            self._with_ids(seen, choice, range(at, at + num_tokens))
+            if given_back is not None:
+                choice["stop_reason"] = "recomputed"
+        usage = _usage(num_tokens * count)
+        return self._base(seen, "answer") | {"choices": choices, "usage": usage}
 
     async def _stream(self, seen: Seen, params: Json, writer: asyncio.StreamWriter) -> None:
         head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -319,20 +350,22 @@ class FakeInstance:
         behaviour = self.behaviour
         num_tokens = seen.body.get("max_tokens") or 16
         delivered = params.get("first_token_delivered") and not behaviour.emits_first_token
-        first = 1 if delivered else 0
+        at = num_generated_before(seen.body)
+        first = at + (1 if delivered else 0)
         is_chat = seen.path.endswith("chat/completions")
         count = seen.body.get("n") or 1
         events = []
         if is_chat and not delivered:
             events.append(self._chunk(seen, 0, {"role": "assistant", "content": ""}, None))
-        for position in range(first, num_tokens):
+        for position in range(first, at + num_tokens):
             if position - first == behaviour.error_after:
                 return [*events, b'data: {"error":{"message":"broke","type":"x","code":500}}\n\n']
             if position - first == behaviour.recompute_after:
+                behaviour.recompute_after = None
                 chunk = json.loads(self._chunk(seen, 0, "", "stop")[6:])
                 chunk["choices"][0]["stop_reason"] = "recomputed"
                 return [*events, f"data: {json.dumps(chunk)}\n\n".encode(), b"data: [DONE]\n\n"]
-            finish = "length" if position == num_tokens - 1 else None
+            finish = "length" if position == at + num_tokens - 1 else None
             events += [self._chunk(seen, i, word(position), finish) for i in range(count)]
         if (seen.body.get("stream_options") or {}).get("include_usage"):
             usage = self._base(seen, "chunk") | {"choices": [], "usage": _usage(num_tokens * count)}
@@ -345,6 +378,9 @@ class FakeInstance:
             choice["delta"] = content if isinstance(content, dict) else {"content": content}
         else:
             choice["text"] = content
+        if isinstance(content, str) and content:
+            at = int(content.strip()[1:])
+            self._with_ids(seen, choice, range(at, at + 1))
         if seen.body.get("logprobs") and isinstance(content, str):
             choice["logprobs"] = {"tokens": content.split()}
         chunk = self._base(seen, "chunk") | {"choices": [choice]}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mooncake_proxy.call import Call, plain_body
+from mooncake_proxy.flows.recompute import RecordingRelay
 from mooncake_proxy.flows.relay import StreamRelay, check_status, check_streams
 from mooncake_proxy.http1.client import Connection
 from mooncake_proxy.instances import Instance, Role
@@ -34,11 +37,19 @@ async def generate(router: Router, call: Call, instance: Instance, body: bytes) 
     async with instance.pool.send(payload, call.deadline) as answer:
         await check_status(answer)
         if call.streams:
-            await _relay_stream(call, answer, StreamRelay(call, instance.name, note_first))
+            await _relay_stream(call, answer, _relay_for(call, instance, note_first))
         else:
             whole = await answer.read()
+            if call.record is not None:
+                whole = call.record.take_answer(whole, instance.name)
             note_first()
             call.exchange.respond(200, whole, "application/json", call.reply_headers)
+
+
+def _relay_for(call: Call, instance: Instance, on_start: Callable[[], None]) -> StreamRelay:
+    if call.record is not None:
+        return RecordingRelay(call, instance.name, on_start, call.record)
+    return StreamRelay(call, instance.name, on_start)
 
 
 async def _relay_stream(call: Call, answer: Connection, relay: StreamRelay) -> None:

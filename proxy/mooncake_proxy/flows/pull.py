@@ -15,8 +15,9 @@ from msgspec import Raw
 
 from mooncake_proxy import openai
 from mooncake_proxy.call import Call, decode_body, prefill_body
-from mooncake_proxy.errors import MalformedAnswer, Rejected, UpstreamError
+from mooncake_proxy.errors import MalformedAnswer, Recomputed, Rejected, UpstreamError
 from mooncake_proxy.flows.plain import generate, plain
+from mooncake_proxy.flows.recompute import next_call, record_for
 from mooncake_proxy.flows.relay import check_status
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import Answer, HandOver
@@ -27,6 +28,20 @@ logger = logging.getLogger(__name__)
 
 async def pull(router: Router, call: Call) -> None:
     """Serve one request from a prefill and a decode instance."""
+    if router.fleet.recomputes:
+        call.record = record_for(call)
+    while True:
+        try:
+            await _pass(router, call)
+        except Recomputed as error:
+            call = next_call(call, error)
+            router.metrics.recomputed.add()
+        else:
+            return
+
+
+async def _pass(router: Router, call: Call) -> None:
+    """Prefill and decode once."""
     alone = serve_alone(router, call)
     if alone is not None:
         await plain(router, call, alone)
@@ -148,7 +163,10 @@ async def _prefill(router: Router, call: Call, instance: Instance) -> Prefilled:
         await check_status(answer)
         body = await answer.read()
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
-    return understand(instance, body)
+    prefilled = understand(instance, body)
+    if call.record is not None:
+        call.record.note_prefill(prefilled.answer)
+    return prefilled
 
 
 def understand(instance: Instance, body: bytes) -> Prefilled:
@@ -194,17 +212,17 @@ async def _decode(router: Router, call: Call, held: Held, instance: Instance) ->
     assert params is not None
     if call.streams:
         _deliver_first_token(router, call, held.prefilled.answer, instance)
-    delivered = call.delivered_id is not None
+    delivered = call.answer_id is not None
     await generate(router, call, instance, decode_body(call, params, delivered=delivered))
     held.is_taken = True
 
 
 def _deliver_first_token(router: Router, call: Call, answer: Answer, instance: Instance) -> None:
     """Forward P's token before D is even asked, unless D will send it itself."""
-    if call.delivered_id is None and not instance.spec.emits_first_token:
+    if call.answer_id is None and not instance.spec.emits_first_token:
         events = openai.first_token_events(call.endpoint, answer, call.ask)
         call.exchange.start_stream("text/event-stream", call.reply_headers, events)
         router.metrics.first_token_seconds.observe(router.now() - call.arrival)
-        call.delivered_id = answer.id
-    elif call.delivered_id is not None and instance.spec.emits_first_token:
+        call.answer_id = answer.id
+    elif call.answer_id is not None and instance.spec.emits_first_token:
         raise MalformedAnswer(instance.name, "would send the first token a second time")

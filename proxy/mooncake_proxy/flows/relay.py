@@ -91,7 +91,7 @@ class StreamRelay:
             if not call.exchange.has_started:
                 call.exchange.start_stream("text/event-stream", call.reply_headers, block)
                 return
-            self._rename = _rename_for(block, call.delivered_id)
+            self._rename = _rename_for(block, call.answer_id)
         if self._rename is not None:
             block = block.replace(*self._rename)
         call.exchange.write(block)
@@ -102,7 +102,9 @@ class StreamRelay:
         for event, data in split_events(block):
             problem = self._problem_of(event, data)
             if problem is not None:
-                if good and self._call.is_committed:
+                # An error that nobody has seen the beginning of may still go to another D.
+                is_given_back = isinstance(problem, Recomputed)
+                if good and (self._call.is_committed or is_given_back):
                     self._forward(good)
                 raise problem
             good += event
@@ -121,8 +123,11 @@ class StreamRelay:
         if not is_null(facts.error):
             return FailedStream(self._instance, event, bytes(facts.error), _status_in(facts.error))
         if any(choice.stop_reason == "recomputed" for choice in facts.choices):
-            return Recomputed(self._instance, "gave the request back for recomputation")
+            return self._given_back(data)
         return None
+
+    def _given_back(self, data: bytes) -> Recomputed:
+        return Recomputed(self._instance, "gave the request back for recomputation")
 
 
 def _rename_for(block: bytes, delivered_id: str | None) -> tuple[bytes, bytes] | None:

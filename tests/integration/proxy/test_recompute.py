@@ -1,0 +1,71 @@
+"""A D that runs out of KV gives the request back; the client sees one answer all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import uvloop
+from support.proxy_fakes import PROMPT_IDS, stand, text_of, token_id
+from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
+
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("cut", ["one", "two", "split"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_goes_on_with_token_ids(path: str, cut: str) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, recomputes=True) as s:
+            s.decode.behaviour.recompute_after = 2
+            s.decode.behaviour.cut = cut
+            body = (CHAT if "chat" in path else BODY) | USAGE
+            events = events_of((await post(s, body, path)).text)
+            assert streamed_text(events) == text_of(5)
+            assert events[-1] == "[DONE]"
+            assert events[-2]["usage"] == {
+                "prompt_tokens": 7,
+                "completion_tokens": 5,
+                "total_tokens": 12,
+                "prompt_tokens_details": {"cached_tokens": 3},
+            }
+            assert len({event["id"] for event in events[:-1]}) == 1
+            assert len({event["object"] for event in events[:-1]}) == 1
+            assert not any("token_ids" in c for e in events[:-1] for c in e["choices"])
+            second = s.prefill.generated[1]
+            assert second.path == "/v1/completions"
+            assert second.body["prompt"] == PROMPT_IDS + [token_id(0), token_id(1)]
+            assert second.headers["x-request-id"] == "abc-1"
+            assert s.decode.generated[1].body["max_tokens"] == 3
+            assert s.count("recomputed") == 1
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_whole_answer_is_put_together(path: str) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, recomputes=True) as s:
+            s.decode.behaviour.recompute_after = 2
+            body = CHAT if "chat" in path else BODY
+            answer = (await post(s, body, path)).json()
+            [choice] = answer["choices"]
+            is_chat = "chat" in path
+            text = choice["message"]["content"] if is_chat else choice["text"]
+            assert text == text_of(5)
+            assert answer["usage"]["completion_tokens"] == 5
+            assert answer["object"] == ("chat.completion" if is_chat else "text_completion")
+            assert answer["id"].endswith("-abc")
+
+    uvloop.run(main())
+
+
+def test_what_cannot_go_on_is_an_error_and_not_a_short_answer() -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True) as s:
+            s.decode.behaviour.recompute_after = 2
+            s.decode.behaviour.token_delay_s = 0.002
+            events = events_of((await post(s, BODY | {"stream": True})).text)
+            assert events[-1]["error"]["code"] == "recomputed"
+
+    uvloop.run(main())
