@@ -35,9 +35,10 @@ static void locate(const Batch& d, const Cache& cache, int sequence, int kv_head
   const int32_t* table = d.tables + sequence * d.table_stride;
   const char* head = cache.base + kv_head * cache.head_stride;
   int block = first / d.block_size, offset = first % d.block_size;
-  for (int t = 0; t < count; t++) {
-    rows[t] = (const T*)(head + table[block] * cache.block_stride + offset * cache.token_stride);
-    if (++offset == d.block_size) offset = 0, block++;
+  for (int t = 0; t < count; block++, offset = 0) {
+    const int stop = std::min(count, t + d.block_size - offset);
+    const char* row = head + table[block] * cache.block_stride + offset * cache.token_stride;
+    for (; t < stop; t++, row += cache.token_stride) rows[t] = (const T*)row;
   }
 }
 

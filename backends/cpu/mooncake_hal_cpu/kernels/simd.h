@@ -29,9 +29,14 @@ static inline vf load(const float* p) {
 }
 
 static inline vf load(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 widens sixteen lanes in two halves
+  const __m256i raw = _mm256_loadu_si256((const __m256i*)p);
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+#else
   vh raw;
   std::memcpy(&raw, p, sizeof raw);
   return (vf)(__builtin_convertvector(raw, vu) << 16);
+#endif
 }
 
 static inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
