@@ -8,10 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mooncake_engine.config import EngineConfig, KVTransferConfig, LoadFailurePolicy, Role
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_hal.errors import HalError
+
+if TYPE_CHECKING:
+    from mooncake_engine.text.generation import Engine
 
 _DEFAULTS = EngineConfig(model=Path())
 _KV_DEFAULTS = KVTransferConfig()
@@ -209,13 +213,18 @@ def _byte_count(text: str) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from mooncake_engine.async_engine import AsyncEngine
-    from mooncake_engine.progress import ProgressBar
     from mooncake_engine.server.run import serve
 
-    config = engine_config(args, kv_transfer_config(args))
-    serve(config, args.host, args.port, lambda ready: AsyncEngine.start(ready, ProgressBar()))
+    serve(engine_config(args, kv_transfer_config(args)), args.host, args.port, _start_engine)
     return 0
+
+
+def _start_engine(config: EngineConfig) -> Engine:
+    """Only here is torch imported: what can be refused without it is refused at once."""
+    from mooncake_engine.async_engine import AsyncEngine
+    from mooncake_engine.progress import ProgressBar
+
+    return AsyncEngine.start(config, ProgressBar())
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -91,10 +91,14 @@ async def _serve(deployment: Deployment, children: ChildProcesses, secret_file: 
         for index in range(count):
             argv = _instance_argv(deployment, role, secret_file)
             pools[role].append(await children.start(f"{role}-{index}", argv))
-    urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
+    urls = {role: await _urls(pool) for role, pool in pools.items()}
     proxy = await children.start("proxy", _proxy_argv(deployment, urls))
     await _introduce(await proxy.ready, deployment.prompt)
     await asyncio.Event().wait()
+
+
+async def _urls(pool: list[Child]) -> list[str]:
+    return [await child.ready for child in pool]
 
 
 def _cancel_on_signal() -> None:

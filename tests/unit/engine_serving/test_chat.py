@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.asgi import AsgiClient
-from support.fake_engine import FakeEngine, saying
+from support.fake_engine import EOS, FakeEngine, saying
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -117,3 +117,20 @@ def test_plain_text_is_the_only_response_format(client: AsgiClient) -> None:
     refused = client.post(PATH, messages=[USER], response_format={"type": "json_object"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "response_format.type"
+
+
+def test_token_ids_on_demand(client: AsgiClient) -> None:
+    prompt = list(b"<|user|>hi\n<|assistant|>")
+    choice = client.post(PATH, messages=[USER], return_token_ids=True).json()["choices"][0]
+    assert choice["prompt_token_ids"] == prompt
+    assert choice["token_ids"] == [*b"tea?", EOS]
+    chunks = client.stream(PATH, messages=[USER], return_token_ids=True)
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
+    ids = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
+    assert ids == [*b"tea?", EOS]
+
+
+def test_a_stop_string_is_the_stop_reason(client: AsgiClient) -> None:
+    choice = client.post(PATH, messages=[USER], stop=["?", "a"]).json()["choices"][0]
+    assert choice["message"]["content"] == "te"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "a")

@@ -76,6 +76,15 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
         "kv_transfer_params",
         "choices must have one entry for each of 2 answers",
     ),
+    (
+        {
+            "prompt": "x",
+            "n": 2,
+            "kv_transfer_params": {"do_remote_prefill": True, "choices": [1, 2]},
+        },
+        "kv_transfer_params",
+        "choices must hold objects",
+    ),
 ]
 
 CHAT_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
