@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the process's exit status."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.run is not run_transfer:
+    if rest and options.run not in (run_transfer, run_doctor):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(options.run(options, rest))
@@ -41,7 +41,20 @@ def build_parser() -> argparse.ArgumentParser:
         "transfer", help="KV transfer between two processes", add_help=False
     )
     transfer.set_defaults(run=run_transfer)
+    doctor = commands.add_parser(
+        "doctor", help="check a planned deployment, or reach a live peer", add_help=False
+    )
+    doctor.set_defaults(run=run_doctor)
     return parser
+
+
+def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
+    """Check a deployment; ``rest`` are the arguments that ``mooncake_hal.doctor`` declares."""
+    from mooncake_hal import doctor
+
+    parser = argparse.ArgumentParser(prog="mooncake-hal doctor", description=doctor.__doc__)
+    doctor.add_arguments(parser)
+    return doctor.run(parser.parse_args(rest))
 
 
 def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:

@@ -92,7 +92,8 @@ class Deployment:
             DeploymentRefused: lists everything that is wrong.
         """
         ports = [port for instance in self.instances for port in instance.ports]
-        found = self.problems() + find_taken(ports)
+        by_address = {(port.host, port.number or index): port for index, port in enumerate(ports)}
+        found = self.problems() + find_taken(list(by_address.values()))
         if found:
             raise DeploymentRefused(found)
 

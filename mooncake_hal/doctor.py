@@ -1,0 +1,180 @@
+"""``mooncake-hal doctor``: is this deployment going to work, and if a peer can't be reached, where.
+
+Reads the plan of a deployment from ``--instance`` flags or a JSON file, checks it with the same
+rules that instances check at start and in the handshake, and tries every port of a live peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake_hal.deployment import Deployment, Hardware, InstancePlan, PairFacts
+from mooncake_hal.errors import DeploymentRefused, HalError
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.ports import Port
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions
+
+TRY_TIMEOUT_S = 5.0
+FIELDS = ("name", "role", "host", "connector", "backend", "tp", "block_size", "http", "kv")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked.
+
+    Args:
+        what: was checked.
+        problem: None if it is in order.
+    """
+
+    what: str
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"ok    {self.what}" if self.problem is None else f"FAIL  {self.what}: {self.problem}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``mooncake-hal doctor``."""
+    parser.add_argument(
+        "--instance",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help=f"an instance to be started here; keys: {', '.join(FIELDS)}",
+    )
+    parser.add_argument("--file", type=Path, help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}')
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="URL", help="a live instance to reach"
+    )
+    parser.add_argument("--secret-file", type=Path, help="the deployment's secret, for --peer")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check everything asked for; the status is 0 if all is in order."""
+    findings = []
+    plans = [_from_flag(text) for text in options.instance]
+    if options.file is not None:
+        plans += json.loads(options.file.read_text())["instances"]
+    if plans:
+        findings += examine_plan(plans)
+    secret = options.secret_file.read_bytes().strip() if options.secret_file else b""
+    for url in options.peer:
+        findings += examine_peer(url, secret)
+    if not findings:
+        findings = [Finding("arguments", "nothing to check: give --instance, --file or --peer")]
+    for finding in findings:
+        print(finding)  # noqa: T201  # the command's output
+    return int(any(finding.problem for finding in findings))
+
+
+def examine_plan(plans: list[dict[str, Any]]) -> list[Finding]:
+    """Check a planned deployment: rules, connectors, ports."""
+    registry = Registry.discover()
+    try:
+        deployment = Deployment(tuple(_plan(raw, registry) for raw in plans))
+        deployment.validate()
+    except DeploymentRefused as exc:
+        return [Finding("deployment", problem) for problem in exc.problems]
+    except HalError as exc:
+        return [Finding("deployment", str(exc))]
+    names = ", ".join(f"{plan.name} ({plan.role})" for plan in deployment.instances)
+    return [Finding(f"deployment of {names}: roles, connectors, ports, sizes, hardware")]
+
+
+def examine_peer(url: str, secret: bytes) -> list[Finding]:
+    """Try the ports of a live instance, from its HTTP port to every rank's transports."""
+    try:
+        topology = _fetch(f"{url.rstrip('/')}/kv/topology")
+    except (OSError, ValueError) as exc:
+        return [Finding(f"HTTP of {url}", str(exc))]
+    findings = [Finding(f"HTTP of {url}")]
+    findings.append(_try_control(topology["host"], topology["port"]))
+    findings += _try_ranks(topology["ranks"], topology["host"], secret)
+    return findings
+
+
+def _fetch(url: str) -> dict[str, Any]:
+    try:
+        with closing(urllib.request.urlopen(url, timeout=TRY_TIMEOUT_S)) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as exc:
+        raise OSError(f"{url} answered {exc.code}: it has no KV connector, or is not ours") from exc
+    except urllib.error.URLError as exc:
+        raise OSError(f"{url} can't be reached: {exc.reason}") from exc
+
+
+def _try_control(host: str, port: int) -> Finding:
+    what = f"KV side channel {host}:{port}"
+    try:
+        socket.create_connection((host, port), TRY_TIMEOUT_S).close()
+    except OSError as exc:
+        return Finding(what, f"can't be reached: {exc}; is the port open between the hosts?")
+    return Finding(what)
+
+
+def _try_ranks(ranks: list[dict[str, Any]], host: str, secret: bytes) -> Iterator[Finding]:
+    registry = Registry.discover()
+    for rank, facts in enumerate(ranks):
+        for name, encoded in facts["endpoints"].items():
+            what = f"rank {rank} over {name}"
+            address = base64.b64decode(encoded)
+            try:
+                options = EndpointOptions(host=_own_address(host), secret=secret)
+                with closing(Transports.open(registry, options, wanted=name)) as transports:
+                    transports.connect({name: address}, timeout=TRY_TIMEOUT_S).peer.close()
+            except (HalError, OSError) as exc:
+                yield Finding(what, str(exc))
+            else:
+                yield Finding(what)
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine that faces the peer; nothing is sent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _from_flag(text: str) -> dict[str, Any]:
+    pairs = [item.partition("=") for item in text.split(",")]
+    return {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
+
+
+def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
+    unknown = sorted(set(raw) - set(FIELDS))
+    if unknown:
+        raise DeploymentRefused([f"unknown keys {unknown}; known are {list(FIELDS)}"])
+    role = raw.get("role", "both")
+    host = raw.get("host", "127.0.0.1")
+    default_connector = "" if role == "both" else "MooncakeConnector"
+    wanted = (("HTTP", raw.get("http")), ("KV side channel", raw.get("kv")))
+    ports = tuple(Port(what, host, int(number)) for what, number in wanted if number)
+    return InstancePlan(
+        raw.get("name", role),
+        role,
+        raw.get("connector", default_connector),
+        ports,
+        _facts(raw, registry),
+    )
+
+
+def _facts(raw: dict[str, Any], registry: Registry) -> PairFacts:
+    backend = registry.select_backend(raw.get("backend", "auto"))
+    generation = backend.runtime.devices()[0].generation
+    hardware = Hardware(backend.name, generation, backend.capabilities.constraints)
+    return PairFacts(hardware, int(raw.get("tp", 1)), int(raw.get("block_size", 16)))
