@@ -104,7 +104,7 @@ class Surface:
 
     async def metrics(self, exchange: Exchange) -> None:
         """Prometheus text."""
-        lines = [*self._router.metrics.lines(), *self._gauges()]
+        lines = [*self._app.all_metrics().lines(), *self._gauges()]
         body = "\n".join(lines).encode() + b"\n"
         exchange.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
@@ -121,12 +121,12 @@ class Surface:
             rows(lambda i: i.state.value == "up"),
         )
         yield from gauge_lines(
-            f"{prefix}instance_running", "Requests in flight.", rows(lambda i: i.num_running)
+            f"{prefix}instance_running", "Requests in flight.", rows(lambda i: i.total_running)
         )
         yield from gauge_lines(
             f"{prefix}instance_prompt_tokens",
             "Prompt tokens of the requests in flight.",
-            rows(lambda i: i.num_prompt_tokens),
+            rows(lambda i: i.total_prompt_tokens),
         )
         admission = self._app.admission
         yield from gauge_lines(

@@ -30,15 +30,17 @@ from mooncake_proxy.errors import (
 from mooncake_proxy.flows.pull import pull
 from mooncake_proxy.flows.push import push
 from mooncake_proxy.health import HealthChecker
-from mooncake_proxy.http1.client import ClientContext, sweep_timeouts
+from mooncake_proxy.http1.client import ClientContext, Origin, sweep_timeouts
 from mooncake_proxy.http1.server import Exchange, ServerContext, ServerProtocol
 from mooncake_proxy.instances import Instance
 from mooncake_proxy.kubernetes import KubernetesConfig, KubernetesWatch
 from mooncake_proxy.membership import Change, apply
+from mooncake_proxy.metrics import Metrics
 from mooncake_proxy.openai import Endpoint
 from mooncake_proxy.poolfile import PoolFileWatch
 from mooncake_proxy.rendezvous import PATH as METASERVER_PATH
 from mooncake_proxy.router import Router
+from mooncake_proxy.share import Share
 
 logger = logging.getLogger(__name__)
 Flow = Callable[[Router, Call], Awaitable[None]]
@@ -50,8 +52,9 @@ ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in Endpoint}
 class Application:
     """One proxy process. `start` listens, `close` drains and stops."""
 
-    def __init__(self, config: ProxyConfig) -> None:
+    def __init__(self, config: ProxyConfig, share: Share | None = None) -> None:
         self.config = config
+        self._share = share
         self.client = ClientContext(limits=config.client, tls=_upstream_tls(config))
         self.router = Router(config, self.client)
         self.access = AccessLog(config.access_log)
@@ -61,6 +64,8 @@ class Application:
         self.checker = HealthChecker(config.health, self.router.fleet, self.router.note_verdict)
         self._flow = FLOWS[config.flow]
         self._listener: asyncio.Server | None = None
+        # With several workers on one port: where only this one is reached.
+        self._own_listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.admin_routes = admin.routes(self)
 
@@ -82,8 +87,15 @@ class Application:
             self.config.port,
             ssl=_server_tls(self.config),
             backlog=4096,
+            reuse_port=self._share is not None,
         )
-        self.router.listens_at(self.config.advertise_url or self._own_url())
+        if self._share is not None:
+            self._share.open(self.router.fleet, self.router.metrics)
+            self._tasks.append(loop.create_task(self._share.run()))
+            self._own_listener = await loop.create_server(
+                lambda: ServerProtocol(self.server), self.config.host, 0
+            )
+        self.router.listens_at(self._own_url())
 
     async def _follow_sources(self, loop: asyncio.AbstractEventLoop) -> None:
         """Instances that a file or a cluster declares, now and from now on."""
@@ -98,13 +110,27 @@ class Application:
             self._tasks.append(loop.create_task(cluster_watch.run()))
 
     def change(self, change: Change) -> Instance | None:
-        """A change of the fleet from the admin API."""
-        return apply(self.router.fleet, change)
+        """A change of the fleet from the admin API; the other workers make it too."""
+        instance = apply(self.router.fleet, change)
+        if self._share is not None:
+            self._share.tell(change)
+        return instance
+
+    def all_metrics(self) -> Metrics:
+        """What all workers have counted."""
+        if self._share is None:
+            return self.router.metrics
+        return Metrics.sum_of([self.router.metrics.snapshot(), *self._share.counts_of_others()])
 
     def _own_url(self) -> str:
+        """Where decode instances reach this very process."""
+        if self._own_listener is not None:
+            advertised = self.config.advertise_url or f"http://{_in_url(self.config.host)}"
+            host = _in_url(Origin.parse(advertised).host)
+            return f"http://{host}:{self._own_listener.sockets[0].getsockname()[1]}"
         scheme = "https" if self.config.tls.certificate else "http"
-        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
-        return f"{scheme}://{host}:{self.port}"
+        here = f"{scheme}://{_in_url(self.config.host)}:{self.port}"
+        return self.config.advertise_url or here
 
     @property
     def port(self) -> int:
@@ -116,8 +142,9 @@ class Application:
         """No new requests; those that run may finish within `drain_timeout_s`."""
         self.is_draining = True
         self.server.is_closing = True
-        if self._listener is not None:
-            self._listener.close()
+        for listener in (self._listener, self._own_listener):
+            if listener is not None:
+                listener.close()
         end = self.router.now() + self.config.drain_timeout_s
         while any(c.is_busy for c in self.server.connections) and self.router.now() < end:
             await asyncio.sleep(0.02)  # many owners, no event to wait for
@@ -130,6 +157,8 @@ class Application:
             with suppress(asyncio.CancelledError):
                 await task
         await self.router.close()
+        if self._share is not None:
+            self._share.close()
         self.access.flush()
 
     async def _sweep(self) -> None:
@@ -232,6 +261,10 @@ class Application:
         if handler is None:
             raise MethodNotAllowed(f"{exchange.method} {path}: wanted {', '.join(methods)}")
         await handler(exchange)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _stage_of(call: Call | None) -> str:

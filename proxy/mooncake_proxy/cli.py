@@ -21,6 +21,8 @@ from mooncake_proxy.http1.client import ClientLimits, Origin
 from mooncake_proxy.http1.server import ServerLimits
 from mooncake_proxy.instances import InstanceSpec, Role
 from mooncake_proxy.policy import POLICIES
+from mooncake_proxy.share import Share
+from mooncake_proxy.workers import Parent
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (:: for IPv6)")
     parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
+    parser.add_argument("--workers", type=int, default=1, help="processes on this port")
     parser.add_argument("--flow", default="pull", choices=("pull", "push"))
     parser.add_argument(
         "--advertise-url", metavar="URL", help="how decode instances reach this proxy (push flow)"
@@ -116,6 +119,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
     return ProxyConfig(
         host=args.host,
         port=args.port,
+        workers=args.workers,
         flow=args.flow,
         advertise_url=args.advertise_url,
         instances=_instances(args),
@@ -179,9 +183,9 @@ def read_keys(path: str | None) -> frozenset[str]:
     return keys
 
 
-async def serve(config: ProxyConfig) -> None:
-    """Run until SIGINT or SIGTERM, then drain."""
-    app = Application(config)
+async def serve(config: ProxyConfig, share: Share | None = None) -> None:
+    """Run until SIGINT or SIGTERM, then drain. `share` where this is one of several workers."""
+    app = Application(config, share)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -212,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         config = config_from(args)
+        if config.workers > 1:
+            return Parent(config, lambda own, share: uvloop.run(serve(own, share))).run()
         uvloop.run(serve(config))
     except ConfigError as exc:
         print(f"mooncake-proxy: {exc}", file=sys.stderr)

@@ -10,6 +10,8 @@ SECONDS = (
     60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
 Labels = tuple[str, ...]
+# Metric name -> its rows of (label values, numbers), to be sent and added up.
+Snapshot = dict[str, list[tuple[list[str], list[float]]]]
 
 
 class Counter:
@@ -24,6 +26,14 @@ class Counter:
     def add(self, *values: str, by: float = 1.0) -> None:
         """Count one more for these label values."""
         self.values[values] = self.values.get(values, 0.0) + by
+
+    def rows(self) -> list[tuple[list[str], list[float]]]:
+        """All values, to be added up elsewhere."""
+        return [(list(values), [number]) for values, number in self.values.items()]
+
+    def absorb(self, values: Labels, row: list[float]) -> None:
+        """Add what another process counted."""
+        self.add(*values, by=row[0])
 
     def lines(self) -> Iterator[str]:
         """Exposition lines."""
@@ -50,6 +60,16 @@ class Histogram:
             row = self.series[values] = [0.0] * (len(SECONDS) + 2)
         row[bisect_left(SECONDS, value)] += 1
         row[-1] += value
+
+    def rows(self) -> list[tuple[list[str], list[float]]]:
+        """All series, to be added up elsewhere."""
+        return [(list(values), row) for values, row in self.series.items()]
+
+    def absorb(self, values: Labels, row: list[float]) -> None:
+        """Add what another process observed."""
+        mine = self.series.setdefault(values, [0.0] * len(row))
+        for position, number in enumerate(row):
+            mine[position] += number
 
     def lines(self) -> Iterator[str]:
         """Exposition lines; bucket counts are cumulative there."""
@@ -136,7 +156,26 @@ class Metrics:
         )
         self.queue_seconds = Histogram(f"{prefix}queue_seconds", "Time in the admission queue.")
 
+    def all(self) -> Iterator[Counter | Histogram]:
+        """Every metric, in the order of definition."""
+        yield from vars(self).values()
+
     def lines(self) -> Iterator[str]:
-        """All exposition lines, in the order of definition."""
-        for metric in vars(self).values():
+        """All exposition lines."""
+        for metric in self.all():
             yield from metric.lines()
+
+    def snapshot(self) -> Snapshot:
+        """Everything counted so far, as plain data."""
+        return {metric.name: metric.rows() for metric in self.all()}
+
+    @classmethod
+    def sum_of(cls, snapshots: Iterable[Snapshot]) -> Metrics:
+        """What several processes counted together."""
+        total = cls()
+        by_name = {metric.name: metric for metric in total.all()}
+        for snapshot in snapshots:
+            for name, rows in snapshot.items():
+                for values, row in rows:
+                    by_name[name].absorb(tuple(values), row)
+        return total

@@ -1,0 +1,147 @@
+"""Several worker processes behind one port: the parent starts them, relays what they tell each
+other, starts dead ones again, and passes signals on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.share import MAX_MESSAGE_BYTES, Gone, Share, encode_message
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.2
+# A worker that dies sooner than this after its start is not started again at once.
+RESTART_PAUSE_S = 1.0
+BUFFER_BYTES = 4 * 1024 * 1024
+
+# Runs one worker to its end.
+RunWorker = Callable[[ProxyConfig, Share], None]
+
+
+class Parent:
+    """Owns the workers. It serves no request itself."""
+
+    def __init__(self, config: ProxyConfig, run_worker: RunWorker) -> None:
+        self._run_worker = run_worker
+        # Held open without listening, so that the port stays ours while workers come and go.
+        self._reserved = _reserve(config.host, config.port)
+        running = math.ceil(config.admission.max_running / config.workers)
+        self.config = replace(
+            config,
+            port=self._reserved.getsockname()[1],
+            admission=replace(config.admission, max_running=running),
+        )
+        self._links: dict[int, socket.socket] = {}
+        self._pids: dict[int, int] = {}
+        self._num_started = 0
+        self._is_stopping = False
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Until SIGINT or SIGTERM; 0 when all workers ended well."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        for _ in range(self.config.workers):
+            self._start()
+        while self._pids:
+            for key, _ in self._selector.select(POLL_S):
+                self._relay(key.data)
+            self._bury()
+        self._reserved.close()
+        return 0
+
+    def _start(self) -> None:
+        worker = self._num_started
+        self._num_started += 1
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        ours.setblocking(False)
+        pid = os.fork()
+        if pid == 0:
+            self._be_worker(worker, theirs, ours)
+        theirs.close()
+        self._links[worker] = ours
+        self._pids[worker] = pid
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+
+    def _be_worker(self, worker: int, link: socket.socket, parents: socket.socket) -> None:
+        """The child's whole life; never returns."""
+        status = 1
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            parents.close()
+            for other in self._links.values():
+                other.close()
+            self._run_worker(self.config, Share(worker, link))
+            status = 0
+        except BaseException:
+            logger.exception("worker %d failed", worker)
+        finally:
+            logging.shutdown()
+            os._exit(status)
+
+    def _relay(self, sender: int) -> None:
+        """One message of a worker to all others."""
+        try:
+            data = self._links[sender].recv(MAX_MESSAGE_BYTES + 1)
+        except (BlockingIOError, ConnectionError):
+            return
+        self._tell_others(sender, data)
+
+    def _tell_others(self, sender: int, data: bytes) -> None:
+        for worker, link in self._links.items():
+            if worker == sender:
+                continue
+            try:
+                link.send(data)
+            except OSError as exc:
+                logger.warning("worker %d does not listen: %s", worker, exc)
+
+    def _bury(self) -> None:
+        """Notice ended workers; start new ones unless all shall end."""
+        for worker, pid in tuple(self._pids.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                continue
+            del self._pids[worker]
+            link = self._links.pop(worker)
+            self._selector.unregister(link)
+            link.close()
+            self._tell_others(worker, encode_message(Gone(worker)))
+            if not self._is_stopping:
+                logger.error("worker %d ended with status %d: a new one starts", worker, status)
+                time.sleep(RESTART_PAUSE_S)
+                self._start()
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._is_stopping = True
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGTERM)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Without REUSEPORT first: another program on this port must be noticed.
+        probe = socket.socket(family, socket.SOCK_STREAM)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        port = probe.getsockname()[1]
+        probe.close()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((host, port))
+    except OSError as exc:
+        raise ConfigError(f"can't listen on {host}:{port}: {exc}") from exc
+    return reserved

@@ -1,0 +1,158 @@
+"""The proxy as a process: start, output, signals, workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import uvloop
+from support.proxy_fakes import FakeInstance, text_of
+from support.proxy_fakes_client import BODY
+
+
+@asynccontextmanager
+async def proxy(*flags: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+    """A proxy process and its URL, ended with SIGTERM."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "mooncake_proxy", "--port", "0", *flags, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 10)).decode()
+        yield line.split()[-1], process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[FakeInstance, FakeInstance]]:
+    """One P and one D."""
+    both = FakeInstance("p0"), FakeInstance("d0")
+    for fake in both:
+        await fake.start()
+    both[0].peers = {"d0": both[1]}
+    yield both
+    for fake in both:
+        await fake.kill()
+
+
+def test_it_starts_within_a_second_and_ends_on_sigterm() -> None:
+    async def main() -> None:
+        async with pair() as (p, d):
+            began = time.monotonic()
+            async with proxy("--prefill", p.url, "--decode", d.url) as (url, _):
+                assert time.monotonic() - began < 1.0
+                async with httpx.AsyncClient(base_url=url) as client:
+                    answer = await client.post("/v1/completions", json=BODY)
+                    assert answer.json()["choices"][0]["text"] == text_of(5)
+
+    uvloop.run(main())
+
+
+def test_a_running_stream_ends_before_the_process_does() -> None:
+    async def main() -> None:
+        async with pair() as (p, d):
+            d.behaviour.token_delay_s = 0.05
+            async with proxy("--prefill", p.url, "--decode", d.url) as (url, process):
+                async with httpx.AsyncClient(base_url=url) as client:
+                    asked = asyncio.ensure_future(
+                        client.post("/v1/completions", json=BODY | {"stream": True})
+                    )
+                    await d.wait_for(lambda: bool(d.generated))
+                    process.send_signal(signal.SIGTERM)
+                    assert (await asked).text.endswith("data: [DONE]\n\n")
+
+    uvloop.run(main())
+
+
+def test_workers_share_one_view(tmp_path: object) -> None:
+    async def main() -> None:
+        async with pair() as (p, d):
+            keys = f"{tmp_path}/keys"
+            with open(keys, "w") as file:  # noqa: ASYNC230  # a line, in a test
+                file.write("secret\n")
+            flags = ("--workers", "2", "--flow", "push", "--admin-key-file", keys)
+            async with proxy(*flags, "--prefill", p.url) as (url, _):
+                await _ready(url)
+                body = {"operation": "add", "url": d.url, "role": "decode"}
+                headers = {"authorization": "Bearer secret"}
+                async with httpx.AsyncClient(base_url=url) as client:
+                    assert (await client.post("/instances", json=body, headers=headers)).is_success
+                for _ in range(12):  # a connection each: both workers get some
+                    async with httpx.AsyncClient(base_url=url) as client:
+                        answer = await client.post("/v1/completions", json=BODY)
+                        assert answer.status_code == 200, answer.text
+                line = 'mooncake_proxy_requests_total{endpoint="/v1/completions",status="200"} 12'
+                await _metrics_say(url, line)
+
+    uvloop.run(main())
+
+
+async def _ready(url: str) -> None:
+    """Until both workers listen."""
+    async with httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/health")).is_success
+    await asyncio.sleep(0.3)
+
+
+async def _metrics_say(url: str, line: str) -> None:
+    """Every worker's /metrics has the sum, as soon as counts went round."""
+    for _ in range(50):
+        async with httpx.AsyncClient(base_url=url) as client:
+            if line in (await client.get("/metrics")).text.splitlines():
+                return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"no worker says {line}")
+
+
+def test_a_dead_worker_is_replaced() -> None:
+    async def main() -> None:
+        async with pair() as (p, d):
+            flags = ("--workers", "2", "--prefill", p.url, "--decode", d.url)
+            async with proxy(*flags) as (url, process):
+                await _ready(url)
+                children = _children(process.pid)
+                assert len(children) == 2
+                os.kill(children[0], signal.SIGKILL)
+                for _ in range(40):
+                    await asyncio.sleep(0.1)
+                    now = _children(process.pid)
+                    if len(now) == 2 and children[0] not in now:
+                        break
+                else:
+                    raise AssertionError(f"no new worker: {children} -> {_children(process.pid)}")
+                async with httpx.AsyncClient(base_url=url) as client:
+                    assert (await client.post("/v1/completions", json=BODY)).is_success
+
+    uvloop.run(main())
+
+
+def _children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def test_bad_flags_are_explained() -> None:
+    async def main() -> None:
+        for flags, message in (
+            (["--prefill", "ftp://x"], "wanted http://HOST:PORT"),
+            (["--api-key-file", "/nonexistent"], "key file /nonexistent"),
+            (["--prefill", "x:1", "--decode", "x:1"], "given twice"),
+            (["--flow", "push", "--host", "0.0.0.0"], "--advertise-url"),  # noqa: S104
+        ):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "mooncake_proxy", *flags, stderr=asyncio.subprocess.PIPE
+            )
+            _, stderr = await asyncio.wait_for(process.communicate(), 10)
+            assert process.returncode == 2
+            assert message in stderr.decode()
+
+    uvloop.run(main())
