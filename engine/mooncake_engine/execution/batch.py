@@ -52,15 +52,12 @@ def make_inputs(
         -(-max(contexts) // block_size),
     )
     owners, positions = _positions(np.array(counts), np.array(starts), query_start)
-    slots = block_tables[owners, positions // block_size].astype(np.int64)
-    slots *= block_size
-    slots += positions % block_size
     attention = AttentionBatch(
         num_decodes=_leading_ones(counts),
         query_start=_on(device, query_start),
         context_lens=_on(device, np.array(contexts, dtype=np.int32)),
         block_tables=_on(device, block_tables),
-        slot_mapping=_on(device, slots),
+        slot_mapping=_on(device, _slots(block_tables, owners, positions, block_size)),
         block_size=block_size,
         host_query_lens=tuple(counts),
         host_context_lens=tuple(contexts),
@@ -91,6 +88,19 @@ def _positions(
     owners = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[owners]
     return owners, positions
+
+
+def _slots(
+    block_tables: NDArray[np.int32],
+    owners: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    block_size: int,
+) -> NDArray[np.int64]:
+    """Where each token's KV goes: ``block_id * block_size + offset``."""
+    slots = block_tables[owners, positions // block_size].astype(np.int64)
+    slots *= block_size
+    slots += positions % block_size
+    return slots
 
 
 def _token_ids(

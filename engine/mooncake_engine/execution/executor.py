@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.extension import MessageHandler
@@ -159,8 +157,6 @@ class InProcessExecutor:
         options = options or ExecutorOptions()
         self._failure = FirstFailure()
         self._send_lock = threading.Lock()
-        if config.threads:
-            torch.set_num_threads(config.threads)
         setup = plan_execution(config, backend)
         handlers = RankHandlers(
             options.progress, _emitter(options.on_message, 0), self._extension_died
@@ -220,22 +216,6 @@ def make_facts(setup: ExecutionSetup, ranks: tuple[RankFacts, ...]) -> ExecutorF
         block_size=setup.pool_size.block_size,
         max_model_len=setup.max_model_len,
     )
-
-
-def make_executor(
-    config: EngineConfig, backend: Backend, options: ExecutorOptions | None = None
-) -> Executor:
-    """The simplest executor for the config: in process for one rank, else a process per rank.
-
-    Raises:
-        CheckpointError, ConfigError: the model can't be loaded so.
-        EngineDead: a rank died while loading.
-    """
-    if config.tp_size == 1:
-        return InProcessExecutor(config, backend, options)
-    from mooncake_engine.execution.process_executor import ProcessExecutor
-
-    return ProcessExecutor(config, backend, options)
 
 
 def _emitter(on_message: MessageHandler | None, rank: int) -> Callable[[bytes], None]:

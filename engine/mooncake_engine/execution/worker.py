@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.extension import (
     ExtensionContext,
@@ -26,7 +28,7 @@ from mooncake_engine.scheduling.plan import (
     StepPlan,
     StepResult,
 )
-from mooncake_hal.backend import Backend, Communicator
+from mooncake_hal.backend import Backend, Communicator, Ops
 from mooncake_hal.kv.geometry import shard_of
 
 _WARM_UP = "warm-up"
@@ -78,33 +80,30 @@ class Worker:
         index = rank_device(config, list(backend.runtime.devices()), rank)
         backend.runtime.bind_thread(index)
         device = backend.runtime.device(index)
-        model = self._load_model(config, Placement(backend.ops, device, setup.dtype, communicator))
+        model = build_model(
+            setup.model,
+            Placement(backend.ops, device, setup.dtype, communicator),
+            setup.max_model_len,
+        )
         load_weights(model, config.model, handlers.progress)
         shard = shard_of(setup.geometry, config.tp_size, rank)
         self.pool = KVPool(
             backend, index, setup.geometry, shard, setup.pool_size, layout_name=setup.layout_name
         )
-        requests = RequestTable(
-            config.max_num_seqs, setup.max_blocks, setup.model.vocab_size, device
-        )
-        sampler = Sampler(setup.model.eos_token_ids)
-        self._runner = ModelRunner(model, self.pool, requests, sampler, backend.ops, device)
+        self._runner = self._build_runner(model, config.max_num_seqs, backend.ops, device)
         self.extension: WorkerExtension | None = None
         if extension is not None:
-            context = ExtensionContext(
-                rank,
-                config.tp_size,
-                index,
-                self.pool,
-                backend,
-                config,
-                handlers.emit,
-                handlers.fail,
-            )
-            self.extension = load_extension(extension)(context)
+            where = (rank, config.tp_size, index, self.pool)
+            whom = (backend, config, handlers.emit, handlers.fail)
+            self.extension = load_extension(extension)(ExtensionContext(*where, *whom))
 
-    def _load_model(self, config: EngineConfig, placement: Placement) -> Model:
-        return build_model(self._setup.model, placement, self._setup.max_model_len)
+    def _build_runner(
+        self, model: Model, max_seqs: int, ops: Ops, device: torch.device
+    ) -> ModelRunner:
+        facts = self._setup.model
+        requests = RequestTable(max_seqs, self._setup.max_blocks, facts.vocab_size, device)
+        sampler = Sampler(facts.eos_token_ids)
+        return ModelRunner(model, self.pool, requests, sampler, ops, device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""

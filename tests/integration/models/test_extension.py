@@ -13,7 +13,8 @@ from support.stepping import GREEDY, RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
-from mooncake_engine.execution.executor import Executor, ExecutorOptions, make_executor
+from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
+from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
 
@@ -36,13 +37,14 @@ def inbox() -> Inbox:
     return queue.Queue()
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[InProcessExecutor, ProcessExecutor])
 def executor(
     request: pytest.FixtureRequest, checkpoint: Path, backend: Backend, inbox: Inbox
 ) -> Iterator[Executor]:
-    config = EngineConfig(checkpoint, num_kv_blocks=8, tp_size=request.param)
+    tp_size = 1 if request.param is InProcessExecutor else 2
+    config = EngineConfig(checkpoint, num_kv_blocks=8, tp_size=tp_size)
     options = ExecutorOptions(EXTENSION, lambda rank, message: inbox.put((rank, message)))
-    executor = make_executor(config, backend, options)
+    executor: Executor = request.param(config, backend, options)
     yield executor
     executor.close()
 
@@ -78,7 +80,7 @@ def test_an_unknown_extension_is_refused(checkpoint: Path, backend: Backend) -> 
     config = EngineConfig(checkpoint, num_kv_blocks=8)
     for name in ("support.nothing:make", "support.recording_extension:absent", "nonsense"):
         with pytest.raises(ConfigError, match="can't be loaded"):
-            make_executor(config, backend, ExecutorOptions(name))
+            InProcessExecutor(config, backend, ExecutorOptions(name))
 
 
 def check_until(executor: Executor, deadline: float) -> None:
