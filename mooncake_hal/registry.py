@@ -131,10 +131,11 @@ class Registry:
             return self._best_backend()
         if wanted not in self.backends:
             raise self._missing_backend(wanted)
-        spec, _ = self.backends[wanted]
-        answer = spec.probe()
-        if not answer.ok:
-            raise BackendUnavailable(wanted, answer.reason)
+        spec, plugin = self.backends[wanted]
+        row = _probe(spec, plugin)
+        if row.status is PluginStatus.UNAVAILABLE:
+            raise BackendUnavailable(wanted, row.reason)
+        _require_sound(row)
         return spec.load()
 
     def load_transport(self, name: str) -> Transport:
@@ -149,10 +150,11 @@ class Registry:
             raise TransportUnavailable(
                 name, f"no plugin offers it; installed are {sorted(self.transports)}"
             )
-        spec, _ = self.transports[name]
-        answer = spec.probe()
-        if not answer.ok:
-            raise TransportUnavailable(name, answer.reason)
+        spec, plugin = self.transports[name]
+        row = _probe(spec, plugin)
+        if row.status is PluginStatus.UNAVAILABLE:
+            raise TransportUnavailable(name, row.reason)
+        _require_sound(row)
         return spec.load()
 
     def _best_backend(self) -> Backend:
@@ -181,9 +183,7 @@ class Registry:
     def _raise_if_broken(self, name: str) -> None:
         for row in self.not_loaded:
             if row.name == name:
-                raise PluginError(
-                    f"plugin {name!r} ({row.plugin}) is {row.status.value}: {row.reason}"
-                )
+                _require_sound(row)
 
     def _load(self, point: EntryPoint) -> None:
         try:
@@ -206,6 +206,12 @@ class Registry:
                 "plugin %s (%s) is %s: %s", point.name, point.value, status.value, reason
             )
         self.not_loaded.append(TableRow(point.name, status, reason, None, point.value))
+
+
+def _require_sound(row: TableRow) -> None:
+    """Raise PluginError for a row whose plugin, and not the machine, is at fault."""
+    if row.status is not PluginStatus.AVAILABLE:
+        raise PluginError(f"plugin {row.name!r} ({row.plugin}) is {row.status.value}: {row.reason}")
 
 
 def _missing_module(point: EntryPoint, exc: ModuleNotFoundError) -> tuple[PluginStatus, str]:

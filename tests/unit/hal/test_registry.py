@@ -173,6 +173,8 @@ def test_a_probe_that_raises_is_a_broken_row(plugins: Plugins) -> None:
     (row,) = plugins.discover().backend_table()
     assert row.status is PluginStatus.BROKEN
     assert "RuntimeError: probe fell over" in row.reason
+    with pytest.raises(PluginError, match=r"'bad' .* is broken: its probe failed"):
+        plugins.discover().select_backend("bad")
 
 
 def test_a_missing_plugin_is_absent(plugins: Plugins) -> None:

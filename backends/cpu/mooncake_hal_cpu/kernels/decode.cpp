@@ -5,7 +5,7 @@
 // result depends on the sequence alone, and a lone long sequence still keeps every core busy.
 
 constexpr int PART = 256;  // tokens per unit of work
-constexpr int TILE = 64;   // tokens whose scores are held at once
+constexpr int TILE = 32;   // tokens whose scores are held at once; their keys and values fit in L1
 
 struct Cache {
   const char* base;
@@ -248,16 +248,16 @@ static void decode(const Batch& d, const T* query, T* out, int threads) {
     }
   first_part.push_back(parts.size());
   const size_t size = partial_floats(d);
-  std::vector<float> partials(parts.size() * size);
+  const std::unique_ptr<float[]> partials(new float[parts.size() * size]);  // not zeroed
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> scores((size_t)group * TILE);
 #pragma omp for schedule(dynamic)
     for (size_t p = 0; p < parts.size(); p++)
-      attend_any(d, query, parts[p], scores.data(), partials.data() + p * size);
+      attend_any(d, query, parts[p], scores.data(), partials.get() + p * size);
 #pragma omp for schedule(static)
     for (int i = 0; i < d.sequences * d.kv_heads; i++)
-      merge(d, partials.data() + first_part[i] * size, (int)(first_part[i + 1] - first_part[i]),
+      merge(d, partials.get() + first_part[i] * size, (int)(first_part[i + 1] - first_part[i]),
             out + (int64_t)i * group * d.head_dim);
   }
 }
