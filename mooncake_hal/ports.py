@@ -55,7 +55,10 @@ def _try_bind(port: Port, held: ExitStack) -> str | None:
     family = socket.AF_INET6 if ":" in port.host else socket.AF_INET
     listener = held.enter_context(socket.socket(family))
     try:
+        # closed connections of the last holder are no holder: an instance restarts at its port
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((port.host, port.number))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # exclusive from here on
     except OSError as exc:
         if exc.errno == errno.EADDRNOTAVAIL:
             return None

@@ -1,4 +1,4 @@
-"""A third-party transport for tests: shared memory behind a gate that can hold, spoil or fail reads.
+"""A third-party transport for tests: shared memory behind a gate that holds, spoils or fails reads.
 
 Installed as any plugin is, by an entry point; ``GATE`` belongs to the process that imports it.
 ``MOONCAKE_TEST_GATE=closed`` in the environment of a process closes its gate from the start.

@@ -101,9 +101,10 @@ class DecodeSide:
         """Renew, in one message per peer, what is expected; until cancelled."""
         while True:
             await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
-            by_peer: defaultdict[str, dict[str, _Expected]] = defaultdict(dict)
+            by_peer: defaultdict[tuple[str, str, int], dict[str, _Expected]] = defaultdict(dict)
             for request_id, expected in self._expected.items():
-                by_peer[expected.remote.engine_id][request_id] = expected
+                remote = expected.remote
+                by_peer[remote.engine_id, remote.host, remote.port][request_id] = expected
             await asyncio.gather(*(self._renew(group) for group in by_peer.values()))
 
     async def _renew(self, group: dict[str, _Expected]) -> None:
@@ -125,7 +126,7 @@ class DecodeSide:
         for request_id, expected in group.items():
             if self._clock() - expected.last_renewed > self._lease_s:
                 self._lose(request_id, reason)
-                self._peers.forget(expected.remote.engine_id)
+                self._peers.forget(expected.remote, reason)
 
     def _lose(self, request_id: str, reason: str) -> None:
         """A running load finds out by itself; a queued request is told."""
@@ -158,7 +159,12 @@ class DecodeSide:
             self._spawn(self._tell(remote, lambda peer: peer.done(remote.request_id, reader)))
             return
         peer = self._peers.get(remote)
-        await self._read(peer, order, expected)
+        await self._shake_hands(peer, remote)
+        if expected.is_cancelled:
+            raise KVTransferError("cancelled before it began")
+        for report in await self._ranks.run(order):
+            self.counts.nbytes += report.nbytes
+            self.counts.seconds += report.seconds
         status = await peer.done(remote.request_id, reader)
         if status is not LeaseStatus.RELEASED:
             raise LeaseLost(
@@ -166,18 +172,13 @@ class DecodeSide:
                 "what was read is not used"
             )
 
-    async def _read(self, peer: Peer, order: Load, expected: _Expected) -> None:
+    async def _shake_hands(self, peer: Peer, remote: RemoteKV) -> None:
         try:
             await peer.shake_hands(self._facts, self._ranks)
-        except KVTransferError:
-            self._peers.forget(peer.engine_id)
+        except KVTransferError as exc:
+            self._peers.forget(remote, str(exc))
             raise
-        self._peers.forget_predecessors(peer.engine_id)
-        if expected.is_cancelled:
-            raise KVTransferError("cancelled before it began")
-        for report in await self._ranks.run(order):
-            self.counts.nbytes += report.nbytes
-            self.counts.seconds += report.seconds
+        self._peers.forget_predecessors(remote)
 
     def _spawn_failed(self, remote: RemoteKV, reason: str) -> None:
         self._spawn(self._tell(remote, lambda peer: peer.failed(remote.request_id, reason)))
@@ -188,4 +189,4 @@ class DecodeSide:
             await say(self._peers.get(remote))
         except KVTransferError as exc:
             logger.info("could not tell the holder of %s: %s", remote.request_id, exc)
-            self._peers.forget(remote.engine_id)
+            self._peers.forget(remote, str(exc))

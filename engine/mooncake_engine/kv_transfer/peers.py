@@ -24,7 +24,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Welcome,
 )
 from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
-from mooncake_engine.kv_transfer.side_channel import SideChannelClient
+from mooncake_engine.kv_transfer.side_channel import SideChannelClient, tcp_url
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class PeerAddress(Protocol):
 
 
 class Peer:
-    """One incarnation of an instance.
+    """One incarnation of an instance; ``is_known`` once hands were shaken.
 
     Args:
         engine_id: which.
@@ -74,7 +74,7 @@ class Peer:
         self.client = client
         self._check_fit = check_fit
         self._lock = asyncio.Lock()
-        self._is_known = False
+        self.is_known = False
 
     async def shake_hands(self, own: InstanceFacts, ranks: Ranks) -> None:
         """Exchange facts, once, and tell the ranks where the peer's KV lies.
@@ -85,7 +85,7 @@ class Peer:
             KVTransferError: nobody does.
         """
         async with self._lock:
-            if self._is_known:
+            if self.is_known:
                 return
             welcome = await self.client.ask(
                 lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), Welcome
@@ -97,7 +97,7 @@ class Peer:
                 )
             self._check_fit(own, facts)
             ranks.tell_all(ConnectPeer(facts.engine_id, facts.ranks))
-            self._is_known = True
+            self.is_known = True
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """Keep leases alive; returns those that are lost."""
@@ -115,13 +115,14 @@ class Peer:
         """Say that a prompt will not be read."""
         await self.client.ask(lambda ticket: Failed(ticket, request_id, reason), Status)
 
-    def close(self) -> None:
-        """Disconnect."""
-        self.client.close()
+    def close(self, reason: str) -> None:
+        """Disconnect; those who wait for an answer are told why there will be none."""
+        self.client.close(reason)
 
 
 class PeerBook:
-    """All peers, by incarnation.
+    """All peers, by incarnation and address: a request that names a wrong address can't touch the
+    connections of others.
 
     Args:
         context: ZeroMQ context.
@@ -144,7 +145,7 @@ class PeerBook:
         self._ranks = ranks
         self._spawn = spawn
         self._check_fit = check_fit
-        self._peers: dict[str, tuple[Peer, str, asyncio.Task[None]]] = {}
+        self._peers: dict[tuple[str, str], tuple[Peer, asyncio.Task[None]]] = {}
 
     def get(self, remote: PeerAddress) -> Peer:
         """The peer of that name and address.
@@ -152,35 +153,42 @@ class PeerBook:
         Raises:
             KVTransferError: its address can't be one.
         """
-        known = self._peers.get(remote.engine_id)
-        if known is not None:
-            return known[0]
-        client = SideChannelClient(self._context, remote.host, remote.port, self._secret)
-        peer = Peer(remote.engine_id, client, self._check_fit)
-        self._peers[remote.engine_id] = (peer, client.url, self._spawn(client.receive()))
-        return peer
+        key = _key(remote)
+        if key not in self._peers:
+            client = SideChannelClient(self._context, remote.host, remote.port, self._secret)
+            peer = Peer(remote.engine_id, client, self._check_fit)
+            self._peers[key] = (peer, self._spawn(client.receive()))
+        return self._peers[key][0]
 
-    def forget_predecessors(self, engine_id: str) -> None:
+    def forget_predecessors(self, remote: PeerAddress) -> None:
         """Drop the earlier incarnations of a peer that has just proved who it is."""
-        known = self._peers.get(engine_id)
-        if known is None:
-            return
-        for other, (_, url, _) in list(self._peers.items()):
-            if url == known[1] and other != engine_id:
-                self.forget(other)
+        engine_id, url = _key(remote)
+        for other in list(self._peers):
+            if other[1] == url and other[0] != engine_id:
+                self._forget(other, f"{engine_id} answers there now")
 
-    def forget(self, engine_id: str) -> None:
-        """Drop a peer that failed or was replaced; a later request starts afresh. Idempotent."""
-        known = self._peers.pop(engine_id, None)
-        if known is None:
-            return
-        peer, url, receiving = known
-        receiving.cancel()
-        peer.close()
-        self._ranks.tell_all(ForgetPeer(engine_id))
-        logger.info("forgot instance %s at %s", engine_id, url)
+    def forget(self, remote: PeerAddress, reason: str) -> None:
+        """Drop a peer that failed; a later request starts afresh. Idempotent."""
+        self._forget(_key(remote), reason)
 
     def close(self) -> None:
         """Drop all peers."""
-        for engine_id in list(self._peers):
-            self.forget(engine_id)
+        for key in list(self._peers):
+            self._forget(key, "this instance ends")
+
+    def _forget(self, key: tuple[str, str], reason: str) -> None:
+        if key not in self._peers:
+            return
+        peer, receiving = self._peers.pop(key)
+        receiving.cancel()
+        peer.close(reason)
+        if peer.is_known and not self._is_known(peer.engine_id):
+            self._ranks.tell_all(ForgetPeer(peer.engine_id))
+        logger.info("forgot instance %s at %s: %s", *key, reason)
+
+    def _is_known(self, engine_id: str) -> bool:
+        return any(peer.is_known for peer, _ in self._peers.values() if peer.engine_id == engine_id)
+
+
+def _key(remote: PeerAddress) -> tuple[str, str]:
+    return remote.engine_id, tcp_url(remote.host, remote.port)

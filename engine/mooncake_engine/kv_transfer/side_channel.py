@@ -110,6 +110,7 @@ class SideChannelClient:
         self._secret = secret
         self._tickets = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[AnyMessage]] = {}
+        self._end: KVTransferError | None = None
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
@@ -137,7 +138,7 @@ class SideChannelClient:
         kind: type[Answer],
         *,
         tries: int = TRIES,
-        try_timeout_s: float = TRY_TIMEOUT_S,
+        try_timeout_s: float | None = None,
     ) -> Answer:
         """Send a request until it is answered.
 
@@ -145,12 +146,14 @@ class SideChannelClient:
             make: from ticket to request.
             kind: the answer's type.
             tries: how often to send it.
-            try_timeout_s: how long to wait for an answer each time.
+            try_timeout_s: how long to wait for an answer each time; None is TRY_TIMEOUT_S.
 
         Raises:
             KVTransferError: no answer, or one of another kind, or this end was closed.
             HandshakeRefused: the peer rejected the request; its reason is the message.
         """
+        if try_timeout_s is None:
+            try_timeout_s = TRY_TIMEOUT_S
         ticket = next(self._tickets)
         answer = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         try:
@@ -166,22 +169,20 @@ class SideChannelClient:
             "it is gone, overloaded, or has another secret"
         )
 
-    def close(self) -> None:
-        """Disconnect; those who wait for an answer are told that there will be none."""
+    def close(self, reason: str) -> None:
+        """Disconnect; those who wait for an answer are told why there will be none."""
         self._socket.close()
+        self._end = KVTransferError(f"the connection to peer {self.url} was given up: {reason}")
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self._closed())
+                answer.set_exception(self._end)
 
     async def _send(self, message: AnyMessage) -> None:
         """Queue a message for the peer; a full queue loses it, as a network would."""
-        if self._socket.closed:
-            raise self._closed()
+        if self._end is not None:
+            raise self._end
         with contextlib.suppress(zmq.Again):
             await self._socket.send(seal(message, self._secret), zmq.NOBLOCK)
-
-    def _closed(self) -> KVTransferError:
-        return KVTransferError(f"the connection to peer {self.url} was given up")
 
     def _deliver(self, message: AnyMessage) -> None:
         waiting = self._waiting.get(message.ticket)

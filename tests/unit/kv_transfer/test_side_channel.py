@@ -63,7 +63,7 @@ async def asking(
         yield client
     finally:
         task.cancel()
-        client.close()
+        client.close("the test ends")
 
 
 async def ask(client: SideChannelClient, try_timeout_s: float = 2.0) -> LeaseStatus:
@@ -199,7 +199,7 @@ def test_closing_tells_those_who_wait() -> None:
         async with asking(context, port) as client:
             waiting = [asyncio.create_task(ask(client, try_timeout_s=30.0)) for _ in range(2)]
             await router.recv_multipart()
-            client.close()
+            client.close("the test ends")
             for task in waiting:
                 with pytest.raises(KVTransferError, match="was given up"):
                     await asyncio.wait_for(task, 5.0)

@@ -1,0 +1,392 @@
+"""Leases that run out, instances that come back as others, messages that go astray, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import pd_transport
+from support.pd import (
+    GREEDY,
+    ORDER,
+    Answer,
+    Instance,
+    Pair,
+    ask,
+    ask_pair,
+    instance,
+    make_config,
+    pair,
+    prefill,
+    prompt_of,
+    start,
+    wait_until,
+    write_model,
+)
+from support.pd_relay import Relay, losing, relay, unreliable
+from support.pd_transport import Gate
+
+from mooncake_engine.config import LoadFailurePolicy, Role
+from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
+from mooncake_engine.kv_transfer import side_channel
+from mooncake_engine.messages import FinishReason, KVTransferParams
+
+PROMPT = prompt_of(100)
+LEASE_S = 1.0
+GATED: dict[str, Any] = {"transports": (pd_transport.NAME,), "lease_s": LEASE_S}
+
+
+async def expected_of(model: Path, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+    """What a single instance says."""
+    async with instance(model) as single:
+        return (await ask(single, prompt)).tokens
+
+
+def run(
+    model: Path, scenario: Callable[[Pair, list[int]], Coroutine[Any, Any, None]], **options: Any
+) -> None:
+    """Run a scenario on a pair; afterwards both serve on, and have everything back."""
+
+    async def main() -> None:
+        expected = await expected_of(model)
+        async with pair(model, **{**GATED, **options}) as both:
+            await scenario(both, expected)
+            assert (await ask_pair(both, PROMPT)).tokens == expected
+            await both.check_clean(LEASE_S + 5.0)
+
+    asyncio.run(main())
+
+
+# --- leases ----------------------------------------------------------------------------------
+
+
+def test_a_lease_that_nobody_takes_up_runs_out(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        await prefill(both.prefill, PROMPT)
+        assert both.prefill.engine.stats().kv_cache_usage > 0
+        await both.check_clean(within_s=LEASE_S + 2.0)
+        assert both.prefill.stat("leases_expired") == 1
+
+    run(model, scenario)
+
+
+async def overwrite_pool(of: Instance) -> None:
+    """Make the instance use every one of its blocks for something else."""
+    for seed in range(4):
+        await ask(of, prompt_of(490, seed=seed), replace(GREEDY, max_tokens=1))
+
+
+@pytest.mark.parametrize("policy", list(LoadFailurePolicy), ids=lambda p: p.value)
+def test_blocks_used_again_before_they_were_read_are_not_decoded_from(
+    model: Path, gate: Gate, policy: LoadFailurePolicy
+) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        params = await prefill(both.prefill, PROMPT)
+        await both.prefill.check_clean(within_s=LEASE_S + 2.0)
+        await overwrite_pool(both.prefill)
+        answer = await ask(both.decode, PROMPT, GREEDY, params)
+        check_failed_load(answer, expected, policy, "lease was expired")
+
+    run(model, scenario, prefill={"num_kv_blocks": 34}, load_failure=policy)
+
+
+@pytest.mark.parametrize("policy", list(LoadFailurePolicy), ids=lambda p: p.value)
+def test_a_lease_lost_in_the_middle_of_a_read_is_noticed(
+    model: Path, gate: Gate, policy: LoadFailurePolicy
+) -> None:
+    """Renewals get lost, the holder uses the blocks for something else, and the read goes on."""
+
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        params = await prefill(both.prefill, PROMPT)
+        async with relay(params["remote_host"], params["remote_port"]) as between:
+            between.fate = losing("renew")
+            gate.close()
+            params["remote_port"] = between.port
+            answer = asyncio.create_task(ask(both.decode, PROMPT, GREEDY, params))
+            await wait_until(lambda: gate.num_held == 1, 5.0)
+            await both.prefill.check_clean(within_s=LEASE_S + 2.0)
+            await overwrite_pool(both.prefill)
+            gate.open()
+            check_failed_load(await answer, expected, policy, "lease was expired")
+
+    long_lease = {"lease_s": 30.0}
+    options = {"prefill": {"num_kv_blocks": 34}, "decode": long_lease, "load_failure": policy}
+    run(model, scenario, **options)
+
+
+def check_failed_load(
+    answer: Answer, expected: list[int], policy: LoadFailurePolicy, reason: str
+) -> None:
+    """Right tokens, or an error that says why; never anything else."""
+    if policy is LoadFailurePolicy.RECOMPUTE:
+        assert answer.tokens == expected
+    else:
+        assert answer.finish is FinishReason.ERROR
+        assert reason in str(answer.error)
+
+
+def test_a_lease_is_kept_while_its_reader_queues(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.close()
+        params = await prefill(both.prefill, PROMPT)
+        answer = asyncio.create_task(ask(both.decode, PROMPT, GREEDY, params))
+        await asyncio.sleep(3 * LEASE_S)
+        assert both.prefill.stat("leases_expired") == 0
+        gate.open()
+        assert (await answer).tokens == expected
+        assert both.decode.stat("load_failures") == 0
+
+    run(model, scenario)
+
+
+# --- messages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("impatience")
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_lost_repeated_and_late(model: Path, gate: Gate, seed: int) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        first = await prefill(both.prefill, PROMPT)
+        async with relay(first["remote_host"], first["remote_port"]) as between:
+            between.fate = unreliable(seed)
+            await both.check_clean(within_s=30.0)
+            answers = await asyncio.gather(*(through(between, both) for _ in range(6)))
+            assert [answer.tokens for answer in answers] == [expected] * 6
+            assert len(between.seen) > 12
+            await both.check_clean(within_s=30.0)
+
+    run(model, scenario)
+
+
+async def through(between: Relay, both: Pair) -> Answer:
+    params = await prefill(both.prefill, PROMPT)
+    return await ask(both.decode, PROMPT, GREEDY, {**params, "remote_port": between.port})
+
+
+@pytest.fixture
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions are repeated sooner than in production, where answers come from other hosts."""
+    monkeypatch.setattr(side_channel, "TRY_TIMEOUT_S", 0.3)
+
+
+@pytest.mark.usefixtures("impatience")
+@pytest.mark.parametrize("lost", [("done",), ("status",), ("hello",), ("welcome",)], ids=str)
+def test_a_kind_of_message_that_never_arrives(
+    model: Path, gate: Gate, lost: tuple[str, ...]
+) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        first = await prefill(both.prefill, PROMPT)
+        async with relay(first["remote_host"], first["remote_port"]) as between:
+            between.fate = losing(*lost)
+            assert (await through(between, both)).tokens == expected
+            assert both.decode.stat("load_failures") == 1
+            await both.check_clean(within_s=30.0)
+
+    run(model, scenario)
+
+
+# --- other incarnations ------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_a_restarted_holder_is_another_one(model: Path, gate: Gate) -> None:
+    async def main() -> None:
+        expected = await expected_of(model)
+        port = free_port()
+        async with instance(model, Role.DECODE, **GATED) as decode:
+            async with instance(model, Role.PREFILL, **GATED, port=port) as first:
+                assert (await ask_pair(Pair(first, decode), PROMPT)).tokens == expected
+                stale = [await prefill(first, PROMPT) for _ in range(3)]
+            async with instance(model, Role.PREFILL, **GATED, port=port) as second:
+                both = Pair(second, decode)
+                tasks = [ask(decode, PROMPT, GREEDY, params) for params in stale]
+                answers = await asyncio.gather(*tasks, ask_pair(both, PROMPT))
+                assert [answer.tokens for answer in answers] == [expected] * 4
+                assert (await ask_pair(both, PROMPT)).tokens == expected
+                await both.check_clean()
+
+    asyncio.run(main())
+
+
+def test_a_holder_that_ends_while_requests_queue_for_its_kv(model: Path, gate: Gate) -> None:
+    """More prompts than the decode side has blocks for: some load, some wait for blocks."""
+
+    async def main() -> None:
+        prompts = [prompt_of(200, seed=seed) for seed in range(4)]
+        expected = [await expected_of(model, prompt) for prompt in prompts]
+        async with instance(model, Role.DECODE, **GATED, num_kv_blocks=34) as decode:
+            async with instance(model, Role.PREFILL, **GATED) as first:
+                gate.close()
+                tasks = [
+                    asyncio.create_task(ask(decode, p, GREEDY, await prefill(first, p)))
+                    for p in prompts
+                ]
+                await wait_until(lambda: gate.num_held == 2, 5.0)
+            gate.open()
+            answers = await asyncio.gather(*tasks)
+            assert [answer.tokens for answer in answers] == expected
+            await decode.check_clean()
+
+    asyncio.run(main())
+
+
+# --- what does not fit -------------------------------------------------------------------------
+
+
+def test_another_models_kv_is_refused_with_both_named(
+    model: Path, gate: Gate, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", seed=5)
+    check_misfit(model, other, {}, {}, "model differs")
+
+
+def test_another_secret_is_no_peer(model: Path, gate: Gate) -> None:
+    check_misfit(model, model, {"secret": "one"}, {"secret": "two"}, "has another secret")
+
+
+def test_another_dtype_is_refused_with_both_named(model: Path, gate: Gate) -> None:
+    reason = check_misfit(model, model, {}, {"dtype": "bfloat16"}, "KV geometry differs")
+    assert "float32" in reason
+    assert "bfloat16" in reason
+
+
+def check_misfit(
+    model: Path, other: Path, prefill_options: Any, decode_options: Any, reason: str
+) -> str:
+    """Both live on after the refusal, which names the reason; returns it."""
+    failing = {**GATED, "load_failure": LoadFailurePolicy.FAIL}
+
+    async def main() -> str:
+        async with (
+            instance(model, Role.PREFILL, **failing, **prefill_options) as first,
+            instance(other, Role.DECODE, **failing, **decode_options) as second,
+        ):
+            both = Pair(first, second)
+            answer = await ask_pair(both, PROMPT)
+            assert answer.finish is FinishReason.ERROR
+            assert reason in str(answer.error)
+            assert (await ask(second, PROMPT)).finish is FinishReason.LENGTH
+            assert (await ask(first, PROMPT)).finish is FinishReason.LENGTH
+            await both.check_clean(LEASE_S + 10.0)
+            return str(answer.error)
+
+    return asyncio.run(main())
+
+
+def test_a_taken_port_ends_the_start_and_leaves_nothing(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=f"port {port} on 127.0.0.1.*is taken"):
+            start(make_config(model, Role.PREFILL, port=port))
+    running = start(make_config(model, Role.PREFILL, port=port))
+    running.engine.close()
+
+
+def test_an_unknown_transport_ends_the_start(model: Path) -> None:
+    with pytest.raises(ConfigError, match="pigeon"):
+        start(make_config(model, Role.PREFILL, transports=("pigeon",)))
+
+
+def test_malformed_params_are_refused_and_hurt_nobody(model: Path, gate: Gate) -> None:
+    bad: list[KVTransferParams] = [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": "yes"},
+        {"do_remote_prefill": True, "do_remote_decode": True},
+    ]
+
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        params = await prefill(both.prefill, PROMPT)
+        running = asyncio.create_task(ask(both.decode, PROMPT, GREEDY, params))
+        out_of_range = {**params, "last_token_id": 10_000}
+        for change in [*bad, out_of_range, {**params, "remote_port": 2**80}]:
+            with pytest.raises(InvalidRequest):
+                await ask(both.decode, PROMPT, GREEDY, change)
+        assert (await running).tokens == expected
+
+    run(model, scenario)
+
+
+# --- aborts ------------------------------------------------------------------------------------
+
+
+def test_an_abort_gives_a_finished_prefills_blocks_back(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        params = await prefill(both.prefill, PROMPT)
+        for _ in range(2):
+            both.prefill.engine.abort(params["remote_request_id"])
+        await both.prefill.check_clean(within_s=LEASE_S / 2)
+        answer = await ask(both.decode, PROMPT, GREEDY, params)
+        assert answer.tokens == expected
+
+    run(model, scenario)
+
+
+def test_an_abort_while_the_kv_comes_in_is_drained_first(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.close()
+        answer = asyncio.create_task(ask_pair(both, PROMPT))
+        await wait_until(lambda: gate.num_held == 1, 5.0)
+        answer.cancel()
+        await both.check_clean(within_s=LEASE_S)
+        gate.open()
+
+    run(model, scenario)
+
+
+def test_an_abort_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        gate.close()
+        first = asyncio.create_task(ask_pair(both, prompt_of(400)))
+        await wait_until(lambda: gate.num_held == 1, 5.0)
+        second = asyncio.create_task(ask_pair(both, prompt_of(300)))
+        await wait_until(lambda: both.decode.engine.stats().num_waiting == 2, 5.0)
+        second.cancel()
+        await wait_until(lambda: both.prefill.stat("leases_held") == 1, LEASE_S)
+        gate.open()
+        assert (await first).finish is FinishReason.LENGTH
+
+    run(model, scenario, decode={"num_kv_blocks": 34})
+
+
+def test_an_abort_while_decoding(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        seen: list[int] = []
+        endless = replace(GREEDY, max_tokens=400)
+        params = await prefill(both.prefill, PROMPT)
+        answer = asyncio.create_task(
+            ask(both.decode, PROMPT, endless, params, lambda u: seen.extend(u.token_ids))
+        )
+        await wait_until(lambda: len(seen) > 3, 5.0)
+        answer.cancel()
+        await both.check_clean(within_s=LEASE_S)
+
+    run(model, scenario)
+
+
+def test_an_abort_during_prefill(model: Path, gate: Gate) -> None:
+    """Chunks of 16 tokens: it takes many steps, and ends in the middle."""
+
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        answers = [
+            asyncio.create_task(ask(both.prefill, prompt_of(490, seed=seed), GREEDY, ORDER))
+            for seed in range(4)
+        ]
+        await wait_until(lambda: both.prefill.engine.stats().num_running > 0, 5.0)
+        for answer in answers:
+            answer.cancel()
+        await both.prefill.check_clean(within_s=LEASE_S)
+
+    run(model, scenario, prefill={"max_num_batched_tokens": 16})
