@@ -181,8 +181,9 @@ def _fetch(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
     """The JSON answer to a GET, or to a POST with a body; LaunchFailed with the server's words."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by http_proxy
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+        with opener.open(request, timeout=_ANSWER_S) as response:
             answer: dict[str, Any] = json.loads(response.read() or b"{}")
     except urllib.error.HTTPError as exc:
         with exc:

@@ -75,21 +75,24 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._start(EngineConfig(model=Path(model), **options))
+        self._attach(*_load(EngineConfig(model=Path(model), **options)))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """An LLM for a complete configuration."""
+        """An LLM for a complete configuration; raises like the constructor."""
+        return cls.from_engine(*_load(config))
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> LLM:
+        """An LLM over an engine that has been started, and that it will close."""
         llm = cls.__new__(cls)
-        llm._start(config)
+        llm._attach(engine, tokenizer)
         return llm
 
-    def _start(self, config: EngineConfig) -> None:
-        from mooncake_engine.async_engine import AsyncEngine
-
-        self._tokenizer = Tokenizer.load(config.model)
-        self._engine: Engine = AsyncEngine.start(config, ProgressBar())
-        self._names = 0
+    def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._num_prompts = 0
         self._loop = asyncio.new_event_loop()
         # Its own thread, because the caller's may run a loop already (notebooks do).
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
@@ -103,7 +106,7 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
@@ -111,7 +114,7 @@ class LLM:
 
         Args:
             prompts: a text, texts, or lists of token ids.
-            sampling: for all prompts, or one per prompt.
+            sampling_params: for all prompts, or one per prompt.
             shows_progress: draw a bar on standard error.
 
         Raises:
@@ -119,12 +122,12 @@ class LLM:
             RequestFailed, EngineDead: the engine could not finish; every request is aborted.
         """
         listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._generate(listed, sampling, shows_progress)
+        return self._generate(listed, sampling_params, shows_progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
@@ -138,7 +141,7 @@ class LLM:
             conversations = [messages]
         texts = [self._tokenizer.render_chat(conversation) for conversation in conversations]
         prompts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._generate(list(prompts), sampling, shows_progress)
+        return self._generate(list(prompts), sampling_params, shows_progress)
 
     def close(self) -> None:
         """End the engine; idempotent."""
@@ -176,10 +179,10 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(ids, self._engine.facts, param="prompt")
-        self._names += 1
+        self._num_prompts += 1
         requests = [
             EngineRequest(
-                request_id=f"llm-{self._names}-{index}",
+                request_id=f"llm-{self._num_prompts}-{index}",
                 prompt_token_ids=ids,
                 sampling=answer_sampling(sampling, index, len(ids), self._engine.facts),
             )
@@ -213,6 +216,13 @@ class LLM:
         except KeyboardInterrupt:
             future.cancel()
             raise
+
+
+def _load(config: EngineConfig) -> tuple[Engine, Tokenizer]:
+    from mooncake_engine.async_engine import AsyncEngine
+
+    tokenizer = Tokenizer.load(config.model)
+    return AsyncEngine.start(config, ProgressBar()), tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,5 +274,8 @@ def _per_prompt(
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * num_prompts
     if len(sampling) != num_prompts:
-        raise InvalidRequest(f"{num_prompts} prompts need as many sampling, got {len(sampling)}")
+        raise InvalidRequest(
+            f"{num_prompts} prompts need one sampling_params or as many, got {len(sampling)}",
+            param="sampling_params",
+        )
     return sampling

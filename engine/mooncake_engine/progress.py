@@ -16,9 +16,9 @@ _STEP = 0.25
 class ProgressBar:
     """A bar on a terminal, lines in a log file. Call it with a stage and a fraction, 0 to 1."""
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
-        self._stream = stream
-        self._is_live = stream.isatty()
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._is_live = self._stream.isatty()
         self._stage = ""
         self._shown = 0.0
 

@@ -31,6 +31,26 @@ from mooncake_engine.server.streams import ClientGone, until_disconnect
 log = logging.getLogger(__name__)
 
 
+_MAX_BODY_BYTES = 64 << 20
+
+
+async def read_body(request: Request) -> bytes:
+    """All of a request's body.
+
+    Raises:
+        InvalidRequest: it is too large (413); the rest of it is left unread.
+    """
+    pieces, num_bytes = [], 0
+    async for piece in request.stream():
+        pieces.append(piece)
+        num_bytes += len(piece)
+        if num_bytes > _MAX_BODY_BYTES:
+            raise InvalidRequest(
+                f"the body must have at most {_MAX_BODY_BYTES} bytes, got more", status=413
+            )
+    return b"".join(pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationEndpoint(Generic[RequestType]):
     """``/v1/completions`` or ``/v1/chat/completions``.
@@ -53,7 +73,7 @@ class GenerationEndpoint(Generic[RequestType]):
         request_id = request_id_from(request.headers.get("x-request-id"))
         reply = Reply(send, request_id)
         try:
-            body = await request.body()
+            body = await read_body(request)
             with self.live.tracking(request_id) as aborted:
                 await until_disconnect(receive, self._serve(body, request_id, reply), aborted)
         except (ClientGone, ClientDisconnect):
@@ -111,14 +131,14 @@ class PlainEndpoints:
 
     async def abort(self, request: Request) -> Response:
         """``POST /abort``: 200 whether or not anything was left to abort."""
-        wanted = decode_request(await request.body(), AbortRequest)
+        wanted = decode_request(await read_body(request), AbortRequest)
         self.live.abort(wanted.request_id)
         self.answerer.engine.abort(wanted.request_id)
         return _json({})
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
-        wanted = decode_request(await request.body(), TokenizeRequest)
+        wanted = decode_request(await read_body(request), TokenizeRequest)
         self.planner.check_model(wanted.model)
         tokenizer = self.planner.tokenizer
         text, adds_special = self._text(wanted)
@@ -135,7 +155,7 @@ class PlainEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        wanted = decode_request(await request.body(), DetokenizeRequest)
+        wanted = decode_request(await read_body(request), DetokenizeRequest)
         self.planner.check_model(wanted.model)
         size = self.planner.facts.vocab_size
         for token_id in wanted.tokens:

@@ -23,12 +23,20 @@ log = logging.getLogger(__name__)
 
 StartEngine = Callable[[EngineConfig], Engine]
 """Loads an engine; blocks until it is ready."""
+_KEEP_ALIVE_S = 75
 _GRACE_S = 5
 """How long answers in flight may go on once the server is asked to stop."""
 
 
 class Stopped(BaseException):
     """The process was asked to end; not an error, and nothing for ``except Exception``."""
+
+
+def check_kv_port(config: EngineConfig) -> None:
+    """Raises PortTaken or ConfigError if the side channel can't have the port that it was given."""
+    kv_transfer = config.kv_transfer
+    if kv_transfer is not None and kv_transfer.port:
+        bind(kv_transfer.host, kv_transfer.port, option="--kv-port").close()
 
 
 def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine) -> None:
@@ -41,6 +49,7 @@ def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine)
         PortTaken, ConfigError: before anything is loaded.
         CheckpointError, or whatever else keeps the engine from starting.
     """
+    check_kv_port(config)
     with closing(bind(host, port)) as listener, _stop_on_sigterm():
         tokenizer = Tokenizer.load(config.model)
         with closing(start_engine(config)) as engine:
@@ -49,8 +58,11 @@ def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine)
             _run_server(create_app(engine, tokenizer), listener, url)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     """A socket that owns the port, and takes no connections before the server listens on it.
+
+    Args:
+        option: where the port came from, for the message.
 
     Raises:
         PortTaken: the port is somebody else's.
@@ -66,7 +78,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
             raise PortTaken(
-                f"port {port} on {host} is in use: stop what holds it, or choose another --port"
+                f"port {port} on {host} is in use: stop what holds it, or choose another {option}"
             ) from exc
         raise ConfigError(f"can't listen on {host} port {port}: {exc}") from exc
     return listener
@@ -93,6 +105,7 @@ def _run_server(app: Starlette, listener: socket.socket, url: str) -> None:
         log_config=None,
         access_log=False,
         backlog=2048,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
     )
     _AnnouncingServer(config, url).run(sockets=[listener])

@@ -62,6 +62,14 @@ def test_a_taken_port_is_refused_before_loading() -> None:
     assert error.startswith(f"mooncake-engine: error: port {port} on 127.0.0.1 is in use")
 
 
+def test_a_taken_side_channel_port_is_refused_before_loading() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = ["--role", "decode", "--kv-port", str(taken.getsockname()[1]), "--port", "0"]
+        with running("mooncake_engine.cli", "serve", *MODEL, *options) as program:
+            assert program.wait() == 2
+    assert "or choose another --kv-port" in one_line_error(program)
+
+
 def test_two_instances_cannot_have_one_port() -> None:
     """Also while the first one loads, and does not listen yet."""
     with socket.socket() as probe:

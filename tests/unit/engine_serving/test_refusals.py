@@ -141,6 +141,12 @@ def test_a_deeply_nested_body_is_refused(client: AsgiClient) -> None:
     assert client.request("POST", COMPLETIONS, content=body).status_code == 400
 
 
+def test_a_body_too_large_is_413(client: AsgiClient) -> None:
+    response = client.request("POST", COMPLETIONS, content=b" " * ((64 << 20) + 1))
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+
+
 def test_a_prompt_too_long_names_both_numbers(client: AsgiClient) -> None:
     response = client.post(COMPLETIONS, prompt="x" * 256)
     error = response.json()["error"]
