@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_hal.registry import Registry
 from mooncake_hal.transport import MemoryRegion, Spans, Transport
 
 GAP_BYTES = 16
@@ -99,7 +100,9 @@ def resolve(path: str) -> Callable[..., Any]:
 
 
 def load_transport(path: str) -> Transport:
-    """Call the transport loader that ``"package.module:name"`` names."""
+    """Load the transport that a plugin offers as ``path``, or call the loader ``"module:name"``."""
+    if ":" not in path:
+        return Registry.discover().load_transport(path)
     transport: Transport = resolve(path)()
     return transport
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import asdict
@@ -131,6 +132,10 @@ class _Child:
 
     def descriptors(self) -> dict[str, Any]:
         return {"count": len(os.listdir("/proc/self/fd"))}
+
+    def cpu(self) -> dict[str, Any]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return {"seconds": used.ru_utime + used.ru_stime}
 
     def hammer(self, address: str, base: int, rounds: int) -> dict[str, Any]:
         """Write the whole buffer to a peer, again and again, and say how that ended."""

@@ -1,0 +1,238 @@
+"""The speed of KV transfer, beside the machine's limits and the field's engines, in one run.
+
+python ci/bench_transfer.py [--rounds N] [--without-peers] [--json FILE]
+
+One line per speed item: name, figure, what is wanted, ok or short. Exits 0 only if all hold. The
+peers are installed into an environment of their own under .cache/; one that does not install is
+named, and its items are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mooncake_hal.bench.limits import memcpy_mover, readv_mover, stream_mover
+from mooncake_hal.bench.measure import (
+    Bandwidth,
+    Mover,
+    Shape,
+    always,
+    compare,
+    latency,
+    transport_mover,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS_HOME = ROOT / ".cache" / "transfer-peers"
+PEERS = {
+    "mooncake": ["numpy", "mooncake-transfer-engine-non-cuda==0.3.13.post1"],
+    "nixl": ["numpy", "--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"],
+}
+TOTAL = 256 << 20
+RANGE, BLOCKS, SMALL = (Shape(TOTAL, size) for size in (TOTAL, 64 << 10, 4 << 10))
+THREADS = 2
+
+
+@dataclass(frozen=True)
+class Item:
+    """A speed that is promised."""
+
+    name: str
+    figure: float
+    wanted: float
+    at_least: bool = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is kept."""
+        return self.figure >= self.wanted if self.at_least else self.figure <= self.wanted
+
+    def __str__(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        verdict = "ok" if self.holds else "short"
+        return f"{self.name} {self.figure:.3g} {sign}{self.wanted:g} {verdict}"
+
+
+def shm_items(rounds: int, seen: list[Bandwidth]) -> list[Item]:
+    """shm against memcpy with as many threads, and against process_vm_readv from C."""
+    items = []
+    with ExitStack() as stack:
+        limit = stack.enter_context(memcpy_mover(TOTAL, THREADS))
+        mapped = stack.enter_context(transport_mover("shm", TOTAL, THREADS, mappable=True))
+        for shape, wanted in ((RANGE, 0.9), (BLOCKS, 0.9), (SMALL, 0.8)):
+            for operation in ("read", "write"):
+                found = compare([limit, mapped], shape, operation, rounds)
+                seen += found.values()
+                ratio = found["shm"].faster_than(found[limit.name])
+                items.append(Item(f"shm/memcpy {operation} {shape}", ratio, wanted))
+        late = latency(mapped, 4096, 2000)
+        items.append(Item("shm read of 4 KiB p50 us", late.p50_us, 5, at_least=False))
+    with ExitStack() as stack:
+        limit = stack.enter_context(readv_mover(TOTAL, THREADS))
+        called = stack.enter_context(transport_mover("shm", TOTAL, THREADS, mappable=False))
+        found = compare([limit, called], SMALL, "read", rounds)
+        seen += found.values()
+        ratio = found["shm"].faster_than(found[limit.name])
+        items.append(Item(f"shm unmapped/process_vm_readv read {SMALL}", ratio, 0.9))
+    return items
+
+
+def tcp_items(rounds: int, peers: list[Mover], seen: list[Bandwidth]) -> list[Item]:
+    """tcp against plain streams and against the peers."""
+    items = []
+    with ExitStack() as stack:
+        limit = stack.enter_context(stream_mover(TOTAL, THREADS))
+        tcp = stack.enter_context(transport_mover("tcp", TOTAL, THREADS, mappable=False))
+        streamed = compare([limit, tcp], RANGE, "read", rounds)
+        seen += streamed.values()
+        ratio = streamed["tcp"].faster_than(streamed[limit.name])
+        items.append(Item("tcp/stream read of one range", ratio, 0.95))
+        for operation in ("read", "write"):
+            for shape in (RANGE, BLOCKS, SMALL):
+                able = [peer for peer in peers if _can_move(peer, shape, operation)]
+                found = compare([tcp, *able], shape, operation, rounds)
+                seen += found.values()
+                items += _against(found, shape, operation)
+            found = compare([tcp, always(tcp, SMALL, "pieces")], RANGE, operation, rounds)
+            ratio = found["pieces"].faster_than(found["tcp"])
+            items.append(Item(f"tcp {operation} 4 KiB pieces/one range", ratio, 0.5))
+        late = latency(tcp, 4096, 2000)
+        items.append(Item("tcp read of 4 KiB p50 us", late.p50_us, 25, at_least=False))
+    return items
+
+
+def _can_move(peer: Mover, shape: Shape, operation: str) -> bool:
+    """Try a peer with a shape; one that fails is named and left out of it."""
+    try:
+        peer.prepare(shape, operation)()
+    except RuntimeError as exc:
+        print(f"# {peer.name} is not measured for {operation} {shape}: {exc}")
+        return False
+    return True
+
+
+def _against(found: dict[str, Bandwidth], shape: Shape, operation: str) -> list[Item]:
+    wanted = {RANGE: 2.5, BLOCKS: 1.0, SMALL: 6.0}[shape]
+    ours, items = found["tcp"], []
+    for name, theirs in found.items():
+        if name == "tcp":
+            continue
+        speed = ours.faster_than(theirs)
+        cpu = ours.cpu_s_per_gib / theirs.cpu_s_per_gib
+        items.append(Item(f"tcp/{name} {operation} {shape}", speed, wanted))
+        items.append(Item(f"tcp/{name} CPU {operation} {shape}", cpu, 0.5, at_least=False))
+    return items
+
+
+@contextmanager
+def peer_mover(name: str) -> Iterator[Mover]:
+    """Drive a peer engine in its own environment.
+
+    Raises:
+        RuntimeError: it does not install or does not start; says why.
+    """
+    python = install(name)
+    command = [str(python), str(ROOT / "ci" / "bench_peers.py"), name, str(TOTAL)]
+    log = (PEERS_HOME / f"{name}.log").open("w")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def ask(**question: object) -> dict[str, float]:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        return receive()
+
+    def receive() -> dict[str, float]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("@"):
+                answer: dict[str, float] = json.loads(line[1:])
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                return answer
+        raise RuntimeError(f"{name} ended; see {log.name}")
+
+    def prepare(shape: Shape, operation: str) -> Callable[[], object]:
+        ask(shape=[shape.total_bytes, shape.piece_bytes], operation=operation)
+        return lambda: ask(move=1)
+
+    try:
+        receive()
+        yield Mover(name, prepare, lambda: ask(cpu=1)["cpu"])
+    finally:
+        process.stdin.close()
+        process.wait(60)
+        log.close()
+
+
+def install(name: str) -> Path:
+    """Make an environment with a peer in it; returns its Python.
+
+    Raises:
+        RuntimeError: pip can't.
+    """
+    home = PEERS_HOME / name
+    python = home / "bin" / "python"
+    if (home / "installed").exists():
+        return python
+    venv.create(home, with_pip=True, clear=True)
+    for arguments in _pip_runs(PEERS[name]):
+        command = [str(python), "-m", "pip", "install", "-q", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"pip install {' '.join(arguments)}: {done.stderr[-300:]}")
+    (home / "installed").touch()
+    return python
+
+
+def _pip_runs(wanted: list[str]) -> list[list[str]]:
+    """Split at ``--no-deps``: what comes after it is installed without dependencies."""
+    if "--no-deps" not in wanted:
+        return [wanted]
+    at = wanted.index("--no-deps")
+    return [wanted[:at], wanted[at:]]
+
+
+def open_peers(stack: ExitStack) -> list[Mover]:
+    """Start every peer that can be had."""
+    movers = []
+    for name in PEERS:
+        try:
+            movers.append(stack.enter_context(peer_mover(name)))
+        except RuntimeError as exc:
+            print(f"# {name} is not measured: {exc}")
+    return movers
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every bandwidth there")
+    arguments = parser.parse_args()
+    seen: list[Bandwidth] = []
+    items = shm_items(arguments.rounds, seen)
+    with ExitStack() as stack:
+        peers = [] if arguments.without_peers else open_peers(stack)
+        items += tcp_items(arguments.rounds, peers, seen)
+    for item in items:
+        print(item)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(item) for item in seen], indent=2) + "\n")
+    return 0 if all(item.holds for item in items) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
