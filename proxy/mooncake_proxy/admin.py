@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mooncake_proxy import __version__, openai
+from mooncake_proxy import __version__, openai, page
 from mooncake_proxy.access import check_key
 from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, UpstreamError
 from mooncake_proxy.flows.relay import check_status
@@ -29,6 +29,8 @@ def routes(app: Application) -> Routes:
     surface = Surface(app)
     generating: Routes = {endpoint.path: {"POST": surface.no_query} for endpoint in openai.Endpoint}
     return {
+        "/": {"GET": surface.page},
+        "/view": {"GET": surface.view},
         "/health": {"GET": surface.health},
         "/ready": {"GET": surface.ready},
         "/metrics": {"GET": surface.metrics},
@@ -54,6 +56,17 @@ class Surface:
         """A generating path that came with a query string: the query means nothing there."""
         exchange.target = exchange.path.encode("latin-1")
         await self._app.handle(exchange)
+
+    async def page(self, exchange: Exchange) -> None:
+        """The live page."""
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        headers = (("content-security-policy", policy + "connect-src 'self'"),)
+        exchange.respond(200, page.html(), "text/html; charset=utf-8", headers)
+
+    async def view(self, exchange: Exchange) -> None:
+        """The numbers of the live page."""
+        instances = [facts_of(instance) for instance in self._router.fleet]
+        respond_json(exchange, 200, page.view(self._app, instances))
 
     async def health(self, exchange: Exchange) -> None:
         """200 while the process serves at all."""

@@ -130,7 +130,7 @@ class HandOver(Struct):
     do_remote_prefill: bool = False
     remote_request_id: str | None = None
     num_prompt_tokens: int | None = None
-    last_token_id: int | None = None
+    remote_cached_tokens: int | None = None
 
 
 answer_decoder = msgspec.json.Decoder(Answer)

@@ -164,6 +164,8 @@ async def _prefill(router: Router, call: Call, instance: Instance) -> Prefilled:
         body = await answer.read()
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
     prefilled = understand(instance, body)
+    router.metrics.prompt_tokens.add(by=prefilled.facts.num_prompt_tokens or 0)
+    router.metrics.cached_tokens.add(by=prefilled.facts.remote_cached_tokens or 0)
     if call.record is not None:
         call.record.note_prefill(prefilled.answer)
     return prefilled

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
-import uvloop
 from support.proxy_fakes import FakeInstance, text_of
 from support.proxy_fakes_client import BODY
 
@@ -54,7 +53,7 @@ def test_it_starts_within_a_second_and_ends_on_sigterm() -> None:
                     answer = await client.post("/v1/completions", json=BODY)
                     assert answer.json()["choices"][0]["text"] == text_of(5)
 
-    uvloop.run(main())
+    asyncio.run(main())
 
 
 def test_a_running_stream_ends_before_the_process_does() -> None:
@@ -70,7 +69,7 @@ def test_a_running_stream_ends_before_the_process_does() -> None:
                     process.send_signal(signal.SIGTERM)
                     assert (await asked).text.endswith("data: [DONE]\n\n")
 
-    uvloop.run(main())
+    asyncio.run(main())
 
 
 def test_workers_share_one_view(tmp_path: object) -> None:
@@ -93,7 +92,7 @@ def test_workers_share_one_view(tmp_path: object) -> None:
                 line = 'mooncake_proxy_requests_total{endpoint="/v1/completions",status="200"} 12'
                 await _metrics_say(url, line)
 
-    uvloop.run(main())
+    asyncio.run(main())
 
 
 async def _ready(url: str) -> None:
@@ -132,7 +131,7 @@ def test_a_dead_worker_is_replaced() -> None:
                 async with httpx.AsyncClient(base_url=url) as client:
                     assert (await client.post("/v1/completions", json=BODY)).is_success
 
-    uvloop.run(main())
+    asyncio.run(main())
 
 
 def _children(pid: int) -> list[int]:
@@ -155,4 +154,4 @@ def test_bad_flags_are_explained() -> None:
             assert process.returncode == 2
             assert message in stderr.decode()
 
-    uvloop.run(main())
+    asyncio.run(main())
