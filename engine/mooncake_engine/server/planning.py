@@ -65,11 +65,15 @@ class Planner:
         is_streamed = bool(request.stream)
         if request.stream_options is not None and not is_streamed:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        handover = read_handover(
-            request.kv_transfer_params, len(prompts) * sampling.n, stream=is_streamed
-        )
+        num_answers = len(prompts) * sampling.n
+        handover = read_handover(request.kv_transfer_params, num_answers, stream=is_streamed)
         check_same_tokenizer(handover, self.tokenizer.fingerprint)
-        names = choice_ids(request_id, len(prompts) * sampling.n)
+        names = choice_ids(request_id, num_answers)
+        per_answer = [
+            answer_sampling(sampling, index, len(prompt.token_ids), self.facts)
+            for prompt in prompts
+            for index in range(sampling.n)
+        ]
         return Job(
             request_id=request_id,
             created=int(time.time()) if handover.created is None else handover.created,
@@ -77,13 +81,13 @@ class Planner:
             prompts=tuple(prompts),
             requests=tuple(
                 EngineRequest(
-                    request_id=name,
-                    prompt_token_ids=prompts[index // sampling.n].token_ids,
-                    sampling=self._sampling(sampling, index, prompts),
-                    kv_transfer_params=handover.params(index),
+                    request_id=names[i],
+                    prompt_token_ids=prompts[i // sampling.n].token_ids,
+                    sampling=per_answer[i],
+                    kv_transfer_params=handover.params(i),
                     priority=request.priority or 0,
                 )
-                for index, name in enumerate(names)
+                for i in range(num_answers)
             ),
             handover=handover,
             is_streamed=is_streamed,
@@ -91,9 +95,3 @@ class Planner:
             returns_token_ids=bool(request.return_token_ids),
             echo=echo,
         )
-
-    def _sampling(
-        self, sampling: SamplingParams, index: int, prompts: Sequence[Prompt]
-    ) -> SamplingParams:
-        prompt = prompts[index // sampling.n]
-        return answer_sampling(sampling, index % sampling.n, len(prompt.token_ids), self.facts)
