@@ -56,3 +56,12 @@ def test_a_bad_environment_is_one_line(
     monkeypatch.setenv("MOONCAKE_HAL_BLOCK", "No Name")
     assert cli.main(["devices"]) == 1
     assert capsys.readouterr().err.startswith("mooncake-hal: MOONCAKE_HAL_BLOCK names 'No Name'")
+
+
+def test_the_transfer_benchmark_declares_its_own_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "transfer", "--help"])
+    assert caught.value.code == 0
+    assert "--transports" in capsys.readouterr().out
