@@ -265,6 +265,12 @@ class ProcessExecutor:
         return noticed
 
     def _listen(self) -> None:
+        try:
+            self._pass_messages()
+        except Exception as exc:  # noqa: BLE001  the thread's top; check() raises it
+            self._failure.record("the thread that passes the ranks' messages on died", exc)
+
+    def _pass_messages(self) -> None:
         """Pass the extensions' messages on; notice ranks that die while nothing runs."""
         open_ends = {rank.messages: rank for rank in self._ranks}
         while open_ends:

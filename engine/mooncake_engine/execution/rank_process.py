@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from mooncake_engine.errors import EngineError
 from mooncake_engine.execution import rank_messages as wire
 from mooncake_engine.execution.executor import rank_facts
 from mooncake_engine.execution.setup import plan_execution
@@ -123,6 +124,9 @@ def main(arguments: list[str]) -> int:
         rank.run()
     except (EOFError, ConnectionError):
         return PARENT_GONE
+    except EngineError as exc:  # says itself what to do: the parent shows it
+        rank.fail(exc)
+        return 1
     except Exception as exc:
         logger.exception("rank failed")
         rank.fail(exc)

@@ -179,10 +179,11 @@ class Decoder:
             DecoderLayer(config, placement, names, layer) for layer in range(config.num_layers)
         ]
         self._norm = Norm(placement, names.final_norm, config.hidden_size, config.rms_norm_eps)
-        self._head_table = (
-            self._embedding if config.tie_embeddings else VocabTable(placement, names.head, *shape)
+        # dropped once packed: only an embedding needs the table itself
+        self._own_head = (
+            None if config.tie_embeddings else VocabTable(placement, names.head, *shape)
         )
-        self._head = Head(placement, self._head_table, config.vocab_size)
+        self._head = Head(placement, self._own_head or self._embedding, config.vocab_size)
         self._cos_sin = cos_sin_table(config.rope, max_positions).to(placement.device)
 
     def slots(self) -> Iterator[WeightSlot]:
@@ -191,8 +192,8 @@ class Decoder:
         for layer in self._layers:
             yield from layer.slots()
         yield from self._norm.slots()
-        if self._head_table is not self._embedding:
-            yield from self._head_table.slots()
+        if self._own_head is not None:
+            yield from self._own_head.slots()
 
     def is_ignored(self, name: str) -> bool:
         """Whether a checkpoint tensor may be left unread."""
@@ -205,6 +206,7 @@ class Decoder:
             for linear in layer.linears:
                 linear.pack()
         self._head.pack()
+        self._own_head = None
 
     def forward(self, token_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """Run the tokens through all layers.

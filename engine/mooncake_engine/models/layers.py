@@ -209,24 +209,22 @@ class Head:
 
     Args:
         placement: where it lives.
-        table: its weights, not yet packed; may be the embedding's own.
+        table: its weights; may be the embedding's own.
         vocab_size: columns of the logits, all ranks together.
     """
 
     def __init__(self, placement: Placement, table: VocabTable, vocab_size: int) -> None:
         self._placement = placement
-        self._table = table
         self._vocab_size = vocab_size
-        self._packed: Tensor | None = None
+        self._weight = table.weight
 
     def pack(self) -> None:
-        """Bring the loaded table into the backend's form; an embedding keeps its own copy."""
-        self._packed = self._placement.ops.pack_weight(self._table.weight)
+        """Bring the loaded weight into the backend's form; an embedding keeps the table."""
+        self._weight = self._placement.ops.pack_weight(self._weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] to [rows, vocab], in the model's dtype, the same on every rank."""
-        assert self._packed is not None, "Head is called before pack()"
-        logits = self._placement.ops.linear(hidden, self._packed, None)
+        logits = self._placement.ops.linear(hidden, self._weight, None)
         communicator = self._placement.communicator
         if communicator is None:
             return logits

@@ -76,6 +76,20 @@ def test_an_extension_that_raises_ends_the_instance(executor: Executor) -> None:
         check_until(executor, time.monotonic() + 10)
 
 
+def test_a_handler_that_raises_ends_the_instance(checkpoint: Path, backend: Backend) -> None:
+    def refuse(rank: int, message: bytes) -> None:
+        raise RuntimeError(f"no room for {message!r} of rank {rank}")
+
+    config = EngineConfig(checkpoint, num_kv_blocks=8)
+    executor = ProcessExecutor(config, backend, ExecutorOptions(EXTENSION, refuse))
+    try:
+        executor.send(b"report")
+        with pytest.raises(EngineDead, match="messages on died: no room for .* of rank 0"):
+            check_until(executor, time.monotonic() + 10)
+    finally:
+        executor.close()
+
+
 def test_an_unknown_extension_is_refused(checkpoint: Path, backend: Backend) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=8)
     for name in ("support.nothing:make", "support.recording_extension:absent", "nonsense"):
