@@ -84,7 +84,7 @@ def test_a_handler_that_raises_ends_the_instance(checkpoint: Path, backend: Back
     executor = ProcessExecutor(config, backend, ExecutorOptions(EXTENSION, refuse))
     try:
         executor.send(b"report")
-        with pytest.raises(EngineDead, match="messages on died: no room for .* of rank 0"):
+        with pytest.raises(EngineDead, match=r"messages on died: no room for .* of rank 0"):
             check_until(executor, time.monotonic() + 10)
     finally:
         executor.close()
