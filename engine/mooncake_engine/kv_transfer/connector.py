@@ -7,34 +7,24 @@ lease was held all along; only then is the KV used. Calls return at once; I/O is
 
 from __future__ import annotations
 
-import logging
-import threading
+from collections.abc import Coroutine
+from typing import Any
 
-import zmq.asyncio
-
-from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.kv_transfer.base import ConnectorSetup
+from mooncake_engine.kv_transfer.connector_core import ConnectorCore
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.decode_side import DecodeSide
-from mooncake_engine.kv_transfer.events import ConnectorFailed
-from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts, check_fit, model_fingerprint
-from mooncake_engine.kv_transfer.io_loop import IoLoop
-from mooncake_engine.kv_transfer.params import Holder, build_params, parse_handoff
-from mooncake_engine.kv_transfer.peers import PeerBook
+from mooncake_engine.kv_transfer.facts import check_fit
+from mooncake_engine.kv_transfer.params import build_params, parse_handoff
 from mooncake_engine.kv_transfer.prefill_side import PrefillSide
-from mooncake_engine.kv_transfer.protocol import LeaseStatus
+from mooncake_engine.kv_transfer.protocol import AnyMessage, LeaseStatus
 from mooncake_engine.kv_transfer.rank_loads import RankLoads
 from mooncake_engine.kv_transfer.rank_messages import LoadReport, RankReady, from_rank
-from mooncake_engine.kv_transfer.side_channel import SideChannelServer
 from mooncake_engine.messages import KVTransferParams
 from mooncake_engine.scheduling.request import FirstToken, Request
 
-logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
-
-
-class MooncakeConnector:
+class MooncakeConnector(ConnectorCore):
     """Core side of the pull connector; both roles, since an instance may have both.
 
     Args:
@@ -42,16 +32,10 @@ class MooncakeConnector:
     """
 
     def __init__(self, setup: ConnectorSetup) -> None:
-        config = setup.config.kv_transfer
-        if config is None:
-            raise ConfigError("MooncakeConnector needs a kv_transfer configuration")
-        self._setup = setup
-        self._config = config
-        self._rank_facts: dict[int, RankFacts] = {}
-        self._ranks_ready = threading.Event()
-        self._ranks = RankLoads(setup.config.tp_size, setup.send)
-        self._loop = IoLoop("kv-connector", lambda exc: setup.sink(ConnectorFailed(exc)))
-        self._is_started = False
+        self._loads = RankLoads(setup.config.tp_size, setup.send)
+        super().__init__(
+            setup, self._loads, lambda own, holder: check_fit(prefill=holder, decode=own)
+        )
 
     # --- life cycle --------------------------------------------------------------------------
 
@@ -59,81 +43,20 @@ class MooncakeConnector:
         """See ``Connector``."""
         decoded = from_rank.decode(message)
         if isinstance(decoded, LoadReport):
-            self._loop.call(self._ranks.report, rank, decoded)
+            self._loop.call(self._loads.report, rank, decoded)
         elif isinstance(decoded, RankReady):
-            self._rank_facts[rank] = decoded.facts
-            if len(self._rank_facts) == self._setup.config.tp_size:
-                self._ranks_ready.set()
+            self._rank_is_ready(rank, decoded.facts)
 
-    def start(self) -> None:
-        """See ``Connector``."""
-        try:
-            if not self._ranks_ready.wait(START_TIMEOUT_S):
-                raise ConfigError(
-                    f"{len(self._rank_facts)} of {self._setup.config.tp_size} ranks opened their "
-                    f"transports within {START_TIMEOUT_S:g} s"
-                )
-            self._loop.run(self._open(), START_TIMEOUT_S)
-        except BaseException:
-            self._loop.close()
-            raise
-        self._is_started = True
-
-    async def _open(self) -> None:
-        config = self._config
-        secret = config.secret.encode()
-        context = SideContext(self._facts(), config.lease_s, self._setup.sink, self._loop.spawn)
-        self._context = zmq.asyncio.Context()
+    def _open_sides(self, context: SideContext) -> list[Coroutine[Any, Any, None]]:
         self._prefill = PrefillSide(context)
-        try:
-            self._server = SideChannelServer(
-                self._context, config.host, config.port, secret, self._prefill.handle
-            )
-        except PortTaken:
-            self._context.destroy(linger=0)
-            raise
-        self._peers = PeerBook(
-            self._context,
-            secret,
-            self._ranks,
-            self._loop.spawn,
-            lambda own, holder: check_fit(prefill=holder, decode=own),
-        )
-        self._decode = DecodeSide(context, self._ranks, self._peers)
-        self._holder = Holder(
-            self._setup.engine_id,
-            config.host,
-            self._server.port,
-            self._setup.config.tp_size,
-            self._setup.config.block_size,
-        )
-        for task in (self._server.serve(), self._prefill.sweep(), self._decode.keep_leases()):
-            self._loop.spawn(task)
-        logger.info("KV side channel on %s port %d", config.host, self._server.port)
+        self._decode = DecodeSide(context, self._loads, self._peers)
+        return [self._prefill.sweep(), self._decode.keep_leases()]
 
-    def _facts(self) -> InstanceFacts:
-        setup = self._setup
-        return InstanceFacts(
-            setup.engine_id,
-            model_fingerprint(setup.config.model),
-            setup.tokenizer_fingerprint,
-            setup.geometry,
-            setup.config.block_size,
-            setup.hardware,
-            tuple(self._rank_facts[rank] for rank in range(setup.config.tp_size)),
-        )
+    def _handle(self, message: AnyMessage) -> AnyMessage:
+        return self._prefill.handle(message)
 
-    def close(self) -> None:
-        """See ``Connector``."""
-        if self._is_started:
-            self._is_started = False
-            self._loop.run(self._shut(), START_TIMEOUT_S)
-        self._loop.close()
-
-    async def _shut(self) -> None:
-        self._peers.close()
-        self._server.close()
-        self._context.destroy(linger=0)
+    async def _drain(self) -> None:
+        """Reads are ours, and end with the ranks; what peers read of ours they don't use."""
 
     def stats(self) -> dict[str, float]:
         """See ``Connector``."""

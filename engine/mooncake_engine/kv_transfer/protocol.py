@@ -51,14 +51,24 @@ class Welcome(Message, frozen=True):
     facts: InstanceFacts
 
 
+class Ping(Message, frozen=True):
+    """Who are you?"""
+
+
+class Pong(Message, frozen=True):
+    """The answer: this incarnation."""
+
+    engine_id: str
+
+
 class Renew(Message, frozen=True):
-    """I still want these; sent for all of a pair at once."""
+    """I still want these, or write them; sent for all of a pair at once."""
 
     request_ids: tuple[str, ...]
 
 
 class Renewed(Message, frozen=True):
-    """The answer: these of them are not held (any more)."""
+    """The answer: these of them are not held for you (any more)."""
 
     lost: tuple[str, ...]
 
@@ -157,7 +167,9 @@ class Reject(Message, frozen=True):
 
 
 PushMessage = PushOpen | Pushed | PushFailed
-AnyMessage = Hello | Welcome | Renew | Renewed | Done | Failed | PushMessage | Status | Reject
+PullMessage = Done | Failed
+Question = Hello | Ping | Renew | PullMessage | PushMessage
+AnyMessage = Question | Welcome | Pong | Renewed | Status | Reject
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

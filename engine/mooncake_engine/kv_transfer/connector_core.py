@@ -1,0 +1,136 @@
+"""What every connector's core side does: wait for ranks, bind the side channel, live, end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any
+
+import zmq.asyncio
+
+from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_engine.kv_transfer.base import ConnectorSetup
+from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.events import ConnectorFailed
+from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts, model_fingerprint
+from mooncake_engine.kv_transfer.io_loop import IoLoop
+from mooncake_engine.kv_transfer.params import Holder
+from mooncake_engine.kv_transfer.peers import CheckFit, PeerBook, Ranks
+from mooncake_engine.kv_transfer.protocol import AnyMessage
+from mooncake_engine.kv_transfer.side_channel import SideChannelServer
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+
+
+class ConnectorCore(ABC):
+    """Life cycle of a connector's core side. Its subclass brings both halves.
+
+    Args:
+        setup: what it is built from.
+        ranks: of this instance.
+        check_fit: judges peers that this instance asks.
+
+    Raises:
+        ConfigError: there is no ``kv_transfer`` configuration.
+    """
+
+    def __init__(self, setup: ConnectorSetup, ranks: Ranks, check_fit: CheckFit) -> None:
+        config = setup.config.kv_transfer
+        if config is None:
+            raise ConfigError("a KV connector needs a kv_transfer configuration")
+        self._setup = setup
+        self._config = config
+        self._ranks = ranks
+        self._check_fit = check_fit
+        self._rank_facts: dict[int, RankFacts] = {}
+        self._ranks_ready = threading.Event()
+        self._loop = IoLoop("kv-connector", lambda exc: setup.sink(ConnectorFailed(exc)))
+        self._is_started = False
+
+    @abstractmethod
+    def _open_sides(self, context: SideContext) -> list[Coroutine[Any, Any, None]]:
+        """Build both halves; returns what runs beside them until the end. Loop thread."""
+
+    @abstractmethod
+    def _handle(self, message: AnyMessage) -> AnyMessage:
+        """Answer a peer; quick, and raises nothing but HandshakeRefused. Loop thread."""
+
+    @abstractmethod
+    async def _drain(self) -> None:
+        """End what must not go on after the side channel has fallen silent. Loop thread."""
+
+    def _rank_is_ready(self, rank: int, facts: RankFacts) -> None:
+        """A rank has opened its transports. Any thread."""
+        self._rank_facts[rank] = facts
+        if len(self._rank_facts) == self._setup.config.tp_size:
+            self._ranks_ready.set()
+
+    def start(self) -> None:
+        """See ``Connector``."""
+        try:
+            if not self._ranks_ready.wait(START_TIMEOUT_S):
+                raise ConfigError(
+                    f"{len(self._rank_facts)} of {self._setup.config.tp_size} ranks opened their "
+                    f"transports within {START_TIMEOUT_S:g} s"
+                )
+            self._loop.run(self._open(), START_TIMEOUT_S)
+        except BaseException:
+            self._loop.close()
+            raise
+        self._is_started = True
+
+    def close(self) -> None:
+        """See ``Connector``."""
+        if self._is_started:
+            self._is_started = False
+            self._loop.run(self._shut(), START_TIMEOUT_S + self._config.transfer_timeout_s)
+        self._loop.close()
+
+    async def _open(self) -> None:
+        setup, config = self._setup, self._config
+        secret = config.secret.encode()
+        self._context = zmq.asyncio.Context()
+        try:
+            server = SideChannelServer(
+                self._context, config.host, config.port, secret, self._handle
+            )
+        except PortTaken:
+            self._context.destroy(linger=0)
+            raise
+        self._server = server
+        self._peers = PeerBook(
+            self._context, secret, self._ranks, self._loop.spawn, self._check_fit
+        )
+        self._holder = Holder(
+            setup.engine_id,
+            config.host,
+            server.port,
+            setup.config.tp_size,
+            setup.config.block_size,
+        )
+        context = SideContext(self._facts(), config.lease_s, setup.sink, self._loop.spawn)
+        for task in (*self._open_sides(context), server.serve()):
+            self._loop.spawn(task)
+        logger.info("KV side channel on %s port %d", config.host, server.port)
+
+    def _facts(self) -> InstanceFacts:
+        setup = self._setup
+        return InstanceFacts(
+            setup.engine_id,
+            model_fingerprint(setup.config.model),
+            setup.tokenizer_fingerprint,
+            setup.geometry,
+            setup.config.block_size,
+            setup.hardware,
+            tuple(self._rank_facts[rank] for rank in range(setup.config.tp_size)),
+        )
+
+    async def _shut(self) -> None:
+        await self._drain()
+        self._peers.close()
+        self._server.close()
+        self._context.destroy(linger=0)

@@ -1,0 +1,259 @@
+"""The decode half of pushing: reserve, ask for a prefill, judge what came. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from zlib import crc32
+
+from mooncake_engine.errors import HandshakeRefused, KVTransferError
+from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.events import LoadEnded
+from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
+from mooncake_engine.kv_transfer.metaserver import post_params
+from mooncake_engine.kv_transfer.protocol import (
+    AnyMessage,
+    Hello,
+    LeaseStatus,
+    Pushed,
+    PushedToken,
+    PushFailed,
+    PushOpen,
+    Reject,
+    Renew,
+    Renewed,
+    Status,
+    Welcome,
+    Writer,
+    check_version,
+)
+from mooncake_engine.kv_transfer.push_plan import expected_bytes
+from mooncake_engine.kv_transfer.push_reservations import Reservation, ReservationTable, Stage
+from mooncake_engine.messages import KVTransferParams, TokenLogprobs
+from mooncake_engine.scheduling.request import FirstToken
+from mooncake_hal.errors import PlanError
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_WRITERS = 1024
+SILENT_INTERVALS = 3
+"""After so many missed signs of life a writer is looked for."""
+
+IsGone = Callable[[Writer], Awaitable[bool]]
+
+
+@dataclass(slots=True)
+class ReceiveCounts:
+    """What the decode side has done so far."""
+
+    loads: int = 0
+    failures: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def heartbeat_s(lease_s: float) -> float:
+    """How often a writer gives a sign of life."""
+    return min(lease_s / 6, 1.0)
+
+
+def spread_of(request_id: str) -> int:
+    """Which replicas write a request: the same number on both sides.
+
+    Args:
+        request_id: the decode instance's.
+    """
+    return crc32(request_id.encode())
+
+
+class PushDecodeSide:
+    """Reservations, and what writers may say about them.
+
+    Args:
+        context: what both halves work with.
+        is_gone: whether a writer's incarnation is dead for certain.
+    """
+
+    def __init__(self, context: SideContext, is_gone: IsGone) -> None:
+        self.counts = ReceiveCounts()
+        self._facts = context.facts
+        self._lease_s = context.lease_s
+        self._sink = context.sink
+        self._spawn = context.spawn
+        self._clock = context.clock
+        self._is_gone = is_gone
+        silence_s = SILENT_INTERVALS * heartbeat_s(context.lease_s)
+        self._table = ReservationTable(context.lease_s, silence_s)
+        self._writers: OrderedDict[str, InstanceFacts] = OrderedDict()
+        self._started: dict[str, float] = {}
+
+    @property
+    def num_reserved(self) -> int:
+        """Reservations that have not ended."""
+        return len(self._table)
+
+    # --- from the scheduler ------------------------------------------------------------------
+
+    def load(self, request_id: str, metaserver: str, params: KVTransferParams) -> None:
+        """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last."""
+        self.counts.loads += 1
+        num_tokens = params["num_prompt_tokens"] - params["remote_cached_tokens"]
+        self._started[request_id] = self._clock()
+        self._table.reserve(request_id, num_tokens, self._clock())
+        self._spawn(self._ask(request_id, metaserver, params))
+
+    def cancel(self, request_id: str) -> None:
+        """Give up on a request. Idempotent; unknown ones are normal."""
+        if self._table.revoke(request_id, self._clock()):
+            self._finish(request_id, "the request ended before a prefill instance came")
+
+    async def _ask(self, request_id: str, metaserver: str, params: KVTransferParams) -> None:
+        try:
+            await post_params(metaserver, params)
+        except KVTransferError as exc:
+            held = self._table.get(request_id)
+            if held is not None and held.stage is Stage.OFFERED:  # else somebody came nevertheless
+                self._table.end(request_id, None, LeaseStatus.EXPIRED)
+                self._finish(request_id, str(exc))
+
+    # --- from the writers --------------------------------------------------------------------
+
+    def handle(self, message: AnyMessage) -> AnyMessage:
+        """Answer a prefill instance.
+
+        Raises:
+            HandshakeRefused: one that does not fit.
+        """
+        ticket = message.ticket
+        if isinstance(message, Hello):
+            return self._welcome(message)
+        if isinstance(message, Renew):
+            return Renewed(ticket, self._table.renew(message.request_ids, self._clock()))
+        if isinstance(message, PushOpen):
+            return Status(ticket, self._open(message))
+        if isinstance(message, Pushed):
+            return Status(ticket, self._pushed(message))
+        if isinstance(message, PushFailed):
+            return Status(ticket, self._failed(message))
+        return Reject(ticket, f"{type(message).__name__} is not for an instance that is pushed to")
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        check_version(hello.version)
+        try:
+            check_fit(prefill=hello.facts, decode=self._facts)
+        except HandshakeRefused as exc:
+            logger.warning("refused instance %s: %s", hello.facts.engine_id, exc)
+            raise
+        self._writers[hello.facts.engine_id] = hello.facts
+        if len(self._writers) > REMEMBERED_WRITERS:
+            self._writers.popitem(last=False)
+        return Welcome(hello.ticket, self._facts)
+
+    def _open(self, message: PushOpen) -> LeaseStatus:
+        if message.writer.engine_id not in self._writers:
+            raise HandshakeRefused("say Hello before PushOpen: this instance does not know you")
+        return self._table.open(message.request_id, message.writer, self._clock())
+
+    def _pushed(self, message: Pushed) -> LeaseStatus:
+        name = message.request_id
+        held = self._table.get(name)
+        if held is None or held.writer != message.writer:
+            return self._table.ending(name, message.writer)
+        gap = self._find_gap(held, message)
+        is_taken = gap is None and held.stage is Stage.GRANTED
+        ending = LeaseStatus.RELEASED if is_taken else LeaseStatus.EXPIRED
+        self._table.end(name, message.writer, ending)
+        if is_taken:
+            self.counts.nbytes += sum(nbytes for _, _, nbytes in message.written)
+            self._finish(name, None, _first_token(message.first_token))
+        else:
+            self._finish(name, gap or "the request ended before its KV was complete")
+        return ending
+
+    def _failed(self, message: PushFailed) -> LeaseStatus:
+        name = message.request_id
+        if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
+            self._finish(name, f"the prefill instance gave up: {message.reason}")
+        return self._table.ending(name, message.writer)
+
+    def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
+        """What is missing or too much, byte for byte and rank for rank; None if it is exact."""
+        told = {(writer, reader): nbytes for writer, reader, nbytes in message.written}
+        facts = self._writers[message.writer.engine_id]
+        try:
+            expected = expected_bytes(
+                self._facts.geometry,
+                [rank.shard for rank in facts.ranks],
+                [rank.shard for rank in self._facts.ranks],
+                held.num_tokens,
+                spread_of(held.request_id),
+            )
+        except PlanError as exc:
+            return str(exc)
+        if told == expected:
+            return None
+        return (
+            f"bytes by (prefill rank, decode rank) should be {expected}, "
+            f"the prefill instance wrote {told}"
+        )
+
+    # --- silence -----------------------------------------------------------------------------
+
+    async def sweep(self) -> None:
+        """Look after those of whom nothing is heard, until cancelled."""
+        while True:
+            await asyncio.sleep(heartbeat_s(self._lease_s))
+            silent: defaultdict[Writer, list[Reservation]] = defaultdict(list)
+            for held in self._table.overdue(self._clock()):
+                if held.writer is None:
+                    self._table.end(held.request_id, None, LeaseStatus.EXPIRED)
+                    reason = f"no prefill instance came within {self._lease_s:g} s"
+                    self._finish(held.request_id, reason)
+                else:
+                    silent[held.writer].append(held)
+            for writer, group in silent.items():
+                self._spawn(self._look_for(writer, group))
+
+    async def _look_for(self, writer: Writer, group: list[Reservation]) -> None:
+        """A dead writer frees its blocks; of a silent one the request is freed, not the blocks."""
+        is_gone = await self._is_gone(writer)
+        now = self._clock()
+        for held in group:
+            if self._table.get(held.request_id) is not held:
+                continue
+            if is_gone:
+                self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
+                self._finish(held.request_id, f"prefill instance {writer.engine_id} is gone")
+            elif held.stage is Stage.GRANTED and now - held.last_heard > self._lease_s:
+                self._table.revoke(held.request_id, now)
+                reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
+                self._give_up(held.request_id, reason)
+
+    # --- endings -----------------------------------------------------------------------------
+
+    def _give_up(self, request_id: str, reason: str) -> None:
+        logger.warning(
+            "request %s: %s; its blocks are kept until that instance answers or is dead",
+            request_id,
+            reason,
+        )
+        self.counts.failures += 1
+        self._sink(LoadEnded(request_id, reason, is_drained=False))
+
+    def _finish(self, request_id: str, error: str | None, first: FirstToken | None = None) -> None:
+        if error is not None:
+            logger.warning("the KV of %s did not come: %s", request_id, error)
+            self.counts.failures += 1
+        self.counts.seconds += self._clock() - self._started.pop(request_id)
+        self._sink(LoadEnded(request_id, error, first))
+
+
+def _first_token(token: PushedToken) -> FirstToken:
+    logprobs = None
+    if token.logprobs is not None:
+        logprob, top = token.logprobs
+        logprobs = TokenLogprobs(token.token_id, logprob, top)
+    return FirstToken(token.token_id, logprobs, token.num_cached_tokens)

@@ -1,0 +1,89 @@
+"""A metaserver as the proxy has one: answers 202 at once, and sends a prefill to P meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mooncake_engine.messages import KVTransferParams
+
+Dispatch = Callable[[str, KVTransferParams], Awaitable[None]]
+"""Takes the posted path's last part and the params."""
+
+
+class Metaserver:
+    """Listens on a free port of loopback.
+
+    Args:
+        dispatch: sends the prefill; runs beside the answer.
+        status: what every post is answered with; nothing is dispatched unless it is 202.
+        is_silent: accept connections and never answer.
+    """
+
+    def __init__(self, dispatch: Dispatch, *, status: int = 202, is_silent: bool = False) -> None:
+        self.status = status
+        self.is_silent = is_silent
+        self.posts: list[KVTransferParams] = []
+        self._dispatch = dispatch
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Begin to listen."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def url(self, key: str) -> str:
+        """What a request names."""
+        return f"http://127.0.0.1:{self.port}/v1/metaserver/{key}"
+
+    async def close(self) -> None:
+        """Stop listening, and end what was dispatched."""
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+        for task in self._tasks:
+            task.cancel()
+        ended: list[Any] = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for failure in ended:
+            if isinstance(failure, Exception):
+                raise failure
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = int(head.lower().partition("content-length:")[2].partition("\r\n")[0])
+            params = json.loads(await reader.readexactly(length))
+            self.posts.append(params)
+            if self.is_silent:
+                await reader.read()
+                return
+            writer.write(f"HTTP/1.1 {self.status} X\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+            await writer.drain()
+            if self.status == 202:
+                self._tasks.add(asyncio.create_task(self._run(head, params)))
+        finally:
+            writer.close()
+
+    async def _run(self, head: str, params: KVTransferParams) -> None:
+        key = head.split(" ", 2)[1].rpartition("/")[2]
+        await self._dispatch(key, params)
+
+
+@asynccontextmanager
+async def metaserver(dispatch: Dispatch, **options: Any) -> AsyncIterator[Metaserver]:
+    """A metaserver for the length of a block."""
+    server = Metaserver(dispatch, **options)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()

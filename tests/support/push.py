@@ -1,0 +1,96 @@
+"""Requests that are pushed: D first, P sent after it by a metaserver in the test's process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from support.metaserver import Metaserver, metaserver
+from support.pd import GREEDY, Answer, Instance, Pair, ask, pair, wait_until
+
+from mooncake_engine.messages import KVTransferParams, TokenUpdate
+from mooncake_engine.sampling_params import SamplingParams
+
+LAYERWISE = "MooncakeLayerwiseConnector"
+
+_keys = itertools.count()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the metaserver has to send to P."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass
+class PushPair:
+    """Two instances and what stands between them.
+
+    Args:
+        instances: P and D.
+        metaserver: where D posts.
+        waiting: what to send to P, by key.
+        prefills: what P answered, by key.
+    """
+
+    instances: Pair
+    metaserver: Metaserver = field(init=False)
+    waiting: dict[str, Sent] = field(default_factory=dict)
+    prefills: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> Instance:
+        """P."""
+        return self.instances.prefill
+
+    @property
+    def decode(self) -> Instance:
+        """D."""
+        return self.instances.decode
+
+    async def dispatch(self, key: str, params: KVTransferParams) -> None:
+        """Send the prefill that D asked for."""
+        sent = self.waiting.pop(key)
+        sampling = replace(sent.sampling, max_tokens=1)
+        self.prefills[key] = await ask(self.prefill, sent.prompt, sampling, params)
+
+    async def check_clean(self, within_s: float = 15.0) -> None:
+        """Everything is given back on both sides."""
+        await self.instances.check_clean(within_s)
+        await wait_until(
+            lambda: not self.decode.stat("reservations"), within_s, self.decode.describe
+        )
+
+
+@asynccontextmanager
+async def push_pair(model: Path, **options: Any) -> AsyncIterator[PushPair]:
+    """A pair for the length of a block; options as in ``pair``, and those of the metaserver."""
+    names = ("status", "is_silent")
+    meta = {name: options.pop(name) for name in names if name in options}
+    async with pair(model, connector=LAYERWISE, **options) as instances:
+        of = PushPair(instances)
+        async with metaserver(of.dispatch, **meta) as of.metaserver:
+            yield of
+
+
+async def ask_pushed(
+    of: PushPair,
+    prompt: Sequence[int],
+    sampling: SamplingParams = GREEDY,
+    on_update: Callable[[TokenUpdate], None] | None = None,
+) -> Answer:
+    """Ask D, which asks for the prefill."""
+    key = f"key-{next(_keys)}"
+    of.waiting[key] = Sent(tuple(prompt), sampling)
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "metaserver": of.metaserver.url(key),
+    }
+    return await ask(of.decode, prompt, sampling, params, on_update)
