@@ -28,7 +28,7 @@ from mooncake_engine.messages import (
 )
 from mooncake_engine.sampling_params import SamplingParams
 
-VOCAB_SIZE = 307
+VOCAB_SIZE = 258
 DEFAULT_BLOCKS = 128
 ORDER: KVTransferParams = {"do_remote_decode": True, "do_remote_prefill": False}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -1,0 +1,136 @@
+"""A whole deployment, with clients that leave and instances that die, seen by the openai client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+from support.pd_processes import Served, serving
+from support.programs import TINY_LLAMA, running
+
+PAGE = (TINY_LLAMA / "page.txt").read_text()
+ENDLESS = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+LEASE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A proxy before one instance of each role."""
+
+    url: str
+    prefill: Served
+    decode: Served
+
+    @property
+    def client(self) -> openai.OpenAI:
+        """The official client, without its own retries."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30.0)
+
+    def wait_until_idle(self, *instances: Served, within_s: float = 5.0) -> None:
+        """Every block of these is back within that time."""
+        for served in instances or (self.prefill, self.decode):
+            wait_until(lambda url=served.url: not usage(url), within_s)
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    with ExitStack() as stack:
+        lease = ("--lease-seconds", str(LEASE_S), "--num-kv-blocks", "512")
+        prefill = stack.enter_context(serving(TINY_LLAMA, "prefill", *lease))
+        decode = stack.enter_context(serving(TINY_LLAMA, "decode", *lease))
+        argv = ["--port", "0", "--prefill", prefill.url, "--decode", decode.url]
+        proxy = stack.enter_context(running("mooncake_proxy", *argv))
+        yield Deployment(proxy.wait_for("listens on").split()[-1], prefill, decode)
+
+
+def usage(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    [line] = [line for line in lines if line.startswith("vllm:kv_cache_usage_perc")]
+    return float(line.rsplit(" ", 1)[1])
+
+
+def wait_until(is_true: Callable[[], bool], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s"
+        time.sleep(0.02)
+
+
+def test_an_answer_streamed_and_whole(deployment: Deployment) -> None:
+    ask = deployment.client.completions.create
+    case = {"model": "tiny-llama", "prompt": PAGE[:300], "max_tokens": 30, "temperature": 0}
+    whole = ask(**case).choices[0].text
+    assert whole == PAGE[300:330]
+    assert "".join(chunk.choices[0].text for chunk in ask(**case, stream=True)) == whole
+    deployment.wait_until_idle()
+
+
+def test_a_client_that_leaves_a_stream_frees_both_sides(deployment: Deployment) -> None:
+    stream = deployment.client.completions.create(
+        model="tiny-llama", prompt=PAGE[:400], stream=True, **ENDLESS
+    )
+    for _, _ in zip(range(3), stream, strict=False):
+        pass
+    assert usage(deployment.decode.url) > 0
+    stream.close()
+    deployment.wait_until_idle()
+
+
+def test_a_client_that_leaves_a_whole_answer_frees_both_sides(deployment: Deployment) -> None:
+    client = deployment.client.with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model="tiny-llama", prompt=PAGE[:400], **ENDLESS)
+    deployment.wait_until_idle()
+
+
+ORDER = {"prompt": PAGE[:200], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+
+
+def test_an_abort_over_http_frees_a_held_prompt(deployment: Deployment) -> None:
+    url = deployment.prefill.url
+    answer = httpx.post(f"{url}/v1/completions", json=ORDER).json()
+    assert usage(url) > 0
+    wanted = {"request_id": answer["kv_transfer_params"]["remote_request_id"]}
+    for _ in range(2):
+        assert httpx.post(f"{url}/abort", json=wanted).status_code == 200
+    deployment.wait_until_idle(deployment.prefill, within_s=LEASE_S / 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"remote_port": 2**80}, {"remote_block_ids": "all"}, {"last_token_id": -1}],
+    ids=str,
+)
+def test_malformed_params_are_a_clients_error(
+    deployment: Deployment, change: dict[str, object]
+) -> None:
+    answer = httpx.post(f"{deployment.prefill.url}/v1/completions", json=ORDER).json()
+    params = {**answer["kv_transfer_params"], **change}
+    body = {"prompt": PAGE[:200], "max_tokens": 5, "kv_transfer_params": params}
+    refused = httpx.post(f"{deployment.decode.url}/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "kv_transfer_params"
+    deployment.wait_until_idle()
+
+
+def test_instances_that_die(deployment: Deployment) -> None:
+    """The last test here. The decode instance dies in the middle of a stream, then its peer."""
+    stream = deployment.client.completions.create(
+        model="tiny-llama", prompt=PAGE[:400], stream=True, **ENDLESS
+    )
+    next(iter(stream))
+    deployment.decode.kill()
+    started = time.monotonic()
+    with pytest.raises((openai.APIError, httpx.HTTPError)):
+        for _ in stream:
+            pass
+    assert time.monotonic() - started < 5.0
+    deployment.wait_until_idle(deployment.prefill, within_s=LEASE_S + 2.0)
+    deployment.prefill.kill()
+    with pytest.raises(openai.InternalServerError):
+        deployment.client.completions.create(model="tiny-llama", prompt=PAGE[:100])
