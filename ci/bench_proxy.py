@@ -1,10 +1,11 @@
-"""Proxies side by side in one run: ours, sglang-router and nginx, in front of the same fake backends.
+"""Proxies side by side in one run, in front of the same fake backends.
 
     python ci/bench_proxy.py [--seconds 3] [--rounds 3] [--json FILE]
 
-Needs a C compiler (load generator and backends: tests/benchmarks/proxy/bench.c), nginx on PATH, and
-network or a filled pip cache the first time: sglang-router goes into a venv of its own under .cache/.
-Prints a table, then one line per speed item: name, figure, wanted, ok or short. Exit 0 only if all hold.
+Ours, sglang-router and nginx. Needs a C compiler (load generator and backends are
+tests/benchmarks/proxy/bench.c), nginx on PATH, and a package index the first time: sglang-router
+goes into a venv of its own under .cache/. Prints a table, then one line per speed item: name,
+figure, wanted, ok or short. Exit 0 only if all hold.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Contender:
-    """A proxy that runs: its port and the process whose tree is measured (None: no proxy at all)."""
+    """A proxy that runs. `pid` is the process whose tree is measured; None: no proxy."""
 
     name: str
     port: int
@@ -165,7 +166,9 @@ def process(
     command: list[str], environment: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A child that ends with the block."""
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    child = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+    )
     try:
         yield child
     finally:
@@ -221,7 +224,7 @@ def measure_all(
                 samples.setdefault((contender.name, connections, streams), []).append(figures)
     table = {}
     for name in contenders:
-        one, few, many, streaming = (samples[name, *case] for case in cases)
+        one, few, many, streaming = (samples[(name, *case)] for case in cases)
         table[name] = {
             "requests_per_s_1": mid(one, "requests_per_s"),
             "requests_per_s_16": mid(few, "requests_per_s"),

@@ -12,6 +12,9 @@ from mooncake_proxy.errors import ProxyError, Unauthorized
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.openai import encode
 
+# What logs say where no answer was finished because the client went away; after nginx.
+CLIENT_LEFT = 499
+
 
 def check_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> None:
     """Unauthorized unless the bearer token is one of `keys`; no keys means open."""
@@ -43,7 +46,8 @@ class AccessLog:
         error: ProxyError | None,
     ) -> None:
         """Remember a line; `flush` writes it."""
-        if self._level == "off" or (self._level == "errors" and error is None and status < 400):
+        is_error = error is not None or (status >= 400 and status != CLIENT_LEFT)
+        if self._level == "off" or (self._level == "errors" and not is_error):
             return
         facts: dict[str, object] = {
             "time": round(time.time(), 3),

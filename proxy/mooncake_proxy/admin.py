@@ -12,6 +12,7 @@ from mooncake_proxy.access import check_key
 from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, UpstreamError
 from mooncake_proxy.flows.relay import check_status
 from mooncake_proxy.http1.server import Exchange
+from mooncake_proxy.http1.wire import header_lines
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.membership import Change
 from mooncake_proxy.metrics import gauge_lines
@@ -60,7 +61,7 @@ class Surface:
     async def page(self, exchange: Exchange) -> None:
         """The live page."""
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-        headers = (("content-security-policy", policy + "connect-src 'self'"),)
+        headers = header_lines([("content-security-policy", policy + "connect-src 'self'")])
         exchange.respond(200, page.html(), "text/html; charset=utf-8", headers)
 
     async def view(self, exchange: Exchange) -> None:
@@ -90,7 +91,9 @@ class Surface:
         whole = fleet.whole()
         if whole is None:
             return "no live decode instance"
-        if whole is Role.DECODE and not (fleet.live(Role.PREFILL) or self._app.config.local_prefill):
+        if whole is Role.DECODE and not (
+            fleet.live(Role.PREFILL) or self._app.config.local_prefill
+        ):
             return "no live prefill instance"
         return None
 
@@ -167,7 +170,7 @@ class Surface:
         assert last is not None
         from mooncake_proxy.app import answer_error
 
-        answer_error(exchange, last, ())
+        answer_error(exchange, last, b"")
 
 
 def facts_of(instance: Instance) -> dict[str, Any]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from types import TracebackType
 
 from mooncake_proxy.config import AdmissionConfig
 from mooncake_proxy.errors import Overloaded
 
 
 class Admission:
-    """`async with admission:` runs when there is room; Overloaded when the queue is full or slow.
-
-    First come, first served. A client that leaves the queue gives its place up.
-    """
+    """First come, first served. Whoever entered, at once or through the queue, leaves once."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
@@ -27,22 +23,15 @@ class Admission:
         """Requests in the queue."""
         return len(self._waiting)
 
-    async def __aenter__(self) -> None:
+    def enter(self) -> bool:
+        """Whether there was room; if not, `queue` waits for it."""
         limit = self._config.max_running
         if limit and (self.num_running >= limit or self._waiting):
-            await self._queue()
-        else:
-            self.num_running += 1
+            return False
+        self.num_running += 1
+        return True
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Give the place to the first one that still waits."""
         while self._waiting:
             turn = self._waiting.popleft()
@@ -51,7 +40,9 @@ class Admission:
                 return
         self.num_running -= 1
 
-    async def _queue(self) -> None:
+    async def queue(self) -> None:
+        """Wait for a place. Overloaded when the queue is full or slow; a client that goes away
+        gives its place up."""
         config = self._config
         if len(self._waiting) >= config.max_waiting:
             raise Overloaded(
@@ -70,7 +61,7 @@ class Admission:
             ) from exc
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._leave()
+                self.leave()
             raise
         finally:
             if turn in self._waiting:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 from mooncake_proxy import admin, openai
-from mooncake_proxy.access import AccessLog, check_key
+from mooncake_proxy.access import CLIENT_LEFT, AccessLog, check_key
 from mooncake_proxy.admission import Admission
 from mooncake_proxy.call import (
     Call,
@@ -32,6 +33,7 @@ from mooncake_proxy.flows.push import push
 from mooncake_proxy.health import HealthChecker
 from mooncake_proxy.http1.client import ClientContext, Origin, sweep_timeouts
 from mooncake_proxy.http1.server import Exchange, ServerContext, ServerProtocol
+from mooncake_proxy.http1.wire import header_lines
 from mooncake_proxy.instances import Instance
 from mooncake_proxy.kubernetes import KubernetesConfig, KubernetesWatch
 from mooncake_proxy.membership import Change, apply
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 Flow = Callable[[Router, Call], Awaitable[None]]
 FLOWS: dict[str, Flow] = {"pull": pull, "push": push}
 SWEEP_INTERVAL_S = 0.25
+DRAIN_POLL_S = 0.02
 ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in Endpoint}
 
 
@@ -146,8 +149,8 @@ class Application:
             if listener is not None:
                 listener.close()
         end = self.router.now() + self.config.drain_timeout_s
-        while any(c.is_busy for c in self.server.connections) and self.router.now() < end:
-            await asyncio.sleep(0.02)  # many owners, no event to wait for
+        while self._is_busy() and self.router.now() < end:
+            await asyncio.sleep(DRAIN_POLL_S)
         for connection in tuple(self.server.connections):
             connection.close()
         await asyncio.sleep(0)
@@ -160,6 +163,9 @@ class Application:
         if self._share is not None:
             self._share.close()
         self.access.flush()
+
+    def _is_busy(self) -> bool:
+        return any(connection.is_busy for connection in self.server.connections)
 
     async def _sweep(self) -> None:
         """Time limits of both sides, a few times a second instead of a timer per request."""
@@ -179,16 +185,18 @@ class Application:
 
     # ------------------------------------------------ one request
 
-    async def handle(self, exchange: Exchange) -> None:
+    def handle(self, exchange: Exchange) -> Coroutine[Any, Any, None]:
         """Top of every request."""
         endpoint = ENDPOINTS.get(exchange.target)
         if endpoint is not None and exchange.method == "POST":
-            await self._generate(exchange, endpoint)
-            return
+            return self._generate(exchange, endpoint)
+        return self._answer_other(exchange)
+
+    async def _answer_other(self, exchange: Exchange) -> None:
         try:
             await self._administer(exchange)
         except Refusal as error:
-            answer_error(exchange, error, ())
+            answer_error(exchange, error, b"")
 
     async def _generate(self, exchange: Exchange, endpoint: Endpoint) -> None:
         arrival = self.router.now()
@@ -198,11 +206,17 @@ class Application:
             check_key(exchange.headers, self.config.api_keys)
             call = self._call(exchange, endpoint, request_id, arrival)
             self.router.budget.deposit()
-            async with self.admission:
+            if not self.admission.enter():
+                await self.admission.queue()
+            try:
                 await self._flow(self.router, call)
+            finally:
+                self.admission.leave()
         except asyncio.CancelledError:
             self.router.metrics.disconnects.add(_stage_of(call))
-            self.access.write(exchange, call, request_id, 499, self.router.now() - arrival, None)
+            self.access.write(
+                exchange, call, request_id, CLIENT_LEFT, self.router.now() - arrival, None
+            )
             raise
         except ProxyError as error:
             self._answer_error(exchange, error, request_id)
@@ -231,7 +245,7 @@ class Application:
     def _answer_error(self, exchange: Exchange, error: ProxyError, request_id: str) -> None:
         if exchange.has_started and not exchange.ended:
             self.router.metrics.stream_errors.add()
-        answer_error(exchange, error, (("x-request-id", request_id),))
+        answer_error(exchange, error, header_lines([("x-request-id", request_id)]))
 
     def _account(
         self,
@@ -275,9 +289,7 @@ def _stage_of(call: Call | None) -> str:
     return "prefill"
 
 
-def answer_error(
-    exchange: Exchange, error: ProxyError, headers: tuple[tuple[str, str], ...]
-) -> None:
+def answer_error(exchange: Exchange, error: ProxyError, headers: bytes) -> None:
     """The true status where none was sent yet, an SSE error event afterwards."""
     if exchange.ended:
         return
@@ -291,13 +303,15 @@ def answer_error(
             if name in error.headers
         )
         kind = error.headers.get(b"content-type", b"application/json").decode("latin-1")
-        exchange.respond(error.status, error.body, kind, (*headers, *kept))
+        exchange.respond(error.status, error.body, kind, headers + header_lines(kept))
     elif isinstance(error, FailedStream):
         body = b'{"error":%b}' % error.error
         exchange.respond(error.status, body, "application/json", headers)
     elif isinstance(error, Refusal):
         body = openai.error_body(error.message, error.type, code=error.code, param=error.param)
-        exchange.respond(error.status, body, "application/json", (*headers, *error.headers))
+        exchange.respond(
+            error.status, body, "application/json", headers + header_lines(error.headers)
+        )
     else:
         status = error.status if isinstance(error, UpstreamError) else 500
         body = openai.error_body(str(error), "upstream_error", code=_code(error), param=None)

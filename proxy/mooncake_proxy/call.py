@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec import Raw
@@ -64,7 +65,7 @@ class Call:
     record: Record | None = None
     session: str | None = None
     prefix_blocks: tuple[int, ...] = ()
-    cached_tokens: dict[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] | None = None
     # For the log: which instances took part.
     prefiller: str = ""
     decoder: str = ""
@@ -80,9 +81,9 @@ class Call:
         return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
 
     @property
-    def reply_headers(self) -> tuple[tuple[str, str], ...]:
-        """Headers of every answer to this request."""
-        return (("x-request-id", self.request_id),)
+    def reply_headers(self) -> bytes:
+        """Header lines of every answer to this request."""
+        return b"x-request-id: %b\r\n" % self.request_id.encode("ascii")
 
     def obstacle_to_hand_over(self) -> str | None:
         """Why prefill and decode stay together for this request, or None.
@@ -103,9 +104,11 @@ class Call:
 
 def forwarded_headers(headers: dict[bytes, bytes]) -> bytes:
     """Header lines for instances; absent ones are not sent (never `Bearer None`)."""
-    if not any(name in headers for name in FORWARDED):
-        return b""
-    return b"".join(b"%b: %b\r\n" % (n, headers[n]) for n in FORWARDED if n in headers)
+    lines = b""
+    for name in FORWARDED:
+        if name in headers:
+            lines += b"%b: %b\r\n" % (name, headers[name])
+    return lines
 
 
 def estimate_prompt_tokens(endpoint: Endpoint, ask: Ask) -> int:

@@ -39,7 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--advertise-url", metavar="URL", help="how decode instances reach this proxy (push flow)"
     )
+    for add in (_add_pools, _add_choice, _add_health, _add_limits, _add_access):
+        add(parser)
+    return parser
 
+
+def _add_pools(parser: argparse.ArgumentParser) -> None:
     pools = parser.add_argument_group("instances")
     pools.add_argument("--prefill", action="append", default=[], metavar="URL")
     pools.add_argument("--decode", action="append", default=[], metavar="URL")
@@ -69,6 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="fail instead of letting a decode instance prefill when no prefill instance can",
     )
 
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_argument_group("choice and retries")
     choice.add_argument("--policy", choices=tuple(POLICIES), help="for both roles")
     choice.add_argument("--prefill-policy", choices=tuple(POLICIES))
@@ -81,6 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     choice.add_argument("--max-waiting", type=int, default=1024)
     choice.add_argument("--max-wait", type=float, default=30.0, metavar="SECONDS")
 
+
+def _add_health(parser: argparse.ArgumentParser) -> None:
     health = parser.add_argument_group("health")
     health.add_argument("--health-interval", type=float, default=1.0, help="seconds; 0: no checks")
     health.add_argument("--health-timeout", type=float, default=2.0)
@@ -91,6 +100,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--eject-after", type=int, default=3, help="failed requests in a row; 0: never"
     )
 
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits, in seconds and bytes")
     limits.add_argument("--request-timeout", type=float, default=3600.0)
     limits.add_argument("--connect-timeout", type=float, default=5.0)
@@ -99,6 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
     limits.add_argument("--drain-timeout", type=float, default=30.0)
     limits.add_argument("--max-body-bytes", type=int, default=64 * 1024 * 1024)
 
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
     access = parser.add_argument_group("access")
     access.add_argument("--api-key-file", metavar="FILE", help="one key per line")
     access.add_argument("--admin-key-file", metavar="FILE", help="keys that may change instances")
@@ -110,7 +123,6 @@ def build_parser() -> argparse.ArgumentParser:
     access.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error")
     )
-    return parser
 
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:

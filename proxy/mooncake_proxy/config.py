@@ -71,7 +71,11 @@ class ProxyConfig:
         self._check_choice("--prefill-policy", self.prefill_policy, tuple(POLICIES))
         self._check_choice("--decode-policy", self.decode_policy, tuple(POLICIES))
         self._check_choice("--access-log", self.access_log, ("off", "errors", "all"))
-        if self.flow == "push" and self.advertise_url is None and self.host in ("0.0.0.0", "::", ""):
+        if (
+            self.flow == "push"
+            and self.advertise_url is None
+            and self.host in ("0.0.0.0", "::", "")
+        ):
             raise ConfigError(
                 f"--flow push on --host {self.host}: decode instances must reach the metaserver; "
                 "give --advertise-url http://THIS_HOST:PORT"

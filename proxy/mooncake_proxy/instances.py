@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import TracebackType
 
 from mooncake_proxy.errors import Conflict, NoInstance, NotFound
 from mooncake_proxy.http1.client import ClientContext, Origin, Pool
@@ -130,36 +129,6 @@ class Instance:
             logger.warning("%s: %s", self.name, message)
 
 
-class Lease:
-    """Counts a request on an instance for as long as the block runs."""
-
-    __slots__ = ("_instance", "_on_idle", "_prompt_tokens")
-
-    def __init__(
-        self, instance: Instance, prompt_tokens: int, on_idle: Callable[[Instance], None]
-    ) -> None:
-        self._instance = instance
-        self._prompt_tokens = prompt_tokens
-        self._on_idle = on_idle
-
-    def __enter__(self) -> Instance:
-        self._instance.num_running += 1
-        self._instance.num_prompt_tokens += self._prompt_tokens
-        return self._instance
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        instance = self._instance
-        instance.num_running -= 1
-        instance.num_prompt_tokens -= self._prompt_tokens
-        if instance.is_draining and instance.num_running == 0:
-            self._on_idle(instance)
-
-
 class Fleet:
     """All instances. Lists of live ones are kept ready; they change rarely and are read always."""
 
@@ -204,9 +173,17 @@ class Fleet:
             raise NoInstance(self._explain(role), code=f"no_live_{role.value}")
         return live
 
-    def lease(self, instance: Instance, prompt_tokens: int) -> Lease:
-        """Counts a request on the instance while the `with` block runs."""
-        return Lease(instance, prompt_tokens, self._drained)
+    def occupy(self, instance: Instance, prompt_tokens: int) -> None:
+        """A request begins on the instance; `vacate` must follow."""
+        instance.num_running += 1
+        instance.num_prompt_tokens += prompt_tokens
+
+    def vacate(self, instance: Instance, prompt_tokens: int) -> None:
+        """It ended, however."""
+        instance.num_running -= 1
+        instance.num_prompt_tokens -= prompt_tokens
+        if instance.is_draining and instance.num_running == 0:
+            self._drained(instance)
 
     # ------------------------------------------------ changes
 

@@ -7,9 +7,9 @@ requests (decode work). Bytes of a body say little: an image is a million of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol, TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 
@@ -38,14 +38,16 @@ TOKENS_PER_RUNNING = 64
 SESSION_OVERLOAD = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
+
+
+class Hint(NamedTuple):
     """What is known of the request. `cached_tokens` maps instance names to expected prefix hits."""
 
     prompt_tokens: int = 0
     turn: int = 0
     session: str | None = None
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = NOTHING_CACHED
 
 
 Policy = Callable[[Sequence[C], Hint, Random], C]

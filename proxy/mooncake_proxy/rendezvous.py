@@ -67,7 +67,7 @@ class Meeting:
         """Top of the prefill task: its failure is the meeting's."""
         try:
             await self._dispatch(params)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # kept, and raised by `beside`
             if not self.failed.done():
                 self.failed.set_exception(error)
 

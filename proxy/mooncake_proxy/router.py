@@ -18,7 +18,7 @@ from mooncake_proxy.http1.client import ClientContext
 from mooncake_proxy.instances import Fleet, Instance, Role
 from mooncake_proxy.metrics import Metrics
 from mooncake_proxy.openai import Endpoint, encode
-from mooncake_proxy.policy import POLICIES, Hint
+from mooncake_proxy.policy import NOTHING_CACHED, POLICIES, Hint
 from mooncake_proxy.prefix import PrefixIndex, block_hashes
 from mooncake_proxy.rendezvous import PATH, Rendezvous
 
@@ -49,6 +49,8 @@ class Router:
     def __init__(self, config: ProxyConfig, client: ClientContext, *, seed: int | None = None):
         self.config = config
         self.client = client
+        # Loop time in seconds.
+        self.now = client.loop.time
         self.fleet = Fleet(client)
         self.metrics = Metrics()
         self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
@@ -66,10 +68,6 @@ class Router:
         self._wants_prefix = "prefix" in policies
         self._background: set[asyncio.Task[None]] = set()
 
-    def now(self) -> float:
-        """Loop time in seconds."""
-        return self.client.loop.time()
-
     def listens_at(self, url: str) -> None:
         """Tell the address under which decode instances reach this process."""
         self.metaserver_url = url.rstrip("/") + PATH
@@ -81,7 +79,9 @@ class Router:
             call.session = given.decode("latin-1") if given else call.ask.user
         if self._wants_prefix:
             is_chat = call.endpoint is Endpoint.CHAT
-            call.prefix_blocks = block_hashes(bytes(call.ask.messages if is_chat else call.ask.prompt))
+            call.prefix_blocks = block_hashes(
+                bytes(call.ask.messages if is_chat else call.ask.prompt)
+            )
             call.cached_tokens = self.prefixes.cached_tokens(call.prefix_blocks)
 
     def note_verdict(self, instance: Instance) -> None:
@@ -98,9 +98,18 @@ class Router:
         live: Sequence[Instance] = self.fleet.require(role)
         if tried:
             live = [instance for instance in live if instance not in tried] or live
-        hint = Hint(call.prompt_tokens, self._turns.next(role), call.session, call.cached_tokens)
+        if len(live) == 1:
+            return self._note_blocks(call, live[0])
+        hint = Hint(
+            call.prompt_tokens,
+            self._turns.next(role),
+            call.session,
+            call.cached_tokens or NOTHING_CACHED,
+        )
         policy = self._prefill_policy if role is Role.PREFILL else self._decode_policy
-        chosen: Instance = policy(live, hint, self._rng)
+        return self._note_blocks(call, policy(live, hint, self._rng))
+
+    def _note_blocks(self, call: Call, chosen: Instance) -> Instance:
         if call.prefix_blocks:
             self.prefixes.record(call.prefix_blocks, chosen.name)
         return chosen
@@ -117,8 +126,11 @@ class Router:
         while True:
             instance = self.choose(role, call, tried)
             try:
-                with self.fleet.lease(instance, call.prompt_tokens):
+                self.fleet.occupy(instance, call.prompt_tokens)
+                try:
                     result = await step(instance)
+                finally:
+                    self.fleet.vacate(instance, call.prompt_tokens)
             except Recomputed:
                 raise  # no failure: the request goes on with a new prefill
             except UpstreamError as error:

@@ -21,6 +21,9 @@ from mooncake_proxy.http1.client import Origin
 from mooncake_proxy.instances import InstanceSpec, Role
 
 Json = dict[str, Any]
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 CREATED = 1_700_000_000
 # Token ids of any text prompt; generated token k has id 1000 + k.
 PROMPT_IDS = [1, 2, 3, 4, 5, 6, 7]
@@ -330,8 +333,7 @@ class FakeInstance:
         return self._base(seen, "answer") | {"choices": choices, "usage": usage}
 
     async def _stream(self, seen: Seen, params: Json, writer: asyncio.StreamWriter) -> None:
-        head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-        writer.write(head.encode())
+        writer.write(STREAM_HEAD)
         behaviour = self.behaviour
         for position, data in enumerate(_cut(self._events(seen, params), behaviour.cut)):
             if behaviour.die_after == position:
@@ -442,7 +444,7 @@ async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
 
 async def _closed(reader: asyncio.StreamReader) -> None:
     """Until the other side closes. Nothing else may come while an answer is due."""
-    while not reader.at_eof():
+    while not reader.at_eof():  # noqa: ASYNC110  # a StreamReader has no such event
         await asyncio.sleep(0.002)
 
 

@@ -1,9 +1,9 @@
 """Push flow: D reserves blocks first, P writes the KV there layer by layer.
 
-    client -> D            the request and the address of its meeting
-    D      -> metaserver   where its blocks are           (202 at once)
-    proxy  -> P            one token, "write the KV there"
-    D      -> client       everything
+client -> D            the request and the address of its meeting
+D      -> metaserver   where its blocks are           (202 at once)
+proxy  -> P            one token, "write the KV there"
+D      -> client       everything
 """
 
 from __future__ import annotations

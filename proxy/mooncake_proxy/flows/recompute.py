@@ -73,7 +73,9 @@ class Record:
             raise Recomputed(instance, "gave the request back for recomputation")
         if self.endpoint is Endpoint.CHAT:
             choice.pop("text", None)
-            choice["message"] = choice.get("message", {"role": "assistant"}) | {"content": self.text}
+            choice["message"] = choice.get("message", {"role": "assistant"}) | {
+                "content": self.text
+            }
         else:
             choice["text"] = self.text
         self._dress(answer, "chat.completion")

@@ -151,12 +151,21 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.write(payload)
 
-    async def head(self) -> int:
-        """Wait for status and headers; returns the status."""
-        while not self._has_head:
-            self._is_head_wanted = True
-            await self._wait()
-        return self.status
+    def head_waiter(self) -> asyncio.Future[None] | None:
+        """What to await until status and headers are there; None when they are, or never will be.
+
+        `check` has to follow. A future instead of a coroutine: this runs twice per request.
+        """
+        if self._has_head or self._failure is not None:
+            return None
+        self._is_head_wanted = True
+        self._waiter = self._context.loop.create_future()
+        return self._waiter
+
+    def check(self) -> None:
+        """Raise what ended the exchange."""
+        if self._failure is not None and not self._is_complete:
+            raise self._failure
 
     async def read(self) -> bytes:
         """The rest of the body, whole."""
@@ -329,25 +338,29 @@ class Upstream:
 
     async def __aenter__(self) -> Connection:
         connection = self._pool.take_idle()
-        if connection is not None:
+        is_reused = connection is not None
+        while True:
+            if connection is None:
+                connection = await self._pool.connect(self._deadline)
+            self._connection = connection
             try:
-                return await self._head_on(connection)
+                connection.send(self._payload, self._deadline)
+                waiter = connection.head_waiter()
+                if waiter is not None:
+                    await waiter
+                connection.check()
             except ConnectionLost:
+                connection.finish()
                 # A server may close an idle connection just as it is used again; that no byte
-                # came back and the close was clean tells it from a crash in the middle.
-                if connection.num_received:
+                # came back tells it from a crash in the middle.
+                if connection.num_received or not is_reused:
                     raise
-        return await self._head_on(await self._pool.connect(self._deadline))
-
-    async def _head_on(self, connection: Connection) -> Connection:
-        try:
-            connection.send(self._payload, self._deadline)
-            await connection.head()
-        except BaseException:
-            connection.finish()
-            raise
-        self._connection = connection
-        return connection
+                connection, is_reused = None, False
+            except BaseException:
+                connection.finish()
+                raise
+            else:
+                return connection
 
     async def __aexit__(
         self,

@@ -113,9 +113,7 @@ class Exchange:
         """True once a status went out: from then on errors are events."""
         return self.status != 0
 
-    def respond(
-        self, status: int, body: bytes, content_type: str, headers: wire.HeaderList = ()
-    ) -> None:
+    def respond(self, status: int, body: bytes, content_type: str, headers: bytes = b"") -> None:
         """The whole answer at once."""
         self.status = status
         self._protocol.send(
@@ -124,7 +122,7 @@ class Exchange:
                 wire.status_line(status),
                 content_type.encode("latin-1"),
                 len(body),
-                wire.header_lines(headers) if headers else b"",
+                headers,
                 b"" if self.keep_alive else b"connection: close\r\n",
                 b"" if self.method == "HEAD" else body,
             )
@@ -132,7 +130,7 @@ class Exchange:
         self.ended = True
         self.bytes_out += len(body)
 
-    def start_stream(self, content_type: str, headers: wire.HeaderList, first: bytes) -> None:
+    def start_stream(self, content_type: str, headers: bytes, first: bytes) -> None:
         """Status 200 and the first bytes of a body whose length is not known, in one write."""
         self.status = 200
         if not self.chunked:
@@ -144,7 +142,7 @@ class Exchange:
                 content_type.encode("latin-1"),
                 _STREAM_HEADERS,
                 b"transfer-encoding: chunked\r\n" if self.chunked else b"",
-                wire.header_lines(headers) if headers else b"",
+                headers,
                 b"" if self.keep_alive else b"connection: close\r\n",
                 (wire.chunk(first) if self.chunked else first) if first else b"",
             )
@@ -188,6 +186,7 @@ class ServerProtocol(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._num_body_bytes = 0
         self._num_head_bytes = 0
+        self._is_head_open = False
         self._waiting: deque[Exchange] = deque()
         self._current: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
@@ -227,6 +226,8 @@ class ServerProtocol(asyncio.Protocol):
             self._refuse(400, "upgrade is not supported")
         except httptools.HttpParserError as exc:
             self._refuse(400, f"malformed HTTP request: {exc}")
+        if self._is_head_open:
+            self._bound_head(len(data))
 
     def pause_writing(self) -> None:
         """The client reads slower than the instance writes: stop reading there."""
@@ -248,24 +249,24 @@ class ServerProtocol(asyncio.Protocol):
         self._parts = []
         self._num_body_bytes = 0
         self._num_head_bytes = 0
+        self._is_head_open = True
 
     def on_url(self, url: bytes) -> None:
         """The target, maybe in pieces."""
         if self._incoming is not None:
             self._incoming.target += url
-            self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header; a repeated one keeps its last value."""
         if self._incoming is not None:
             self._incoming.headers[name.lower()] = value
-            self._count_head(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         """The head is whole: refuse early what will be refused anyway."""
         exchange = self._incoming
         if exchange is None:
             return
+        self._is_head_open = False
         exchange.method = self._parser.get_method().decode("ascii")
         exchange.keep_alive = self._parser.should_keep_alive()
         exchange.chunked = self._parser.get_http_version() != "1.0"
@@ -355,8 +356,9 @@ class ServerProtocol(asyncio.Protocol):
         elif now - self.since > (limits.body_timeout_s if self._parts else limits.head_timeout_s):
             self._refuse(408, "the request did not arrive in time")
 
-    def _count_head(self, num_bytes: int) -> None:
-        self._num_head_bytes += num_bytes + 4
+    def _bound_head(self, num_bytes: int) -> None:
+        """A head that is not whole after this many bytes will not be waited for."""
+        self._num_head_bytes += num_bytes
         if self._num_head_bytes > self._context.limits.max_header_bytes:
             self._refuse(431, f"headers: at most {self._context.limits.max_header_bytes} bytes")
 

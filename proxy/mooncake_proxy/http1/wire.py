@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from http import HTTPStatus
 
 STATUS_LINES = {
@@ -9,7 +10,6 @@ STATUS_LINES = {
     for status in HTTPStatus
 }
 LAST_CHUNK = b"0\r\n\r\n"
-HeaderList = tuple[tuple[str, str], ...]
 
 
 def status_line(status: int) -> bytes:
@@ -17,7 +17,7 @@ def status_line(status: int) -> bytes:
     return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
-def header_lines(headers: HeaderList) -> bytes:
+def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     """Header lines from checked names and values."""
     return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1")
 

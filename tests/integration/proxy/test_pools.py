@@ -90,7 +90,10 @@ def test_only_an_idle_instance_switches_its_role() -> None:
                 fake.behaviour.hangs = True
             running = asyncio.ensure_future(post(s, BODY))
             await asyncio.wait(
-                [asyncio.ensure_future(f.wait_for(lambda f=f: bool(f.generated))) for f in s.decodes],
+                [
+                    asyncio.ensure_future(f.wait_for(lambda f=f: bool(f.generated)))
+                    for f in s.decodes
+                ],
                 return_when=asyncio.FIRST_COMPLETED,
                 timeout=5,
             )

@@ -34,7 +34,7 @@ def test_a_stream_goes_on_with_token_ids(path: str, cut: str) -> None:
             assert not any("token_ids" in c for e in events[:-1] for c in e["choices"])
             second = s.prefill.generated[1]
             assert second.path == "/v1/completions"
-            assert second.body["prompt"] == PROMPT_IDS + [token_id(0), token_id(1)]
+            assert second.body["prompt"] == [*PROMPT_IDS, token_id(0), token_id(1)]
             assert second.headers["x-request-id"] == "abc-1"
             assert s.decode.generated[1].body["max_tokens"] == 3
             assert s.count("recomputed") == 1

@@ -22,14 +22,17 @@ class Stub:
 
 
 IDLE = [Stub("a"), Stub("b"), Stub("c")]
-LOADS = st.lists(
-    st.tuples(st.integers(0, 50), st.integers(0, 10_000)), min_size=1, max_size=8
-).map(lambda rows: [Stub(f"i{k}", *row) for k, row in enumerate(rows)])
+LOADS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10_000)), min_size=1, max_size=8).map(
+    lambda rows: [Stub(f"i{k}", *row) for k, row in enumerate(rows)]
+)
 
 
-def picks(policy: str, candidates: list[Stub], hint: Hint = Hint(), times: int = 300) -> Counter[str]:
+NO_HINT = Hint()
+
+
+def picks(policy: str, candidates: list[Stub], hint: Hint = NO_HINT) -> Counter[str]:
     rng = Random(7)
-    return Counter(POLICIES[policy](candidates, hint, rng).name for _ in range(times))
+    return Counter(POLICIES[policy](candidates, hint, rng).name for _ in range(300))
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "power-of-two", "prefix", "random", "session"])

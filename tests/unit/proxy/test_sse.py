@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -26,7 +28,7 @@ def test_any_cut_gives_the_same_events(events: list[bytes], cuts: list[int]) -> 
     whole = b"".join(events)
     edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     framer = sse.EventFramer()
-    blocks = [framer.feed(whole[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    blocks = [framer.feed(whole[a:b]) for a, b in pairwise(edges)]
     assert b"".join(blocks) == whole
     assert framer.tail == b""
     assert [event for block in blocks for event, _ in sse.split_events(block)] == events
