@@ -5,6 +5,7 @@ from __future__ import annotations
 from mooncake_engine.errors import InvalidRequest, PromptTooLong
 from mooncake_engine.kv_transfer.params import Handoff, TransferMode, parse_handoff
 from mooncake_engine.messages import EngineFacts, EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
 
 
 def check_request(request: EngineRequest, facts: EngineFacts, mode: TransferMode) -> Handoff:
@@ -31,6 +32,7 @@ def check_request(request: EngineRequest, facts: EngineFacts, mode: TransferMode
             f"token ids must be in [0, {facts.vocab_size}), got {min(prompt)} to {max(prompt)}",
             param="prompt",
         )
+    _check_named_tokens(request.sampling, facts)
     handoff = parse_handoff(request.kv_transfer_params, len(prompt))
     _check_mode(handoff.mode, mode)
     if handoff.first_token and not 0 <= handoff.first_token.token_id < facts.vocab_size:
@@ -39,6 +41,21 @@ def check_request(request: EngineRequest, facts: EngineFacts, mode: TransferMode
             param="kv_transfer_params",
         )
     return handoff
+
+
+def _check_named_tokens(sampling: SamplingParams, facts: EngineFacts) -> None:
+    """Refuse ids outside the vocabulary: on a device they would end the engine, not the request."""
+    named = {
+        "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+        "stop_token_ids": sampling.stop_token_ids,
+    }
+    for name, token_ids in named.items():
+        for token_id in token_ids:
+            if not 0 <= token_id < facts.vocab_size:
+                raise InvalidRequest(
+                    f"{name} must be token ids in [0, {facts.vocab_size}), got {token_id}",
+                    param=name,
+                )
 
 
 def _check_mode(wanted: TransferMode, mode: TransferMode) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.execution.randomness import uniform
 from mooncake_engine.execution.request_state import RequestState
 from mooncake_engine.messages import TokenLogprobs
@@ -23,24 +22,6 @@ from mooncake_engine.scheduling.plan import SampledToken
 
 _CANDIDATES = 1024
 """Sorted tokens that top-p looks at first; eight times as many while they don't suffice."""
-
-
-def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Refuse what SamplingParams can't know to be wrong: ids outside the vocabulary.
-
-    Raises:
-        InvalidRequest: an id of ``logit_bias`` or ``stop_token_ids`` that the model lacks.
-    """
-    named = {
-        "logit_bias": [token for token, _ in params.logit_bias],
-        "stop_token_ids": params.stop_token_ids,
-    }
-    for name, tokens in named.items():
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                raise InvalidRequest(
-                    f"{name} names token {token}, the vocabulary has {vocab_size}", param=name
-                )
 
 
 class Sampler:

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from mooncake_engine.admission import check_request
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.kv_transfer.params import TransferMode
+from mooncake_engine.messages import EngineFacts, EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+
+FACTS = EngineFacts(64, 50, (3,), 16, 16, "engine")
+
+
+def check(sampling: SamplingParams) -> None:
+    check_request(EngineRequest("r", (1, 2), sampling), FACTS, TransferMode.NONE)
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"logit_bias must be token ids in \[0, 50\), got 50"):
+        check(SamplingParams(logit_bias=((50, 1.0),)))
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids must be .* got -1"):
+        check(SamplingParams(stop_token_ids=(-1,)))
+
+
+def test_ids_inside_it_are_taken() -> None:
+    check(SamplingParams(logit_bias=((49, 1.0),), stop_token_ids=(0,)))
