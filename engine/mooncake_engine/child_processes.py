@@ -111,6 +111,7 @@ class ChildProcesses:
             start_new_session=True,
             preexec_fn=_die_with_parent(),
             limit=_LONGEST_LINE,
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # siblings share cores: don't spin
         )
         child = Child(name, process, self._open_log(name))
         self._children.append(child)
