@@ -112,7 +112,7 @@ class FakeEngine:
         if params.get("do_remote_decode") and updates[0].finish is not FinishReason.STOP:
             return [replace(updates[0], finish=FinishReason.LENGTH, **_handed_over(request))]
         if params.get("do_remote_prefill"):
-            assert updates[0].token_ids[0] == params["last_token_id"]
+            assert updates[0].token_ids[0] == params.get("last_token_id", updates[0].token_ids[0])
         return updates
 
     def _plain_updates(self, request: EngineRequest) -> list[TokenUpdate]:
