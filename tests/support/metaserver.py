@@ -21,13 +21,16 @@ class Metaserver:
         dispatch: sends the prefill; runs beside the answer.
         status: what every post is answered with; nothing is dispatched unless it is 202.
         is_silent: accept connections and never answer.
+
+    ``close`` raises what a prefill died of, unless ``is_failure_expected``.
     """
 
     def __init__(self, dispatch: Dispatch, *, status: int = 202, is_silent: bool = False) -> None:
         self.status = status
         self.is_silent = is_silent
+        self.is_failure_expected = False
         self.posts: list[KVTransferParams] = []
-        self._dispatch = dispatch
+        self.dispatch = dispatch
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -54,7 +57,7 @@ class Metaserver:
             task.cancel()
         ended: list[Any] = await asyncio.gather(*self._tasks, return_exceptions=True)
         for failure in ended:
-            if isinstance(failure, Exception):
+            if isinstance(failure, Exception) and not self.is_failure_expected:
                 raise failure
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,7 +78,7 @@ class Metaserver:
 
     async def _run(self, head: str, params: KVTransferParams) -> None:
         key = head.split(" ", 2)[1].rpartition("/")[2]
-        await self._dispatch(key, params)
+        await self.dispatch(key, params)
 
 
 @asynccontextmanager

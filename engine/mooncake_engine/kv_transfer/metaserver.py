@@ -18,23 +18,22 @@ MAX_ANSWER_BYTES = 16 * 1024
 _PORTS = {"http": 80, "https": 443}
 
 
-async def post_params(
-    url: str, params: KVTransferParams, timeout_s: float = POST_TIMEOUT_S
-) -> None:
+async def post_params(url: str, params: KVTransferParams) -> None:
     """Hand our blocks to the metaserver; it answers at once, before the prefill.
 
     Args:
         url: ``http://`` or ``https://``, as the request named it.
         params: see ``build_push_params``.
-        timeout_s: for the whole exchange.
 
     Raises:
         KVTransferError: it is unreachable, silent, or answered anything but 200 or 202.
     """
     try:
-        status, body = await asyncio.wait_for(_exchange(url, params), timeout_s)
+        status, body = await asyncio.wait_for(_exchange(url, params), POST_TIMEOUT_S)
     except asyncio.TimeoutError as exc:
-        raise KVTransferError(f"metaserver {url} did not answer within {timeout_s:g} s") from exc
+        raise KVTransferError(
+            f"metaserver {url} did not answer within {POST_TIMEOUT_S:g} s"
+        ) from exc
     except (OSError, ValueError, asyncio.IncompleteReadError) as exc:
         raise KVTransferError(
             f"metaserver {url} can't be asked: {exc or type(exc).__name__}"

@@ -1,0 +1,259 @@
+"""Whatever fails while a prompt is pushed: right tokens or an error, and every block comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_tokenizer import write_byte_tokenizer
+from support.checkpoints import random_model, write_checkpoint
+from support.metaserver import metaserver
+from support.pd import (
+    GREEDY,
+    VOCAB_SIZE,
+    Answer,
+    Pair,
+    ask,
+    instance,
+    prompt_of,
+    wait_until,
+)
+from support.pd_transport import Gate
+from support.push import LAYERWISE, PushPair, ask_pushed, push_pair
+
+from mooncake_engine.config import LoadFailurePolicy, Role
+from mooncake_engine.errors import EngineDead, InvalidRequest
+from mooncake_engine.messages import FinishReason, KVTransferParams
+
+PROMPT = prompt_of(150)
+LONG = prompt_of(450)
+CHUNK = 64
+FAIL = {"load_failure": LoadFailurePolicy.FAIL}
+GATED = {"transports": ("gated",), "max_num_batched_tokens": CHUNK}
+
+Scenario = Callable[[list[int], PushPair], Coroutine[Any, Any, None]]
+
+
+def run(model: Path, scenario: Scenario, prompt: tuple[int, ...] = PROMPT, **options: Any) -> None:
+    """Run a scenario on a pair, given what one instance answers; every block is back afterwards."""
+
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, prompt)).tokens
+        async with push_pair(model, **options) as both:
+            await scenario(expected, both)
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+def params_of(metaserver: str) -> KVTransferParams:
+    return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
+
+
+async def expect_failure(both: PushPair, reason: str, asking: Coroutine[Any, Any, Answer]) -> None:
+    answer = await asking
+    assert answer.finish is FinishReason.ERROR
+    assert answer.error is not None
+    assert reason in answer.error
+    assert answer.tokens == []
+    assert both.decode.stat("load_failures") == 1
+
+
+@pytest.mark.parametrize("status", [404, 500, 302])
+def test_a_metaserver_that_refuses_is_heard(model: Path, status: int) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, status=status)
+
+
+def test_a_refusal_fails_the_request_where_nothing_is_recomputed(model: Path) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        await expect_failure(both, "answered 500, not 202", ask_pushed(both, PROMPT))
+
+    run(model, scenario, status=500, decode=FAIL)
+
+
+def test_a_silent_metaserver_ends_at_its_deadline(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake_engine.kv_transfer.metaserver.POST_TIMEOUT_S", 0.2)
+
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        await expect_failure(both, "did not answer within 0.2 s", ask_pushed(both, PROMPT))
+
+    run(model, scenario, is_silent=True, decode=FAIL)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:{port}/x", "can't be asked"),
+        ("http://host.invalid:80/x", "can't be asked"),
+        ("ftp://127.0.0.1/x", "wanted http://host:port/path"),
+        ("http://127.0.0.1:99999/x", "can't be asked"),
+    ],
+)
+def test_a_metaserver_that_is_not_there(model: Path, url: str, reason: str) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            params = params_of(url.format(port=free.getsockname()[1]))
+            await expect_failure(both, reason, ask(both.decode, PROMPT, GREEDY, params))
+
+    run(model, scenario, decode=FAIL)
+
+
+def test_a_prefill_that_never_comes_is_given_up(model: Path) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        both.metaserver.dispatch = drop
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, decode={"lease_s": 0.5})
+
+
+async def drop(key: str, params: KVTransferParams) -> None:
+    """Send nothing."""
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_a_failed_write_is_recomputed(model: Path, gate: Gate, num_failures: int) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.num_failures = num_failures
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == both.prefill.stat("push_failures") == 1
+        gate.num_failures = 0
+        assert (await ask_pushed(both, prompt_of(90))).finish is FinishReason.LENGTH
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, **GATED)
+
+
+def test_a_failed_write_names_its_reason(model: Path, gate: Gate) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.num_failures = 1
+        await expect_failure(both, "gated: told to fail", ask_pushed(both, PROMPT))
+
+    run(model, scenario, decode=FAIL, **GATED)
+
+
+def test_a_write_that_hangs_ends_at_its_deadline(model: Path, gate: Gate) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.close()
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, transfer_timeout_s=0.5, **GATED)
+
+
+def test_an_aborted_request_keeps_its_blocks_until_nothing_is_written(
+    model: Path, gate: Gate
+) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.close()
+        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        await wait_until(lambda: gate.num_held > 0, 10)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await asyncio.sleep(1.0)  # signs of life go on: the peer has been told by now
+        assert both.decode.engine.stats().kv_cache_usage > 0
+        both.decode.core.check_integrity()
+        gate.open()
+        await both.check_clean()
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+
+    run(model, scenario, **GATED)
+
+
+def test_an_aborted_prefill_tells_the_decode_instance(model: Path, gate: Gate) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.close()
+
+        async def go_away(key: str, params: KVTransferParams) -> None:
+            """A proxy that asks for the prefill, and leaves before it is over."""
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ask(both.prefill, LONG, GREEDY, params), 0.3)
+            assert gate.num_held > 0
+            gate.open()
+
+        both.metaserver.dispatch = go_away
+        assert (await ask_pushed(both, LONG)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, prompt=LONG, prefill={"max_num_batched_tokens": 1}, **GATED)
+
+
+def test_a_prefill_instance_that_shuts_down_leaves_nothing_behind(model: Path, gate: Gate) -> None:
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, PROMPT)).tokens
+        async with push_pair(model, **GATED) as both:
+            gate.close()
+            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            await wait_until(lambda: gate.num_held > 0, 10)
+            both.metaserver.is_failure_expected = True
+            closing = asyncio.create_task(asyncio.to_thread(both.prefill.engine.close))
+            await asyncio.sleep(0.2)
+            gate.open()
+            assert (await asking).tokens == expected
+            assert both.decode.stat("load_failures") == 1
+            await closing
+            await both.decode.check_clean()
+
+    asyncio.run(main())
+
+
+def test_a_decode_instance_that_is_gone_frees_the_prefill_instance(model: Path, gate: Gate) -> None:
+    async def main() -> None:
+        async with push_pair(model, lease_s=1.0, **GATED) as both:
+            gate.close()
+            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            await wait_until(lambda: gate.num_held > 0, 10)
+            closing = asyncio.create_task(asyncio.to_thread(both.decode.engine.close))
+            with pytest.raises(EngineDead):
+                await asking
+            gate.open()
+            await closing
+            await both.prefill.check_clean(20)
+            assert (await ask(both.prefill, PROMPT)).finish is FinishReason.LENGTH
+
+    asyncio.run(main())
+
+
+def test_another_model_is_refused_with_both_fingerprints(model: Path, tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+    other = write_byte_tokenizer(
+        write_checkpoint(random_model("llama", seed=9, **fields), tmp_path / "other")
+    )
+
+    async def main() -> None:
+        async with (
+            instance(other, Role.PREFILL, connector=LAYERWISE) as prefill,
+            instance(model, Role.DECODE, connector=LAYERWISE, **FAIL) as decode,
+        ):
+            both = PushPair(Pair(prefill, decode))
+            async with metaserver(both.dispatch) as both.metaserver:
+                await expect_failure(both, "model differs", ask_pushed(both, PROMPT))
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+def test_what_belongs_to_the_other_connector_is_refused(model: Path) -> None:
+    async def main() -> None:
+        async with push_pair(model) as both:
+            with pytest.raises(InvalidRequest, match="made to push"):
+                await ask(both.prefill, PROMPT, GREEDY, {"do_remote_decode": True})
+        async with instance(model, Role.DECODE) as puller:
+            with pytest.raises(InvalidRequest, match="made to pull"):
+                await ask(puller, PROMPT, GREEDY, params_of("http://127.0.0.1:1/x"))
+
+    asyncio.run(main())
