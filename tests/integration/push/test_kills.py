@@ -1,0 +1,138 @@
+"""One side of a push is killed or frozen while the other one waits for it, or writes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from support.metaserver import Metaserver, metaserver
+from support.pd import GREEDY, Instance, ask, instance, prompt_of, wait_until
+from support.pd_processes import Served, body_of, serving
+from support.pd_transport import NAME, Gate
+from support.push import LAYERWISE
+
+from mooncake_engine.config import Role
+from mooncake_engine.messages import KVTransferParams
+
+LEASE_S = 1.5
+OPTIONS = ("--kv-connector", LAYERWISE, "--transport", NAME, "--lease-seconds", str(LEASE_S))
+IN_PROCESS = {"connector": LAYERWISE, "transports": (NAME,), "lease_s": LEASE_S}
+PROMPT = prompt_of(200)
+TESTS = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def plugins_for_children(plugin_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{plugin_path}:{TESTS}", prepend=":")
+
+
+def params_of(metaserver_url: str) -> KVTransferParams:
+    return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver_url}
+
+
+@contextlib.asynccontextmanager
+async def sent_to(prefill: Served) -> AsyncIterator[Metaserver]:
+    """A metaserver that sends every prefill of PROMPT there, and is not surprised by its end."""
+
+    async def dispatch(key: str, params: KVTransferParams) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            await prefill.complete(body_of(PROMPT, replace(GREEDY, max_tokens=1), params))
+
+    async with metaserver(dispatch) as server:
+        yield server
+
+
+async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]:
+    """A request that a prefill instance has been let in for."""
+
+    async def tokens() -> list[int]:
+        return (await ask(decode, PROMPT, GREEDY, params_of(server.url("k")))).tokens
+
+    asking = asyncio.create_task(tokens())
+    await wait_until(lambda: bool(server.posts), 5.0)
+    await asyncio.sleep(LEASE_S)  # longer than nobody may come
+    assert decode.stat("reservations") == 1
+    assert not asking.done()
+    return asking
+
+
+def test_a_killed_prefill_instance(
+    model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hangs in a write; D hears nothing more of it, finds it dead, and has its blocks back."""
+    monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
+
+    async def main() -> None:
+        async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
+            with serving(model, "prefill", *OPTIONS) as victim:
+                async with sent_to(victim) as server:
+                    asking = await begin(decode, server)
+                    victim.kill()
+                    found = await asyncio.wait_for(asking, LEASE_S + 3.0)
+            await decode.check_clean(LEASE_S + 3.0)
+            assert decode.stat("reservations") == 0
+        async with instance(model) as single:
+            assert found == (await ask(single, PROMPT)).tokens
+
+    asyncio.run(main())
+
+
+def test_a_frozen_prefill_instance_may_still_write(
+    model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request goes on in other blocks; its blocks come back when it wakes up, not before."""
+    monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
+
+    async def main() -> None:
+        async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
+            with serving(model, "prefill", *OPTIONS, "--transfer-timeout-seconds", "4") as frozen:
+                async with sent_to(frozen) as server:
+                    asking = await begin(decode, server)
+                    frozen.program.process.send_signal(signal.SIGSTOP)
+                    found = await asyncio.wait_for(asking, 4 * LEASE_S)
+                    assert decode.stat("reservations") == 1
+                    assert decode.engine.stats().kv_cache_usage > 0
+                    decode.core.check_integrity()
+                    frozen.program.process.send_signal(signal.SIGCONT)
+                    await decode.check_clean(10.0)
+                    assert decode.stat("reservations") == 0
+        async with instance(model) as single:
+            assert found == (await ask(single, PROMPT)).tokens
+
+    asyncio.run(main())
+
+
+def test_a_killed_decode_instance(model: Path, gate: Gate) -> None:
+    """P was writing to it: it stops, has its blocks back, and serves the next one."""
+
+    async def main() -> None:
+        async with instance(model, Role.PREFILL, **IN_PROCESS) as prefill:
+
+            async def dispatch(key: str, params: KVTransferParams) -> None:
+                await ask(prefill, PROMPT, replace(GREEDY, max_tokens=1), params)
+
+            async with metaserver(dispatch) as server:
+                gate.close()
+                with serving(model, "decode", *OPTIONS) as victim:
+                    body = body_of(PROMPT, GREEDY, params_of(server.url("k")))
+                    asking = asyncio.create_task(victim.complete(body))
+                    await wait_until(lambda: gate.num_held > 0, 10.0)
+                    victim.kill()
+                    [ended] = await asyncio.gather(asking, return_exceptions=True)
+                    assert isinstance(ended, httpx.HTTPError)
+                gate.open()
+                await prefill.check_clean(10 * LEASE_S)
+                assert prefill.stat("push_failures") == 1
+                async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
+                    found = await ask(decode, PROMPT, GREEDY, params_of(server.url("k")))
+                    assert decode.stat("load_failures") == 0
+        async with instance(model) as single:
+            assert found.tokens == (await ask(single, PROMPT)).tokens
+
+    asyncio.run(main())
