@@ -91,6 +91,9 @@ class FakeEngine:
             num_running=3, kv_cache_usage=0.25, prompt_tokens=7, kv_transfer={"bytes-received": 9.0}
         )
 
+    def topology(self) -> None:
+        return None
+
     def check_health(self) -> None:
         if self.death is not None:
             raise self.death

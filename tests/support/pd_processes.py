@@ -80,6 +80,8 @@ def body_of(
         "prompt": list(prompt),
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
         "ignore_eos": sampling.ignore_eos,
         "return_token_ids": True,
         "kv_transfer_params": params,

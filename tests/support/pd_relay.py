@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import msgspec
 import zmq
@@ -14,6 +15,7 @@ import zmq.asyncio
 Fate = Callable[[str], list[float]]
 """From a message's kind to when it is delivered, in seconds from now; once per entry."""
 
+Send = Callable[[bytes], Awaitable[object]]
 _MAC_BYTES = 32
 
 
@@ -58,22 +60,21 @@ class Relay:
                 back = self._backs[client] = self._context.socket(zmq.DEALER)
                 back.connect(self._target)
                 self._spawn(self._answer(client, back))
-            back = self._backs[client]
-            self._send(frame, lambda data, back=back: back.send(data))
+            self._send(frame, self._backs[client].send)
 
     async def _answer(self, client: bytes, back: zmq.asyncio.Socket) -> None:
         while True:
             frame = await back.recv()
             self._send(frame, lambda data: self._front.send_multipart([client, data]))
 
-    def _send(self, frame: bytes, send: Callable[[bytes], asyncio.Future[None]]) -> None:
+    def _send(self, frame: bytes, send: Send) -> None:
         kind = msgspec.msgpack.decode(frame[_MAC_BYTES:])["kind"]
         self.seen.append(kind)
         for delay in self.fate(kind):
             self._spawn(_later(delay, frame, send))
 
-    def _spawn(self, coroutine: object) -> None:
-        task = asyncio.ensure_future(coroutine)  # type: ignore[arg-type, var-annotated]
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -83,7 +84,7 @@ class Relay:
             task.cancel()
 
 
-async def _later(delay: float, frame: bytes, send: Callable[[bytes], asyncio.Future[None]]) -> None:
+async def _later(delay: float, frame: bytes, send: Send) -> None:
     await asyncio.sleep(delay)
     await send(frame)
 

@@ -1,16 +1,19 @@
 """A third-party transport for tests: shared memory behind a gate that holds, spoils or fails reads.
 
 Installed as any plugin is, by an entry point; ``GATE`` belongs to the process that imports it.
-``MOONCAKE_TEST_GATE=closed`` in the environment of a process closes its gate from the start.
+In the environment of a process ``MOONCAKE_TEST_GATE=closed`` closes its gate from the start, and
+``chaos`` lets it do at random whatever a transport may do.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake_hal.errors import PeerLost, TransferCancelled, TransferTimeout
@@ -42,6 +45,16 @@ def install(directory: Path) -> Path:
     return directory
 
 
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one read: late, lost, cut off after it has changed memory, or stuck."""
+
+    delay_s: float = 0.0
+    is_lost: bool = False
+    is_cut: bool = False
+    is_stuck: bool = False
+
+
 class Gate:
     """What happens to reads.
 
@@ -51,9 +64,13 @@ class Gate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self.chaos: random.Random | None = None
+        self.num_chaotic = 0
         self.reset()
-        if os.environ.get("MOONCAKE_TEST_GATE") == "closed":
+        mode = os.environ.get("MOONCAKE_TEST_GATE")
+        if mode == "closed":
             self.close()
+        self.chaos = random.Random() if mode == "chaos" else None
 
     def reset(self) -> None:
         """Let everything through as it is."""
@@ -76,22 +93,35 @@ class Gate:
         with self._changed:
             self.is_open = False
 
+    def draw_fate(self) -> Fate:
+        """What becomes of one read."""
+        if self.chaos is None:
+            return Fate(delay_s=self.delay_s)
+        kind = self.chaos.random()
+        self.num_chaotic += kind < 0.10
+        return Fate(
+            delay_s=self.chaos.uniform(0.0, 0.02),
+            is_lost=kind < 0.04,
+            is_cut=0.04 <= kind < 0.08,
+            is_stuck=0.08 <= kind < 0.10,
+        )
+
     def wake(self) -> None:
         """A held read was cancelled: it should look."""
         with self._changed:
             self._changed.notify_all()
 
-    def pass_through(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
-        """Wait as long as the gate is closed.
+    def pass_through(self, fate: Fate, deadline: float, is_cancelled: Callable[[], bool]) -> None:
+        """Wait as long as the gate is closed, or the read's fate wants.
 
         Raises:
             TransferCancelled, TransferTimeout, PeerLost: what a transport would say.
         """
-        opens_at = time.monotonic() + self.delay_s
+        opens_at = time.monotonic() + fate.delay_s
         with self._changed:
             self.num_held += 1
             try:
-                while not self.is_open or time.monotonic() < opens_at:
+                while not self.is_open or fate.is_stuck or time.monotonic() < opens_at:
                     if is_cancelled():
                         raise TransferCancelled("gated: cancelled")
                     if time.monotonic() > deadline:
@@ -99,8 +129,8 @@ class Gate:
                     self._changed.wait(0.01)
             finally:
                 self.num_held -= 1
-            if self.num_failures:
-                self.num_failures -= 1
+            if self.num_failures or fate.is_lost:
+                self.num_failures = max(0, self.num_failures - 1)
                 raise PeerLost("gated: told to fail")
 
 
@@ -124,11 +154,14 @@ class GatedTransfer:
 
     def wait(self, timeout: float | None = None) -> None:
         self._is_begun = True
+        fate = GATE.draw_fate()
         try:
-            GATE.pass_through(self._deadline, lambda: self._is_cancelled)
+            GATE.pass_through(fate, self._deadline, lambda: self._is_cancelled)
             self._begin().wait()
-            if GATE.spoils:
+            if GATE.spoils or fate.is_cut:
                 spoil(self._spans)
+            if fate.is_cut:
+                raise PeerLost("gated: cut off")
             self._state = TransferState.DONE
         finally:
             if self._state is TransferState.PENDING:

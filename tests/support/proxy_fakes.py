@@ -102,7 +102,8 @@ class FakeInstance:
         self.seen: list[Seen] = []
         self.cut_off: list[str] = []
         self.released: list[str] = []
-        self.num_holding = 0
+        # Ids of the KV that this instance has kept for a D since it last started.
+        self.holding: list[str] = []
         # Push flow: D's that P can write to, what P wrote, and which requests' KV has arrived.
         self.peers: dict[str, FakeInstance] = {}
         self.written_to: list[Json] = []
@@ -129,6 +130,7 @@ class FakeInstance:
 
     async def kill(self) -> None:
         """Die: connections are reset, nobody listens any more."""
+        self.holding.clear()
         if self._server is not None:
             self._server.close()
             for writer in tuple(self._writers):
@@ -281,8 +283,8 @@ class FakeInstance:
             "kv_transfer_params": None,
         }
         if behaviour.has_params and not behaviour.stops_at_first:
-            self.num_holding += 1
-            answer["kv_transfer_params"] = self._params(seen)
+            params = answer["kv_transfer_params"] = self._params(seen)
+            self.holding.append(params["remote_request_id"])
         return answer
 
     def _with_ids(self, seen: Seen, choice: Json, positions: range) -> Json:
@@ -344,8 +346,10 @@ class FakeInstance:
                 await asyncio.Event().wait()
             if behaviour.token_delay_s:
                 await asyncio.sleep(behaviour.token_delay_s)
+            _check_open(writer)
             writer.write(b"%x\r\n%b\r\n" % (len(data), data))
             await writer.drain()
+        _check_open(writer)
         writer.write(b"0\r\n\r\n")
 
     def _events(self, seen: Seen, params: Json) -> list[bytes]:
@@ -391,6 +395,12 @@ class FakeInstance:
 
 class _Broken(Exception):
     """The fake broke the connection on purpose, or the proxy did."""
+
+
+def _check_open(writer: asyncio.StreamWriter) -> None:
+    """uvloop refuses writes to a transport that `kill` has aborted."""
+    if writer.is_closing():
+        raise _Broken
 
 
 def _usage(num_tokens: int) -> Json:
@@ -451,6 +461,7 @@ async def _closed(reader: asyncio.StreamReader) -> None:
 def _respond(
     writer: asyncio.StreamWriter, status: int, body: Json, headers: dict[str, str] | None = None
 ) -> None:
+    _check_open(writer)
     data = json.dumps(body).encode()
     extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     head = (

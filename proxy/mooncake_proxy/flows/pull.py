@@ -6,6 +6,7 @@ client -> P   one token, "hold the KV"          P -> client  the first token, at
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,10 +20,13 @@ from mooncake_proxy.errors import MalformedAnswer, Recomputed, Rejected, Upstrea
 from mooncake_proxy.flows.plain import generate, plain
 from mooncake_proxy.flows.recompute import next_call, record_for
 from mooncake_proxy.flows.relay import check_status
+from mooncake_proxy.http1.client import Connection
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import Answer, HandOver
 from mooncake_proxy.router import Router
 
+# How long an answer may still be on its way after the client has left.
+HANG_UP_S = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -159,9 +163,15 @@ async def _prefill(router: Router, call: Call, instance: Instance) -> Prefilled:
     payload = instance.request(
         call.endpoint.path, call.attempt_id, call.forward, prefill_body(call)
     )
-    async with instance.pool.send(payload, call.deadline) as answer:
-        await check_status(answer)
-        body = await answer.read()
+    upstream = instance.pool.send(payload, call.deadline, lingers=True)
+    try:
+        async with upstream as answer:
+            await check_status(answer)
+            body = await answer.read()
+    except asyncio.CancelledError:
+        if upstream.left is not None and upstream.left.hang_up(HANG_UP_S):
+            router.spawn(_release_late_answer(router, instance, upstream.left))
+        raise
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
     prefilled = understand(instance, body)
     router.metrics.prompt_tokens.add(by=prefilled.facts.num_prompt_tokens or 0)
@@ -169,6 +179,18 @@ async def _prefill(router: Router, call: Call, instance: Instance) -> Prefilled:
     if call.record is not None:
         call.record.note_prefill(prefilled.answer)
     return prefilled
+
+
+async def _release_late_answer(router: Router, instance: Instance, answer: Connection) -> None:
+    """The client left just as P answered: the answer says what P must let go."""
+    try:
+        body = await answer.read()
+        prefilled = understand(instance, body)
+    except UpstreamError:
+        return  # aborted there, as it should be: nothing is held
+    finally:
+        answer.finish()
+    router.release(instance, prefilled.facts.remote_request_id)
 
 
 def understand(instance: Instance, body: bytes) -> Prefilled:

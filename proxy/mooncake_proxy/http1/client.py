@@ -206,6 +206,20 @@ class Connection(asyncio.Protocol):
         else:
             self.close()
 
+    def hang_up(self, wait_s: float) -> bool:
+        """Say that nobody waits any more, but read what is already on its way, for `wait_s`.
+
+        The instance sees the end of our side and aborts what still runs. False where that can't
+        be said (TLS has no half-close): then the connection is closed.
+        """
+        transport = self._transport
+        if transport is None or not transport.can_write_eof():
+            self.finish()
+            return False
+        self.last_deadline = self.deadline = self._context.loop.time() + wait_s
+        transport.write_eof()
+        return True
+
     def close(self) -> None:
         """Drop the connection at once."""
         if self._transport is not None:
@@ -328,9 +342,12 @@ class Upstream:
     Leaving the block gives a finished connection back and closes an unfinished one.
     """
 
-    __slots__ = ("_connection", "_deadline", "_payload", "_pool")
+    __slots__ = ("_connection", "_deadline", "_lingers", "_payload", "_pool", "left")
 
-    def __init__(self, pool: Pool, payload: bytes, deadline: float) -> None:
+    def __init__(self, pool: Pool, payload: bytes, deadline: float, *, lingers: bool) -> None:
+        self._lingers = lingers
+        # The connection when the block was cancelled: the caller may still hang up politely.
+        self.left: Connection | None = None
         self._pool = pool
         self._payload = payload
         self._deadline = deadline
@@ -356,8 +373,8 @@ class Upstream:
                 if connection.num_received or not is_reused:
                     raise
                 connection, is_reused = None, False
-            except BaseException:
-                connection.finish()
+            except BaseException as error:
+                self._leave(connection, error)
                 raise
             else:
                 return connection
@@ -369,7 +386,13 @@ class Upstream:
         trace: TracebackType | None,
     ) -> None:
         if self._connection is not None:
-            self._connection.finish()
+            self._leave(self._connection, error)
+
+    def _leave(self, connection: Connection, error: BaseException | None) -> None:
+        if self._lingers and isinstance(error, asyncio.CancelledError):
+            self.left = connection
+        else:
+            connection.finish()
 
 
 class Pool:
@@ -382,9 +405,12 @@ class Pool:
         self._idle: list[Connection] = []
         self._is_closed = False
 
-    def send(self, payload: bytes, deadline: float) -> Upstream:
-        """An exchange as an async context manager; `deadline` in loop time."""
-        return Upstream(self, payload, deadline)
+    def send(self, payload: bytes, deadline: float, *, lingers: bool = False) -> Upstream:
+        """An exchange as an async context manager; `deadline` in loop time.
+
+        With `lingers`, a cancelled exchange is handed to the caller in `left` instead of closed.
+        """
+        return Upstream(self, payload, deadline, lingers=lingers)
 
     def take_idle(self) -> Connection | None:
         """An open connection, if there is one."""

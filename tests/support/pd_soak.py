@@ -1,0 +1,377 @@
+"""A soak: many requests over two instances of each role, while everything goes wrong at random.
+
+One instance of each role is in this process, where its books can be checked, behind relays that
+lose, repeat and delay messages; the other one is a process of its own that is killed now and then,
+and comes back at the same ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+from support.pd import (
+    DEFAULT_BLOCKS,
+    GREEDY,
+    ORDER,
+    Answer,
+    Instance,
+    ask,
+    free_port,
+    instance,
+    prompt_of,
+)
+from support.pd_processes import Served, body_of, serving
+from support.pd_relay import Relay, deliver, relay, unreliable
+from support.pd_transport import GATE, NAME
+
+from mooncake_engine.config import Role
+from mooncake_engine.errors import EngineError
+from mooncake_engine.messages import FinishReason, KVTransferParams
+from mooncake_engine.sampling_params import SamplingParams
+
+LEASE_S = 1.5
+TRANSFER_TIMEOUT_S = 2.0
+DEADLINE_S = 60.0
+"""A request that has neither an answer nor an error by then hangs."""
+WORKERS = 12
+NUM_CASES = 40
+FATES = {
+    "none": 70,
+    "abandoned": 5,
+    "aborted": 4,
+    "late": 4,
+    "left during prefill": 5,
+    "left during decode": 10,
+    "malformed": 2,
+}
+
+
+@dataclass
+class Tally:
+    """What came of it."""
+
+    requests: int = 0
+    right: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing happened that never may."""
+        return not (self.wrong or self.hangs or self.leaked)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request and what a single instance says to it."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    expected: tuple[int, ...]
+
+
+class Side(Protocol):
+    """An instance, wherever it runs."""
+
+    async def answer(
+        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+    ) -> Answer:
+        """Send a request; ``seen`` gets the tokens as they come, as far as that can be seen."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Give up what is held under that name."""
+        ...
+
+
+@dataclass
+class Near:
+    """An instance of this process; its side channel is reached through a relay, if it has one."""
+
+    instance: Instance
+    relay: Relay | None = None
+
+    async def answer(
+        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+    ) -> Answer:
+        sampling = replace(case.sampling, max_tokens=max_tokens)
+        answer = await ask(
+            self.instance, case.prompt, sampling, params, lambda u: seen.extend(u.token_ids)
+        )
+        if answer.params is not None and self.relay is not None:
+            answer.params = {**answer.params, "remote_port": self.relay.port}
+        return answer
+
+    async def abort(self, request_id: str) -> None:
+        self.instance.engine.abort(request_id)
+
+
+@dataclass
+class Far:
+    """An instance in a process of its own, that can be killed and started again."""
+
+    model: Path
+    role: Role
+    options: tuple[str, ...]
+    served: Served | None = None
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def start(self) -> None:
+        """Start it, at the ports of its options."""
+        context = serving(self.model, self.role.value, *self.options)
+        self.served = await asyncio.to_thread(context.__enter__)
+        self._stack.push(context)
+
+    async def kill(self) -> None:
+        """SIGKILL it."""
+        assert self.served is not None
+        victim, self.served = self.served, None
+        await asyncio.to_thread(victim.kill)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End what is left of it."""
+        await self._stack.aclose()
+
+    async def answer(
+        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+    ) -> Answer:
+        body = body_of(case.prompt, replace(case.sampling, max_tokens=max_tokens), params)
+        found = await self._running().complete(body)
+        [choice] = found["choices"]
+        finish = FinishReason(choice["finish_reason"])
+        seen.extend(choice["token_ids"])
+        return Answer(choice["token_ids"], finish=finish, params=found.get("kv_transfer_params"))
+
+    async def abort(self, request_id: str) -> None:
+        url = f"{self._running().url}/abort"
+        async with httpx.AsyncClient() as client:
+            await client.post(url, json={"request_id": request_id})
+
+    def _running(self) -> Served:
+        if self.served is None:
+            raise httpx.ConnectError("killed, and not yet back")
+        return self.served
+
+
+@dataclass
+class Field:
+    """All instances, and the relay in front of the near prefill instance."""
+
+    prefill: tuple[Near, Far]
+    decode: tuple[Near, Far]
+    relay: Relay
+
+
+class Soak:
+    """Sends requests and makes trouble, and keeps the tally.
+
+    Args:
+        over: the instances.
+        cases: what to ask.
+        seed: of everything that is random here.
+        with_kills: kill and restart the far instances.
+    """
+
+    def __init__(self, over: Field, cases: Sequence[Case], seed: int, *, with_kills: bool) -> None:
+        self.tally = Tally()
+        self._over = over
+        self._cases = cases
+        self._numbers = random.Random(seed)
+        self._with_kills = with_kills
+
+    async def run(self, num_requests: int) -> Tally:
+        """Send that many requests, some at a time; then let everything settle and look."""
+        GATE.chaos = random.Random(self._numbers.random())
+        self._over.relay.fate = unreliable(self._numbers.randrange(1 << 30))
+        todo = iter(range(num_requests))
+        killing = asyncio.create_task(self._kill_now_and_then())
+        await asyncio.gather(*(self._work(todo) for _ in range(WORKERS)))
+        killing.cancel()
+        with suppress(asyncio.CancelledError):
+            await killing
+        GATE.chaos = None
+        self._over.relay.fate = deliver
+        await self._settle()
+        self.tally.faults["reads spoilt in this process"] = GATE.num_chaotic
+        return self.tally
+
+    async def _work(self, todo: Iterator[int]) -> None:
+        for _ in todo:
+            await self._one()
+
+    async def _one(self) -> None:
+        case = self._numbers.choice(self._cases)
+        first = self._choose(self._over.prefill)
+        second = self._choose(self._over.decode)
+        [fate] = self._numbers.choices(list(FATES), list(FATES.values()))
+        self.tally.requests += 1
+        if fate != "none":
+            self.tally.faults[fate] += 1
+        seen: list[int] = []
+        try:
+            await asyncio.wait_for(self._serve(case, first, second, fate, seen), DEADLINE_S)
+        except asyncio.TimeoutError:
+            self.tally.hangs.append(f"{fate}: {type(first).__name__} to {type(second).__name__}")
+        except (EngineError, httpx.HTTPError) as exc:
+            self.tally.errors[type(exc).__name__] += 1
+        if tuple(seen) != case.expected[: len(seen)]:
+            self.tally.wrong.append(f"{fate}: {seen}, expected {case.expected}")
+
+    def _choose(self, sides: tuple[Near, Far]) -> Near | Far:
+        """Any of them; one that is known to be gone only sometimes, as a proxy would."""
+        near, far = sides
+        chosen = self._numbers.choice(sides)
+        if chosen is far and far.served is None and self._numbers.random() < 0.9:
+            return near
+        return chosen
+
+    async def _serve(
+        self, case: Case, first: Side, second: Side, fate: str, seen: list[int]
+    ) -> None:
+        params = await self._prefill(case, first, fate)
+        if params is None:
+            return
+        if fate == "malformed":
+            params = {**params, self._numbers.choice(sorted(params)): "what?"}
+        limit = case.sampling.max_tokens or 0
+        answering = asyncio.create_task(second.answer(case, params, seen, max_tokens=limit))
+        if fate == "left during decode":
+            await leave(answering, self._numbers.uniform(0.0, 0.2))
+            return
+        answer = await answering
+        if answer.finish is FinishReason.LENGTH and tuple(answer.tokens) == case.expected:
+            self.tally.right += 1
+        else:
+            self.tally.wrong.append(f"{fate}: {answer}, expected {case.expected}")
+
+    async def _prefill(self, case: Case, first: Side, fate: str) -> KVTransferParams | None:
+        prefilling = asyncio.create_task(first.answer(case, ORDER, [], max_tokens=1))
+        if fate == "left during prefill":
+            await leave(prefilling, self._numbers.uniform(0.0, 0.02))
+            return None
+        params = (await prefilling).params
+        assert params is not None, "a prefill without params"
+        if fate == "aborted":
+            await first.abort(params["remote_request_id"])
+        if fate == "late":
+            await asyncio.sleep(LEASE_S * 1.5)
+        return None if fate == "abandoned" else params
+
+    async def _kill_now_and_then(self) -> None:
+        while self._with_kills:
+            await asyncio.sleep(self._numbers.uniform(1.0, 3.0))
+            victim = self._numbers.choice((self._over.prefill[1], self._over.decode[1]))
+            await victim.kill()
+            self.tally.faults[f"killed {victim.role.value}"] += 1
+            await victim.start()
+
+    async def _settle(self) -> None:
+        """Every block is back within a lease and a transfer's deadline, and the books are right."""
+        within_s = LEASE_S + TRANSFER_TIMEOUT_S + 15.0
+        for near, far in (self._over.prefill, self._over.decode):
+            try:
+                await near.instance.check_clean(within_s)
+                if far.served is not None:
+                    await far.served.wait_until_idle(within_s)
+            except AssertionError as exc:
+                self.tally.leaked.append(str(exc))
+
+
+async def leave(task: asyncio.Task[Answer], after_s: float) -> None:
+    """Go away after a while, as a client does."""
+    await asyncio.wait({task}, timeout=after_s)
+    task.cancel()
+    with suppress(asyncio.CancelledError, EngineError, httpx.HTTPError):
+        await task
+
+
+async def make_cases(model: Path, seed: int) -> list[Case]:
+    """Requests, some with common beginnings, with a single instance's answers."""
+    numbers = random.Random(seed)
+    prefixes = [prompt_of(length, seed=-length) for length in (0, 48, 130)]
+    cases = []
+    async with instance(model) as single:
+        for index in range(NUM_CASES):
+            prompt = numbers.choice(prefixes) + prompt_of(numbers.randrange(1, 120), seed=index)
+            sampling = replace(GREEDY, max_tokens=numbers.randrange(2, 24))
+            if numbers.random() < 0.3:
+                sampling = replace(sampling, temperature=0.8, seed=index)
+            cases.append(
+                Case(prompt, sampling, tuple((await ask(single, prompt, sampling)).tokens))
+            )
+    return cases
+
+
+@asynccontextmanager
+async def field_of(model: Path) -> AsyncIterator[Field]:
+    """Two instances of each role, for the length of a block."""
+    near = {
+        "transports": (NAME,),
+        "lease_s": LEASE_S,
+        "transfer_timeout_s": TRANSFER_TIMEOUT_S,
+        "num_kv_blocks": DEFAULT_BLOCKS,
+    }
+    far = ["--transport", NAME, "--lease-seconds", str(LEASE_S)]
+    far += ["--transfer-timeout-seconds", str(TRANSFER_TIMEOUT_S)]
+    os.environ["MOONCAKE_TEST_GATE"] = "chaos"
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(instance(model, Role.PREFILL, **near))
+        second = await stack.enter_async_context(instance(model, Role.DECODE, **near))
+        params = await ask(first, prompt_of(3), replace(GREEDY, max_tokens=1), ORDER)
+        assert params.params is not None
+        first.engine.abort(params.params["remote_request_id"])
+        between = await stack.enter_async_context(
+            relay(params.params["remote_host"], params.params["remote_port"])
+        )
+        others = [
+            Far(model, role, (*far, "--kv-port", str(free_port())))
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        for other in others:
+            stack.push_async_callback(other.stop)
+            await other.start()
+        yield Field((Near(first, between), others[0]), (Near(second), others[1]), between)
+
+
+async def soak(model: Path, num_requests: int, seed: int, *, with_kills: bool = True) -> Tally:
+    """Run it all."""
+    cases = await make_cases(model, seed)
+    async with field_of(model) as over:
+        return await Soak(over, cases, seed, with_kills=with_kills).run(num_requests)
+
+
+def report(tally: Tally, seconds: float) -> str:
+    """The tally in words, the three that must be zero last."""
+    faults = ", ".join(f"{count} {what}" for what, count in sorted(tally.faults.items()))
+    errors = ", ".join(f"{count} {what}" for what, count in sorted(tally.errors.items()))
+    lines = [
+        f"requests       {tally.requests} in {seconds:.0f} s, {tally.right} answered in full",
+        f"faults         {sum(tally.faults.values())}: {faults}",
+        f"errors         {sum(tally.errors.values())}: {errors or 'none'}",
+        f"wrong answers  {len(tally.wrong)}",
+        f"leaked blocks  {len(tally.leaked)} instances with any",
+        f"hangs          {len(tally.hangs)}",
+    ]
+    return "\n".join([*lines, *tally.wrong[:5], *tally.leaked, *tally.hangs[:5]])
+
+
+def run_soak(model: Path, num_requests: int, seed: int, *, with_kills: bool = True) -> Tally:
+    """Run it, and print the report."""
+    started = time.monotonic()
+    tally = asyncio.run(soak(model, num_requests, seed, with_kills=with_kills))
+    print(report(tally, time.monotonic() - started), flush=True)
+    return tally
