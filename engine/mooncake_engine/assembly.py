@@ -19,9 +19,8 @@ from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.weights import ProgressHandler
 from mooncake_engine.kv_transfer.base import (
     Connector,
-    ConnectorEntry,
     ConnectorSetup,
-    build_connector,
+    ConnectorType,
     find_connector,
 )
 from mooncake_engine.messages import EngineFacts
@@ -100,7 +99,7 @@ def _connect(
     engine_id: str,
     backend: Backend,
     executor: Executor,
-    link: tuple[ConnectorEntry | None, _Post],
+    link: tuple[ConnectorType | None, _Post],
 ) -> Engine:
     entry, rank_post = link
     inbox = _Post()
@@ -131,13 +130,12 @@ def _start_connector(
     engine_id: str,
     backend: Backend,
     executor: Executor,
-    link: tuple[ConnectorEntry, Callable[[Command], None]],
+    link: tuple[ConnectorType, Callable[[Command], None]],
 ) -> Connector:
     entry, sink = link
     device = next(d for d in backend.runtime.devices() if d.index == config.device)
     hardware = Hardware(backend.name, device.generation, backend.capabilities.constraints)
-    return build_connector(
-        entry,
+    return entry(
         ConnectorSetup(
             config=config,
             engine_id=engine_id,

@@ -16,7 +16,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest, Wake
 from mooncake_engine.errors import EngineDead, Overloaded
 from mooncake_engine.execution.weights import LoadProgress
-from mooncake_engine.kv_transfer.base import find_connector
+from mooncake_engine.kv_transfer.base import Topology, find_connector
 from mooncake_engine.kv_transfer.params import TransferMode
 from mooncake_engine.messages import EngineFacts, EngineRequest, EngineStats, TokenUpdate
 
@@ -120,6 +120,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """A snapshot for metrics. Any thread."""
         return self._core.stats()
+
+    def topology(self) -> Topology | None:
+        """Where peers reach this instance; None if it works alone. Any thread."""
+        return self._core.topology()
 
     def check_health(self) -> None:
         """Raise EngineDead, with the first cause, if the core has died."""

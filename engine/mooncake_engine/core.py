@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.executor import Executor
-from mooncake_engine.kv_transfer.base import Connector
+from mooncake_engine.kv_transfer.base import Connector, Topology
 from mooncake_engine.kv_transfer.events import ConnectorFailed, Event, LeaseEnded, LoadEnded
 from mooncake_engine.kv_transfer.params import Handoff
 from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
@@ -125,6 +125,10 @@ class EngineCore:
             generation_tokens=self._num_generated,
             kv_transfer={} if self._connector is None else self._connector.stats(),
         )
+
+    def topology(self) -> Topology | None:
+        """Where peers reach this instance; None if it works alone. Any thread."""
+        return None if self._connector is None else self._connector.topology()
 
     def close(self) -> None:
         """End the connector, then the ranks, whose memory it uses. Idempotent."""

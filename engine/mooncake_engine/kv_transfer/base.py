@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Protocol, cast
+
+import msgspec
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.kv_transfer.events import EventSink
 from mooncake_engine.kv_transfer.params import TransferMode
 from mooncake_engine.scheduling.kv_connector import KVConnector
-from mooncake_hal.deployment import Hardware
+from mooncake_hal.deployment import CONNECTOR_GROUP, Hardware
 from mooncake_hal.kv.geometry import KVGeometry
 
 
@@ -39,6 +41,33 @@ class ConnectorSetup:
     sink: EventSink
 
 
+class RankEndpointFacts(msgspec.Struct, frozen=True):
+    """How a rank is reached: transport name to address."""
+
+    endpoints: dict[str, bytes]
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """What an instance publishes to those who want to reach it.
+
+    Args:
+        engine_id: name of this incarnation.
+        host, port: its side channel.
+        tp_size, block_size: ranks, and tokens per block.
+        backend, generation: what it runs on.
+        ranks: each rank's endpoints.
+    """
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int
+    block_size: int
+    backend: str
+    generation: str
+    ranks: tuple[RankEndpointFacts, ...]
+
+
 class Connector(KVConnector, Protocol):
     """A connector's core side, as the core sees it: a scheduler's connector with a life cycle."""
 
@@ -59,55 +88,40 @@ class Connector(KVConnector, Protocol):
         """Figures by name, for metrics."""
         ...
 
+    def topology(self) -> Topology:
+        """Where this instance is to be reached, and what it is. Any thread, once started."""
+        ...
+
     def close(self) -> None:
         """Stop. What is held or loading is given up. Idempotent."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorEntry:
-    """Where a connector's two sides are, as ``"module:attribute"``, and what it does."""
+class ConnectorType(Protocol):
+    """A connector's class, as ``find_connector`` returns it."""
 
-    core: str
-    worker: str
     mode: TransferMode
+    """Which side moves the bytes."""
+    worker: str
+    """Name of its worker side, an ExtensionFactory: ``"module:attribute"``."""
+
+    def __call__(self, setup: ConnectorSetup) -> Connector:
+        """Construct its core side."""
+        ...
 
 
-CONNECTORS = {
-    "MooncakeConnector": ConnectorEntry(
-        core="mooncake_engine.kv_transfer.connector:MooncakeConnector",
-        worker="mooncake_engine.kv_transfer.pull_worker:PullWorker",
-        mode=TransferMode.PULL,
-    ),
-    "MooncakeLayerwiseConnector": ConnectorEntry(
-        core="mooncake_engine.kv_transfer.push_connector:MooncakeLayerwiseConnector",
-        worker="mooncake_engine.kv_transfer.push_worker:PushWorker",
-        mode=TransferMode.PUSH,
-    ),
-}
-"""Connectors by name. ``module:attribute`` pairs, so that naming one imports nothing."""
-
-
-def find_connector(name: str) -> ConnectorEntry:
-    """The entry of that name.
+def find_connector(name: str) -> ConnectorType:
+    """The connector of that name; connectors are entry points of the group CONNECTOR_GROUP.
 
     Raises:
-        ConfigError: there is none; lists those there are.
+        ConfigError: there is none, or its module can't be loaded; lists those there are.
     """
-    if name not in CONNECTORS:
-        raise ConfigError(f"KV connector {name!r} is not known; known are {sorted(CONNECTORS)}")
-    return CONNECTORS[name]
-
-
-def build_connector(entry: ConnectorEntry, setup: ConnectorSetup) -> Connector:
-    """Import and construct a connector's core side.
-
-    Raises:
-        ConfigError: its module can't be loaded.
-    """
-    module, _, attribute = entry.core.partition(":")
+    known = {point.name: point for point in entry_points(group=CONNECTOR_GROUP)}
+    if name not in known:
+        raise ConfigError(f"KV connector {name!r} is not known; known are {sorted(known)}")
     try:
-        factory = getattr(importlib.import_module(module), attribute)
+        return cast(ConnectorType, known[name].load())
     except (ImportError, AttributeError) as exc:
-        raise ConfigError(f"KV connector {entry.core!r} can't be loaded: {exc}") from exc
-    return cast(Connector, factory(setup))
+        raise ConfigError(
+            f"KV connector {name!r} can't be loaded from {known[name].value}: {exc}"
+        ) from exc

@@ -15,7 +15,7 @@ from mooncake_engine.kv_transfer.connector_core import ConnectorCore
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.decode_side import DecodeSide
 from mooncake_engine.kv_transfer.facts import check_fit
-from mooncake_engine.kv_transfer.params import build_params, parse_handoff
+from mooncake_engine.kv_transfer.params import TransferMode, build_params, parse_handoff
 from mooncake_engine.kv_transfer.prefill_side import PrefillSide
 from mooncake_engine.kv_transfer.protocol import AnyMessage, LeaseStatus
 from mooncake_engine.kv_transfer.rank_loads import RankLoads
@@ -30,6 +30,9 @@ class MooncakeConnector(ConnectorCore):
     Args:
         setup: what it is built from.
     """
+
+    mode = TransferMode.PULL
+    worker = "mooncake_engine.kv_transfer.pull_worker:PullWorker"
 
     def __init__(self, setup: ConnectorSetup) -> None:
         self._loads = RankLoads(setup.config.tp_size, setup.send)

@@ -11,7 +11,7 @@ from typing import Any
 import zmq.asyncio
 
 from mooncake_engine.errors import ConfigError, PortTaken
-from mooncake_engine.kv_transfer.base import ConnectorSetup
+from mooncake_engine.kv_transfer.base import ConnectorSetup, RankEndpointFacts, Topology
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import ConnectorFailed
 from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts, model_fingerprint
@@ -89,6 +89,20 @@ class ConnectorCore(ABC):
             self._is_started = False
             self._loop.run(self._shut(), START_TIMEOUT_S + self._config.transfer_timeout_s)
         self._loop.close()
+
+    def topology(self) -> Topology:
+        """See ``Connector``."""
+        facts = self._facts()
+        return Topology(
+            facts.engine_id,
+            self._holder.host,
+            self._holder.port,
+            facts.tp_size,
+            facts.block_size,
+            facts.hardware.backend,
+            facts.hardware.generation,
+            tuple(RankEndpointFacts(rank.endpoints) for rank in facts.ranks),
+        )
 
     async def _open(self) -> None:
         setup, config = self._setup, self._config

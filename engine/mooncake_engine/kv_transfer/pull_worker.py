@@ -42,7 +42,7 @@ class PullWorker:
         config = context.config.kv_transfer
         if config is None:
             raise ConfigError("PullWorker needs a kv_transfer configuration")
-        self._context = context
+        self.context = context
         self._timeout_s = config.transfer_timeout_s
         pool = context.pool
         self._placement = KVPlacement(pool.shard, pool.layout)
@@ -95,13 +95,13 @@ class PullWorker:
             error = f"{type(exc).__name__}: {exc}"
         except BaseException as exc:
             error = f"the loader died: {exc!r}"
-            self._context.fail(exc)
+            self.context.fail(exc)
             raise
         finally:
             del self._loads[load.command.request_id]
             seconds = time.monotonic() - started
             report = LoadReport(load.command.request_id, error, load.nbytes, seconds)
-            self._context.emit(encode(report))
+            self.context.emit(encode(report))
 
     def _read(self, load: _RunningLoad) -> None:
         command = load.command
@@ -115,7 +115,7 @@ class PullWorker:
             spread=command.spread,
         )
         plans = plan_transfer(
-            self._context.pool.geometry,
+            self.context.pool.geometry,
             self._placement,
             [rank.placement for rank in ranks],
             movement,

@@ -15,7 +15,7 @@ from mooncake_engine.kv_transfer.base import ConnectorSetup
 from mooncake_engine.kv_transfer.connector_core import ConnectorCore
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.facts import check_fit
-from mooncake_engine.kv_transfer.params import build_push_params, parse_handoff
+from mooncake_engine.kv_transfer.params import TransferMode, build_push_params, parse_handoff
 from mooncake_engine.kv_transfer.presence import is_gone
 from mooncake_engine.kv_transfer.protocol import AnyMessage, Ping, Pong, PushedToken
 from mooncake_engine.kv_transfer.push_decode_side import PushDecodeSide
@@ -37,6 +37,9 @@ class MooncakeLayerwiseConnector(ConnectorCore):
     Args:
         setup: what it is built from.
     """
+
+    mode = TransferMode.PUSH
+    worker = "mooncake_engine.kv_transfer.push_worker:PushWorker"
 
     def __init__(self, setup: ConnectorSetup) -> None:
         self._group = RankGroup(setup.config.tp_size, setup.send)

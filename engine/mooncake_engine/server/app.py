@@ -53,6 +53,7 @@ def _plain_routes(plain: PlainEndpoints) -> list[Route]:
         Route("/v1/models", plain.models, methods=["GET"]),
         Route("/health", plain.health, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
+        Route("/kv/topology", plain.topology, methods=["GET"]),
         Route("/abort", plain.abort, methods=["POST"]),
         Route("/tokenize", plain.tokenize, methods=["POST"]),
         Route("/detokenize", plain.detokenize, methods=["POST"]),

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from mooncake_engine.errors import EngineDead, EngineError, InvalidRequest
 from mooncake_engine.server.answering import Answerer
 from mooncake_engine.server.decoding import RequestType, decode_request
-from mooncake_engine.server.errors import to_api_error
+from mooncake_engine.server.errors import ApiError, to_api_error
 from mooncake_engine.server.forms import Form
 from mooncake_engine.server.jobs import Job
 from mooncake_engine.server.planning import Planner
@@ -115,6 +115,14 @@ class PlainEndpoints:
             "max_model_len": facts.max_model_len,
         }
         return _json({"object": "list", "data": [card]})
+
+    async def topology(self, _: Request) -> Response:
+        """``GET /kv/topology``: where peers reach this instance; 404 if it works alone."""
+        topology = self.answerer.engine.topology()
+        if topology is None:
+            message = "this instance works alone: it has no KV connector"
+            return ApiError(404, message, "not_found_error").response()
+        return Response(msgspec.json.encode(topology), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: 200, or 503 with the reason."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import RequestFailed
+from mooncake_engine.kv_transfer.base import Topology
 from mooncake_engine.messages import (
     EngineFacts,
     EngineRequest,
@@ -47,6 +48,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
+
+    def topology(self) -> Topology | None:
+        """Where peers reach this instance; None if it works alone."""
 
     def check_health(self) -> None:
         """Raises EngineDead with the first cause."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import pd_recording, pd_transport
+from support import pd_transport
 from support.pd import (
     GREEDY,
     Pair,
@@ -22,9 +22,10 @@ from support.pd import (
 )
 from support.pd_transport import Gate
 
-from mooncake_engine.config import LoadFailurePolicy
-from mooncake_engine.kv_transfer.base import CONNECTORS
+from mooncake_engine.config import LoadFailurePolicy, Role
+from mooncake_engine.kv_transfer.pull_worker import PullWorker
 from mooncake_engine.messages import FinishReason
+from mooncake_engine.scheduling.plan import StepPlan
 
 GATED = {"transports": (pd_transport.NAME,)}
 PROMPT = prompt_of(100)
@@ -64,16 +65,22 @@ def test_the_first_token_is_there_before_the_kv(model: Path, gate: Gate) -> None
 def test_the_decode_side_computes_no_token_of_the_prompt(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CONNECTORS, pd_recording.NAME, pd_recording.ENTRY)
+    plans: list[StepPlan] = []
+
+    def remember(worker: PullWorker, plan: StepPlan) -> None:
+        if worker.context.config.role is Role.DECODE:
+            plans.append(plan)
+
+    monkeypatch.setattr(PullWorker, "begin_step", remember)
 
     async def scenario(both: Pair, expected: list[int]) -> None:
-        pd_recording.PLANS.clear()
+        plans.clear()
         assert (await ask_pair(both, PROMPT)).tokens == expected
-        ran = [(s.start, s.count) for plan in pd_recording.PLANS for s in plan.sequences]
+        ran = [(s.start, s.count) for plan in plans for s in plan.sequences]
         wanted = range(len(PROMPT), len(PROMPT) + len(expected) - 1)
         assert ran == [(position, 1) for position in wanted]
 
-    run(model, scenario, decode={"connector": pd_recording.NAME})
+    run(model, scenario)
 
 
 def test_spoilt_kv_changes_the_answer(model: Path, gate: Gate) -> None:
