@@ -21,6 +21,9 @@ from mooncake_hal.errors import AccessDenied, PeerLost, TransferError, VersionMi
 NONCE_BYTES = 32
 EPOCH_BYTES = 16
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
+"""What msgspec raises for bytes that are not the message that was wanted."""
+
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 
@@ -50,7 +53,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
     """Server to client, last: the server's proof, or why there is none."""
 
-    proof: bytes = b""
+    proof: bytes
     refusal: str = ""
 
 
@@ -151,7 +154,7 @@ def decode(data: bytes, kind: type[Message]) -> Message:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise PeerLost(f"the peer broke the protocol: wanted {kind.__name__}: {exc}") from exc
 
 
@@ -163,7 +166,7 @@ def decode_address(data: bytes, kind: type[Message], transport: str) -> Message:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise TransferError(f"these {len(data)} bytes are no {transport} address: {exc}") from exc
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 
-from mooncake_hal.errors import PeerLost, TransferTimeout, TransportUnavailable
+from mooncake_hal.errors import PeerLost, TransferTimeout, TransportUnavailable, VersionMismatch
 from mooncake_hal.transports import handshake
 from mooncake_hal.transports.regions import RegionTable
 from mooncake_hal.transports.shm import control, host
@@ -28,6 +28,11 @@ def connect(
     Raises:
         TransferError: see ``Endpoint.connect``.
     """
+    if address.version != control.VERSION:
+        raise VersionMismatch(
+            f"shm: we speak version {control.VERSION}, the peer {address.version}; "
+            "run one release of mooncake-hal on both"
+        )
     reason = out_of_reach(address)
     if reason is not None:
         raise TransportUnavailable(control.NAME, reason)
@@ -44,8 +49,6 @@ def connect(
 
 def out_of_reach(address: control.Address) -> str | None:
     """Say why an address can't be reached from this process, or None."""
-    if address.version != control.VERSION:
-        return f"the peer speaks version {address.version}, we speak {control.VERSION}"
     if address.host != host.host_identity():
         return "the peer is on another host or in another network namespace"
     return None

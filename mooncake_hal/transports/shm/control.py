@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from mooncake_hal.errors import PeerLost
-from mooncake_hal.transports.handshake import encode
+from mooncake_hal.transports.handshake import UNREADABLE, encode
 
 NAME = "shm"
 VERSION = 1
@@ -30,7 +30,7 @@ class Address(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True
         host: see ``host_identity``.
         epoch: random identity of this incarnation.
         socket: name of the abstract Unix socket, without the leading zero byte.
-        pid, started: the process, and when it started (see ``start_time``).
+        pid: the process, for messages; the kernel says which one really answers.
     """
 
     version: int
@@ -38,7 +38,6 @@ class Address(msgspec.Struct, frozen=True, tag="shm", forbid_unknown_fields=True
     epoch: bytes
     socket: str
     pid: int
-    started: int
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", forbid_unknown_fields=True):
@@ -157,7 +156,7 @@ def decode_to_client(data: bytes) -> ToClient:
     """
     try:
         return msgspec.msgpack.decode(data, type=Offer | Revoke | Synced)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise PeerLost(f"shm: the peer broke the protocol: {exc}") from exc
 
 
@@ -169,5 +168,5 @@ def decode_to_server(data: bytes) -> ToServer:
     """
     try:
         return msgspec.msgpack.decode(data, type=Revoked | Sync)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise PeerLost(f"shm: the peer broke the protocol: {exc}") from exc

@@ -248,7 +248,7 @@ class ShmEndpoint:
         except TransferError as exc:
             logger.warning("shm: refused a client (pid %d): %s", _pid(client), exc)
             with contextlib.suppress(PeerLost):
-                control.send(client.connection, handshake.Welcome(refusal=str(exc)))
+                control.send(client.connection, handshake.Welcome(b"", str(exc)))
             self._drop(client)
 
     def _admit(self, client: Client, hello: handshake.Hello) -> None:
@@ -314,15 +314,12 @@ class ShmEndpoint:
 
 
 def _own_address(epoch: bytes, name: str) -> control.Address:
-    pid = os.getpid()
-    started = host.start_time(pid) or 0
     return control.Address(
         version=control.VERSION,
         host=host.host_identity(),
         epoch=epoch,
         socket=name,
-        pid=pid,
-        started=started,
+        pid=os.getpid(),
     )
 
 

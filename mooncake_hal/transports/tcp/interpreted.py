@@ -15,7 +15,8 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,31 +117,52 @@ class _Pipe:
 
 @dataclass(slots=True, eq=False)
 class _Serving:
-    """A connection being served; ``table`` is what its operation touches: [n, 2], or None."""
+    """A connection being served.
+
+    Args:
+        table: what its operation may touch: [n, 2], or None.
+        touching: held while it copies to or from that.
+        is_aborted: the memory has been revoked.
+    """
 
     table: NDArray[np.uint64] | None = None
+    touching: threading.Lock = field(default_factory=threading.Lock)
     is_aborted: bool = False
+
+    def touch(self, copy: Callable[[], None]) -> Status:
+        """Copy to or from registered memory, unless it has been revoked."""
+        with self.touching:
+            if self.is_aborted:
+                return Status.REVOKED
+            try:
+                copy()
+            except OSError:
+                return Status.FAULT
+            return Status.OK
 
 
 class _Server:
     """Regions and connections of one endpoint; see the server's half of stream.c."""
 
     def __init__(self) -> None:
-        self.released = threading.Condition()
+        self.lock = threading.Lock()
         self.regions = RegionTable("this side")
         self.connections: set[_Serving] = set()
 
     def admit(self, serving: _Serving, table: NDArray[np.uint64], total: int) -> Status:
-        with self.released:
+        """Check an operation, and let ``fence`` know of it, in one step."""
+        with self.lock:
             status = self._judge(table, total)
-            if status is Status.OK:
-                serving.table, serving.is_aborted = table, False
+            serving.table, serving.is_aborted = table, False
             return status
 
-    def release(self, serving: _Serving) -> None:
-        with self.released:
-            serving.table = None
-            self.released.notify_all()
+    def fence(self, start: int, end: int) -> None:
+        """Keep what touches [start, end) from copying; returns when nothing copies any more."""
+        with self.lock:
+            for serving in self.connections:
+                if _touches(serving.table, start, end):
+                    with serving.touching:
+                        serving.is_aborted = True
 
     def _judge(self, table: NDArray[np.uint64], total: int) -> Status:
         addresses, nbytes = table[:, 0].copy(), table[:, 1].copy()
@@ -207,17 +229,12 @@ class InterpretedStreams:
     def set_regions(self, handle: int, table: RegionTable) -> None:
         """See ``Streams``."""
         server = self._servers[handle]
-        with server.released:
+        with server.lock:
             server.regions = table
 
     def fence(self, handle: int, start: int, end: int) -> None:
         """See ``Streams``."""
-        server = self._servers[handle]
-        with server.released:
-            while busy := [one for one in server.connections if _touches(one.table, start, end)]:
-                for serving in busy:
-                    serving.is_aborted = True
-                server.released.wait()
+        self._servers[handle].fence(start, end)
 
     def serve(self, handle: int, connection: socket.socket, stop: ctypes.c_int32) -> int:
         """See ``Streams``."""
@@ -228,7 +245,7 @@ class InterpretedStreams:
                 raise _Ended(Outcome.STOPPED)
 
         pipe = _Pipe(connection, check)
-        with server.released:
+        with server.lock:
             server.connections.add(serving)
         try:
             while True:
@@ -237,10 +254,8 @@ class InterpretedStreams:
         except _Ended as exc:
             return exc.outcome
         finally:
-            with server.released:
+            with server.lock:
                 server.connections.discard(serving)
-                serving.table = None
-                server.released.notify_all()
 
 
 def _carry_out(operation: Operation, pipe: _Pipe) -> None:
@@ -281,42 +296,35 @@ def _serve_request(server: _Server, serving: _Serving, pipe: _Pipe) -> None:
         raise _Ended(Outcome.BROKEN)
     table = np.frombuffer(pipe.receive(16 * count), np.uint64).reshape(-1, 2)
     status = server.admit(serving, table, total)
-    try:
-        if status is not Status.OK and kind == WRITE:
-            pipe.drain(total)
-        elif kind == WRITE:
-            status = _serve_write(server, serving, pipe, table)
-        pipe.send(REPLY.pack(MAGIC, status, 0))
-        if status is Status.OK and kind == READ:
-            _serve_read(server, serving, pipe, table)
-    finally:
-        server.release(serving)
+    if status is not Status.OK and kind == WRITE:
+        pipe.drain(total)
+    elif kind == WRITE:
+        status = _serve_write(serving, pipe, table)
+    pipe.send(REPLY.pack(MAGIC, status, 0))
+    if status is Status.OK and kind == READ:
+        _serve_read(serving, pipe, table)
 
 
-def _serve_write(
-    server: _Server, serving: _Serving, pipe: _Pipe, table: NDArray[np.uint64]
-) -> Status:
+def _serve_write(serving: _Serving, pipe: _Pipe, table: NDArray[np.uint64]) -> Status:
     left, status = int(table[:, 1].sum()), Status.OK
     for vector in vectors(table[:, 0], table[:, 1], STAGE_BYTES):
         size = int(vector[:, 1].sum())
         pipe.receive_into(pipe.stage.data[:size])
         left -= size
-        status = _touch(serving, lambda vector=vector: scatter(pipe.stage, vector))  # type: ignore[misc]
+        status = serving.touch(partial(scatter, pipe.stage, vector))
         if status is not Status.OK:
             break
-    server.release(serving)
     pipe.drain(left)
     return status
 
 
-def _serve_read(server: _Server, serving: _Serving, pipe: _Pipe, table: NDArray[np.uint64]) -> None:
+def _serve_read(serving: _Serving, pipe: _Pipe, table: NDArray[np.uint64]) -> None:
     moved, total = 0, int(table[:, 1].sum())
     for vector in vectors(table[:, 0], table[:, 1], STAGE_BYTES):
         for piece in _cut_at_chunk(vector, moved):
             size = int(piece[:, 1].sum())
-            status = _touch(serving, lambda piece=piece: gather(piece, pipe.stage))  # type: ignore[misc]
+            status = serving.touch(partial(gather, piece, pipe.stage))
             if status is not Status.OK:
-                server.release(serving)
                 end = min(moved // CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES, total)
                 pipe.send_zeros(end - moved)
                 pipe.send(TRAILER.pack(MAGIC, status))
@@ -325,17 +333,6 @@ def _serve_read(server: _Server, serving: _Serving, pipe: _Pipe, table: NDArray[
             moved += size
             if moved % CHUNK_BYTES == 0 or moved == total:
                 pipe.send(TRAILER.pack(MAGIC, Status.OK))
-
-
-def _touch(serving: _Serving, copy: Callable[[], None]) -> Status:
-    """Copy to or from registered memory, unless it has been revoked."""
-    if serving.is_aborted:
-        return Status.REVOKED
-    try:
-        copy()
-    except OSError:
-        return Status.FAULT
-    return Status.OK
 
 
 def _cut_at_chunk(vector: NDArray[np.uint64], moved: int) -> list[NDArray[np.uint64]]:
