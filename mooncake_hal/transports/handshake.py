@@ -53,7 +53,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", forbid_unknown_fields=True
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
     """Server to client, last: the server's proof, or why there is none."""
 
-    proof: bytes
+    proof: bytes = b""
     refusal: str = ""
 
 

@@ -248,7 +248,7 @@ class ShmEndpoint:
         except TransferError as exc:
             logger.warning("shm: refused a client (pid %d): %s", _pid(client), exc)
             with contextlib.suppress(PeerLost):
-                control.send(client.connection, handshake.Welcome(b"", str(exc)))
+                control.send(client.connection, handshake.Welcome(refusal=str(exc)))
             self._drop(client)
 
     def _admit(self, client: Client, hello: handshake.Hello) -> None:

@@ -137,7 +137,7 @@ class Server:
             try:
                 welcome = self._deployment.check_client(challenge, hello)
             except TransferError as exc:
-                wire.send_message(connection, handshake.Welcome(b"", str(exc)))
+                wire.send_message(connection, handshake.Welcome(refusal=str(exc)))
                 raise
             wire.send_message(connection, welcome)
             return connection

@@ -85,16 +85,19 @@ def test_a_refusal_is_passed_on() -> None:
     challenge = OURS.challenge(EPOCH)
     hello = OURS.answer(challenge, EPOCH)
     with pytest.raises(AccessDenied, match="refused us: because"):
-        OURS.check_server(challenge, hello, Welcome(b"", "because"))
+        OURS.check_server(challenge, hello, Welcome(refusal="because"))
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_typed_error(data: bytes) -> None:
-    for kind in (Challenge, Hello, Welcome):
+    for kind in (Challenge, Hello):
         with pytest.raises(PeerLost, match="broke the protocol"):
             decode(data, kind)
     with pytest.raises(TransferError, match="no tcp address"):
         decode_address(data, Address, "tcp")
+    challenge = OURS.challenge(EPOCH)
+    with pytest.raises((PeerLost, AccessDenied)):
+        OURS.check_server(challenge, OURS.answer(challenge, EPOCH), decode(data, Welcome))
 
 
 def test_messages_survive_the_wire() -> None:
