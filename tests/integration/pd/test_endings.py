@@ -19,6 +19,7 @@ from support.pd import (
     Pair,
     ask,
     ask_pair,
+    free_port,
     instance,
     make_config,
     pair,
@@ -191,13 +192,6 @@ def test_a_kind_of_message_that_never_arrives(
 
 
 # --- other incarnations ------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def test_a_restarted_holder_is_another_one(model: Path, gate: Gate) -> None:

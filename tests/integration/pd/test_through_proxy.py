@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -14,7 +15,7 @@ from support.pd_processes import Served, serving
 from support.programs import TINY_LLAMA, running
 
 PAGE = (TINY_LLAMA / "page.txt").read_text()
-ENDLESS = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
+ENDLESS: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 LEASE_S = 2.0
 
 

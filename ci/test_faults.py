@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Fault injection: the tests of single faults, then a soak with all of them at random.
+
+Exits 0 only if the tests pass and the soak ends with no wrong answer, no leaked block, no hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+FULL_REQUESTS = 5_000
+FAULT_TESTS = ("transfers", "endings", "kills", "through_proxy")
+
+
+def main() -> int:
+    """Run what was asked for; the exit status."""
+    args = parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if not args.soak_only and (status := run_tests()):
+        return status
+    return 0 if run_soak(args) else 1
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--full", action="store_true", help=f"{FULL_REQUESTS} requests")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--soak-only", action="store_true", help="without the single faults")
+    parser.add_argument("--no-kills", action="store_true", help="everything but SIGKILL")
+    parser.add_argument("--log", type=Path, help="file for what the instances say")
+    return parser.parse_args()
+
+
+def run_tests() -> int:
+    """The tests of single faults, slow ones included."""
+    files = [TESTS / "integration" / "pd" / f"test_{name}.py" for name in FAULT_TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", *map(str, files)]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def run_soak(args: argparse.Namespace) -> bool:
+    """The soak; whether it ended well."""
+    with tempfile.TemporaryDirectory() as directory:
+        plugins = Path(directory) / "plugins"
+        sys.path[:0] = [str(TESTS), str(plugins)]
+        path = [str(plugins), str(TESTS), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        import logging
+
+        from support.pd import write_model
+        from support.pd_soak import run_soak as soak
+        from support.pd_transport import install
+
+        logging.basicConfig(
+            level=logging.ERROR if args.log is None else logging.INFO, filename=args.log
+        )
+        install(plugins)
+        print(f"soak, seed {args.seed}", flush=True)
+        requests = FULL_REQUESTS if args.full else args.requests
+        model = write_model(Path(directory) / "model")
+        return soak(model, requests, args.seed, with_kills=not args.no_kills).is_good
+
+
+if __name__ == "__main__":
+    sys.exit(main())
