@@ -1,6 +1,6 @@
 """All process-level tests of the proxy, the storm of 2,000 streams included.
 
-    python ci/test_proxy_faults.py [pytest flags]
+python ci/test_proxy_faults.py [pytest flags]
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import UNSET, Raw, Struct
 
 from mooncake_proxy.errors import BadRequest
 
@@ -106,7 +106,7 @@ class Choice(Struct):
     message: dict[str, Any] | None = None
     logprobs: Raw = ABSENT
     finish_reason: str | None = None
-    stop_reason: Any = None
+    stop_reason: Any = UNSET
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
@@ -152,7 +152,7 @@ class TextDelta(Struct):
     text: str
     logprobs: Raw
     finish_reason: str | None
-    stop_reason: Any = None
+    stop_reason: Any = UNSET
 
 
 class ChatDelta(Struct):
@@ -162,7 +162,7 @@ class ChatDelta(Struct):
     delta: dict[str, Any]
     logprobs: Raw
     finish_reason: str | None
-    stop_reason: Any = None
+    stop_reason: Any = UNSET
 
 
 class Chunk(Struct, omit_defaults=True):

@@ -335,6 +335,7 @@ class FakeInstance:
         return self._base(seen, "answer") | {"choices": choices, "usage": usage}
 
     async def _stream(self, seen: Seen, params: Json, writer: asyncio.StreamWriter) -> None:
+        _check_open(writer)
         writer.write(STREAM_HEAD)
         behaviour = self.behaviour
         for position, data in enumerate(_cut(self._events(seen, params), behaviour.cut)):

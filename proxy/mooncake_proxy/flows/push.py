@@ -38,12 +38,13 @@ async def _meet(router: Router, call: Call, decoder: Instance) -> None:
     """One attempt: D's answer, and beside it the prefill that D's post starts."""
     call.decoder = decoder.name
     with router.rendezvous.expect(lambda params: _dispatch(router, call, params)) as meeting:
-        body = _decode_body(call, router.metaserver_url + meeting.key)
+        body = decode_body(call, router.metaserver_url + meeting.key)
         decoding = router.client.loop.create_task(generate(router, call, decoder, body))
         await meeting.beside(decoding)
 
 
-def _decode_body(call: Call, metaserver: str) -> bytes:
+def decode_body(call: Call, metaserver: str) -> bytes:
+    """The body for D: the client's own, and where to say which blocks are reserved."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
     fields = call.fields.copy()
     fields["kv_transfer_params"] = Raw(encode(params))

@@ -95,6 +95,7 @@ class Connection(asyncio.Protocol):
         "_headers",
         "_is_complete",
         "_is_head_wanted",
+        "_is_hung_up",
         "_parser",
         "_parts",
         "_pool",
@@ -123,6 +124,7 @@ class Connection(asyncio.Protocol):
         self._has_head = False
         self._is_complete = True
         self._is_head_wanted = False
+        self._is_hung_up = False
         self.headers: dict[bytes, bytes] = {}
         self.status = 0
         self.num_received = 0
@@ -146,7 +148,8 @@ class Connection(asyncio.Protocol):
         first = self._context.loop.time() + self._context.limits.first_byte_timeout_s
         self.deadline = first if first < last_deadline else last_deadline
         self._context.busy.add(self)
-        if self._transport is None:
+        # uvloop raises on writes to a transport that is closing; others drop them in silence.
+        if self._transport is None or self._transport.is_closing():
             self._failure = ConnectionLost(self.name, "closed before the request was sent")
         else:
             self._transport.write(payload)
@@ -200,7 +203,8 @@ class Connection(asyncio.Protocol):
         """End the exchange: back to the pool, or closed, which aborts the request there."""
         self._context.busy.discard(self)
         self._sink = None
-        if self._is_complete and self.reusable and self._transport is not None:
+        is_usable = self.reusable and self._transport is not None and not self._is_hung_up
+        if self._is_complete and is_usable:
             self._parts = []
             self._pool.give_back(self)
         else:
@@ -218,6 +222,7 @@ class Connection(asyncio.Protocol):
             return False
         self.last_deadline = self.deadline = self._context.loop.time() + wait_s
         transport.write_eof()
+        self._is_hung_up = True
         return True
 
     def close(self) -> None:

@@ -332,7 +332,7 @@ class ServerProtocol(asyncio.Protocol):
 
     def send(self, data: bytes) -> None:
         """Write now; nothing happens when the client is gone."""
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:

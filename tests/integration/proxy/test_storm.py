@@ -152,7 +152,7 @@ async def _settle(s: Stand) -> None:
     """Releases and cancellations that are still on their way."""
 
     async def quiet() -> None:
-        while any(i.num_running for i in s.app.router.fleet) or s.app.admission.num_running:  # noqa: ASYNC110  # nobody tells
+        while s.app.admission.num_running:  # noqa: ASYNC110  # nobody tells
             await asyncio.sleep(0.02)
 
     await asyncio.wait_for(quiet(), 10)
@@ -165,10 +165,12 @@ def _judge(s: Stand, outcome: Outcome) -> None:
     assert sum(outcome.counts.values()) == NUM_STREAMS
     assert outcome.counts["left"] > NUM_STREAMS * DISCONNECTS / 2
     assert outcome.counts["whole"] > NUM_STREAMS * 0.7
+    assert [instance.num_running for instance in s.app.router.fleet] == [0] * 6
     assert s.app.client.busy == set()
     assert s.app.router.rendezvous.meetings == {}
     leaked = [held for fake in s.prefills for held in _never_fetched(fake, s.decodes)]
-    undelivered = sum(n for (outcome,), n in s.app.router.metrics.aborts.values.items() if outcome != "200")
+    aborts = s.app.router.metrics.aborts.values
+    undelivered = sum(number for (status,), number in aborts.items() if status != "200")
     assert len(leaked) <= undelivered, leaked
 
 

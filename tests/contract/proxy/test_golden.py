@@ -1,0 +1,65 @@
+"""The proxy's side of the JSON contract, pinned by the golden files next to this one.
+
+The engine's tests read the same files: what one side sends, the other side takes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Raw
+
+from mooncake_proxy import openai
+from mooncake_proxy.call import Call, decode_body, prefill_body
+from mooncake_proxy.flows.push import decode_body as push_decode_body
+from mooncake_proxy.openai import Endpoint
+
+HERE = Path(__file__).parent
+
+
+def golden(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((HERE / f"{name}.json").read_text("utf-8"))
+    return content
+
+
+def call_of(body: dict[str, Any]) -> Call:
+    ask, fields = openai.parse_request(json.dumps(body).encode())
+    endpoint = Endpoint.CHAT if "messages" in body else Endpoint.COMPLETION
+    return Call(None, endpoint, ask, fields, "r", 0.0, 1.0, 1)  # type: ignore[arg-type]  # no socket
+
+
+def events_of(stream: bytes) -> list[Any]:
+    blocks = [block[6:] for block in stream.decode().split("\n\n") if block]
+    return [block if block == "[DONE]" else json.loads(block) for block in blocks]
+
+
+@pytest.mark.parametrize("name", ["pull_completion", "pull_chat"])
+def test_pull(name: str) -> None:
+    case = golden(name)
+    call = call_of(case["client"])
+    assert json.loads(prefill_body(call)) == case["to_prefill"]
+    answer = openai.answer_decoder.decode(json.dumps(case["prefill_answer"]).encode())
+    events = openai.first_token_events(call.endpoint, answer, call.ask)
+    assert events_of(events) == case["first_events"]
+    sent = decode_body(call, answer.kv_transfer_params, delivered=True)
+    assert json.loads(sent) == case["to_decode"]
+
+
+def test_finished_on_prefill() -> None:
+    case = golden("pull_finished_on_prefill")
+    call = call_of(case["client"])
+    answer = openai.answer_decoder.decode(json.dumps(case["prefill_answer"]).encode())
+    events = openai.final_answer_events(call.endpoint, answer, call.ask)
+    assert events_of(events) == case["events"]
+
+
+def test_push() -> None:
+    case = golden("push_completion")
+    call = call_of(case["client"])
+    metaserver = case["to_decode"]["kv_transfer_params"]["metaserver"]
+    assert json.loads(push_decode_body(call, metaserver)) == case["to_decode"]
+    posted = Raw(json.dumps(case["decode_posts"]).encode())
+    assert json.loads(prefill_body(call, posted)) == case["to_prefill"]

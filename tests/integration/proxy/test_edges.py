@@ -1,0 +1,195 @@
+"""The client side's edges: keys, limits, TLS, IPv6, pipelining, odd requests."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand, text_of
+from support.proxy_fakes_client import BODY, events_of, post, streamed_text
+
+from mooncake_proxy.config import AdmissionConfig, TlsConfig
+from mooncake_proxy.http1.client import Origin
+from mooncake_proxy.http1.server import ServerLimits
+
+
+async def raw(s: Stand, data: bytes) -> bytes:
+    """Bytes in, everything out until the proxy closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
+    writer.write(data)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    return answer
+
+
+def test_api_keys() -> None:
+    async def main() -> None:
+        async with stand(api_keys=frozenset({"k1", "k2"})) as s:
+            async with httpx.AsyncClient(base_url=s.url) as client:
+                for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic k1"}):
+                    answer = await client.post("/v1/completions", json=BODY, headers=headers)
+                    assert answer.status_code == 401
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
+                ok = {"authorization": "Bearer k2"}
+                answer = await client.post("/v1/completions", json=BODY, headers=ok)
+                assert answer.status_code == 200
+                assert (await client.get("/v1/models")).status_code == 401
+                assert (await client.get("/health")).status_code == 200
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_the_limit_is_413(chunked: bool) -> None:
+    async def main() -> None:
+        async with stand(server=ServerLimits(max_body_bytes=1000)) as s:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+            if chunked:
+                data = head + b"transfer-encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000
+            else:
+                data = head + b"content-length: 2000\r\n\r\n"
+            answer = await raw(s, data)
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b"at most 1000" in answer
+            assert s.prefill.generated == []
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"GET /nope HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", 404),
+        (b"GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", 405),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000 + b"\r\nhost: x\r\n", 431),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nconnection: close\r\ncontent-length: 1\r\n\r\n{",
+            400,
+        ),
+    ],
+)
+def test_odd_requests_are_answered(data: bytes, status: int) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            answer = await raw(s, data)
+            assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:100]
+            assert b'{"error":{"message":' in answer
+
+    uvloop.run(main())
+
+
+def test_a_request_that_dawdles_is_408() -> None:
+    async def main() -> None:
+        async with stand(server=ServerLimits(head_timeout_s=0.2)) as s:
+            assert (await raw(s, b"POST /v1/completions HTTP/1.1\r\n")).startswith(b"HTTP/1.1 408 ")
+
+    uvloop.run(main())
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            one = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+            last = b"GET /nope HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            answer = await raw(s, one + one + last)
+            statuses = [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]]
+            assert statuses == [b"200", b"200", b"404"]
+
+    uvloop.run(main())
+
+
+def test_http_1_0_gets_no_chunks() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            body = b'{"prompt":"x","max_tokens":3,"stream":true}'
+            head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body)
+            headers, _, rest = (await raw(s, head + body)).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in headers
+            assert streamed_text(events_of(rest.decode())) == text_of(3)
+
+    uvloop.run(main())
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    async def main() -> None:
+        admission = AdmissionConfig(max_running=1, max_waiting=1, max_wait_s=10)
+        async with stand(admission=admission) as s:
+            s.prefill.behaviour.delay_s = 0.2
+            answers = await asyncio.gather(*(post(s, BODY) for _ in range(4)))
+            statuses = sorted(answer.status_code for answer in answers)
+            assert statuses == [200, 200, 429, 429]
+            refused = next(answer for answer in answers if answer.status_code == 429)
+            assert int(refused.headers["retry-after"]) >= 1
+            assert s.app.admission.num_running == 0
+
+    uvloop.run(main())
+
+
+def test_the_request_deadline_holds() -> None:
+    async def main() -> None:
+        async with stand(request_timeout_s=0.2, local_prefill=False) as s:
+            s.prefill.behaviour.hangs = True
+            answer = await post(s, BODY)
+            assert answer.status_code == 504
+
+    uvloop.run(main())
+
+
+def test_tls_and_ipv6(tmp_path: Path) -> None:
+    async def main() -> None:
+        certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+        _make_certificate(certificate, key)
+        tls = TlsConfig(str(certificate), str(key))
+        async with stand(host="::1", tls=tls) as s:
+            trust = ssl.create_default_context(cafile=str(certificate))
+            url = f"https://[::1]:{s.app.port}"
+            async with httpx.AsyncClient(base_url=url, verify=trust) as client:
+                answer = await client.post("/v1/completions", json=BODY)
+                assert answer.json()["choices"][0]["text"] == text_of(5)
+
+    uvloop.run(main())
+
+
+def _make_certificate(certificate: Path, key: Path) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:::1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "origin"),
+    [
+        ("http://[::1]:81/x/", Origin("http", "::1", 81, "/x")),
+        ("host:9", Origin("http", "host", 9)),
+        ("https://h", Origin("https", "h", 443)),
+    ],
+)
+def test_instance_urls(url: str, origin: Origin) -> None:
+    assert Origin.parse(url) == origin
+    assert Origin.parse(str(origin)) == origin
+
+
+def test_the_openai_client() -> None:
+    import openai
+
+    async def main() -> None:
+        async with stand() as s, httpx.AsyncClient() as http:
+            client = openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="x", http_client=http)
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            whole = await client.chat.completions.create(model="m", messages=messages, max_tokens=4)
+            assert whole.choices[0].message.content == text_of(4)
+            stream = await client.chat.completions.create(
+                model="m", messages=messages, max_tokens=4, stream=True
+            )
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(pieces) == text_of(4)
+
+    uvloop.run(main())
