@@ -151,7 +151,7 @@ class RegionTable:
                 f"[{address:#x}, {end:#x}) begins in {self._whose}'s region "
                 f"[{index.starts[at]:#x}, {index.ends[at]:#x}) and leaves it"
             )
-        if any(low < end and address < high for low, high in self._revoked):
+        if any(low < end and address < high for low, high in self.revoked_ranges()):
             return RegionRevoked(f"[{address:#x}, {end:#x}) of {self._whose} has been revoked")
         return RegionUnknown(
             f"[{address:#x}, {end:#x}) lies in no region that {self._whose} registered "

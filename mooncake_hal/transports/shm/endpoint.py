@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
 REVOKE_SECONDS = 30.0
+ACCEPT_PAUSE_SECONDS = 0.05
+"""After a refused accept, such as for want of descriptors: trying at once would spin."""
+
 MAX_STRANGERS = 64
 """How many connections may be open that have not proved anything yet."""
 
@@ -66,6 +69,7 @@ class ShmEndpoint:
         self._lock = threading.Lock()
         self._next_key = 1
         self._closed = False
+        self._is_stopped = False
         self._error: BaseException | None = None
         self._clients: dict[int, Client] = {}
         self._peers: dict[int, ShmPeer] = {}
@@ -197,9 +201,10 @@ class ShmEndpoint:
 
     def _serve(self) -> None:
         try:
-            while self._selector.get_map():
+            while not self._is_stopped:
                 for key, _ in self._selector.select(HANDSHAKE_SECONDS):
-                    key.data()
+                    if not self._is_stopped:  # what comes after a stop is closed already
+                        key.data()
                 self._expire_strangers()
         except Exception as exc:
             logger.exception("shm: the endpoint's service thread failed")
@@ -220,6 +225,7 @@ class ShmEndpoint:
             connection, _ = self._listener.accept()
         except OSError as exc:
             logger.warning("shm: can't accept a connection: %s", exc)
+            time.sleep(ACCEPT_PAUSE_SECONDS)
             return
         strangers = len(self._clients) - len(self._proved())
         if strangers >= MAX_STRANGERS or self._closed:
@@ -299,7 +305,8 @@ class ShmEndpoint:
             client.released()
 
     def _stop(self) -> None:
-        """Close every descriptor; the loop ends because nothing is left to select."""
+        """Close every descriptor; the loop ends after this."""
+        self._is_stopped = True
         for client in list(self._clients.values()):
             self._drop(client)
         for peer in list(self._peers.values()):

@@ -232,6 +232,9 @@ class ShmPeer:
             self._begin(copy, spans, write)
         except (RegionUnknown, RegionRevoked, OutOfBounds):
             self._workers.call(lambda: self._begin_late(copy, spans, write))
+            return copy
+        if spans.total_bytes <= INLINE_BYTES:
+            copy.run(self._workers.copier)
         else:
             self._workers.share(copy)
         return copy

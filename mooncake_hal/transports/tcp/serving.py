@@ -6,6 +6,7 @@ import ctypes
 import logging
 import socket
 import threading
+import time
 
 from mooncake_hal.errors import PeerLost, TransferError
 from mooncake_hal.transports import handshake
@@ -17,6 +18,9 @@ from mooncake_hal.transports.tcp.tls import Tls
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
+ACCEPT_PAUSE_SECONDS = 0.05
+"""After a refused accept, such as for want of descriptors: trying at once would spin."""
+
 MAX_STRANGERS = 64
 """How many connections may be open that have not proved anything yet."""
 
@@ -92,6 +96,7 @@ class Server:
         except OSError as exc:
             if not self._stop.value:
                 logger.warning("tcp: can't accept a connection: %s", exc)
+                time.sleep(ACCEPT_PAUSE_SECONDS)
             return
         if self._stop.value or not self._strangers.acquire(blocking=False):
             connection.close()

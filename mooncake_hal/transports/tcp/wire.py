@@ -21,6 +21,9 @@ MAX_HANDSHAKE_BYTES = 4096
 SLICE_SECONDS = 0.05
 """How long one system call on a connection may block: how soon stop flags are seen."""
 
+DEAD_HOST_SECONDS = 60
+"""After how long without a word from the other host an idle connection is given up."""
+
 LOOPBACK_CONGESTION_CONTROL = b"reno"
 """Within a host nothing is congested; pacing and probing halve the speed (2.5 against 5 GB/s)."""
 
@@ -84,6 +87,10 @@ def tune(connection: socket.socket) -> None:
     """Set a connected socket up for bulk transfers in slices of SLICE_SECONDS."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_HOST_SECONDS // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_HOST_SECONDS // 6)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_SECONDS * 1000)
     connection.settimeout(None)
     slice_ = struct.pack("ll", 0, int(SLICE_SECONDS * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, slice_)
