@@ -35,6 +35,7 @@ class RankEndpoints:
         self, config: KVTransferConfig, backend: Backend, device: int, region: MemoryRegion
     ) -> None:
         self._peers: dict[tuple[str, int], Peer] = {}
+        self._connecting: dict[tuple[str, int], threading.Lock] = {}
         self._lock = threading.Lock()
         options = EndpointOptions(
             host=config.host,
@@ -66,11 +67,14 @@ class RankEndpoints:
             TransferError: it can't be connected to.
         """
         with self._lock:
+            connecting = self._connecting.setdefault((engine_id, rank), threading.Lock())
+        with connecting:  # whoever else wants this peer waits; those who want others do not
             known = self._peers.get((engine_id, rank))
             if known is not None:
                 return known
             choice = self._transports.connect(addresses, timeout=CONNECT_TIMEOUT_S)
-            self._peers[engine_id, rank] = choice.peer
+            with self._lock:
+                self._peers[engine_id, rank] = choice.peer
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
         return choice.peer
 
@@ -79,6 +83,8 @@ class RankEndpoints:
         with self._lock:
             keys = [key for key in self._peers if key[0] == engine_id]
             peers = [self._peers.pop(key) for key in keys]
+            for key in [key for key in self._connecting if key[0] == engine_id]:
+                del self._connecting[key]
         for peer in peers:
             peer.close()
 

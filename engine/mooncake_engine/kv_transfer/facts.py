@@ -78,6 +78,8 @@ def check_fit(prefill: InstanceFacts, decode: InstanceFacts) -> None:
     Raises:
         HandshakeRefused: names the first fact that differs, with both values.
     """
+    for facts in (prefill, decode):
+        _check_ranks(facts)
     for check in (
         _Check("model", prefill.model_fingerprint, decode.model_fingerprint),
         _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint),
@@ -94,6 +96,33 @@ def check_fit(prefill: InstanceFacts, decode: InstanceFacts) -> None:
         raise HandshakeRefused(str(exc)) from exc
 
 
+def _check_ranks(facts: InstanceFacts) -> None:
+    """What an instance says of its memory must make sense, because addresses come of it."""
+    for index, rank in enumerate(facts.ranks):
+        if not _is_sound(rank, facts):
+            raise HandshakeRefused(
+                f"rank {index} of instance {facts.engine_id} describes its KV memory in a way that "
+                f"contradicts itself or the model: {rank.shard}, {rank.layout}; run the same "
+                "release on both"
+            )
+
+
+def _is_sound(rank: RankFacts, facts: InstanceFacts) -> bool:
+    shard, layout, geometry = rank.shard, rank.layout, facts.geometry
+    strides = (layout.block_strides, layout.head_strides, layout.token_strides)
+    return (
+        0 <= shard.layer_start < shard.layer_stop <= geometry.layers
+        and 0 <= shard.head_start < shard.head_stop <= geometry.kv_heads
+        and layout.block_size == facts.block_size >= 1
+        and [len(bases) for bases in layout.bases] == [shard.layers] * geometry.planes
+        and all(len(plane_strides) == geometry.planes for plane_strides in strides)
+        and all(
+            0 <= number < ADDRESS_LIMIT for axis in (*layout.bases, *strides) for number in axis
+        )
+    )
+
+
+ADDRESS_LIMIT = 1 << 63
 SAMPLES_PER_FILE = 16
 SAMPLE_BYTES = 4096
 

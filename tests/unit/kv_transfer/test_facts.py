@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -79,6 +80,33 @@ def test_another_dtype_is_refused_with_both_values() -> None:
 def test_the_rules_of_deployments_hold_in_the_handshake(prefill_tp: int, decode_tp: int) -> None:
     words = refusal(facts(prefill_tp, STRICT, 128), facts(decode_tp, STRICT, 128))
     assert f"{prefill_tp} for prefill and {decode_tp} for decode" in words
+
+
+UNSOUND_SHARDS = [{"layer_stop": 3}, {"head_start": 4}, {"layer_start": -1}]
+UNSOUND_LAYOUTS: list[dict[str, Any]] = [
+    {"block_size": 32},
+    {"bases": ()},
+    {"bases": ((0, 64, 128), (32, 96, 160))},
+    {"bases": ((-8, 0), (0, 0))},
+    {"bases": ((1 << 64, 0), (0, 0))},
+    {"head_strides": (64,)},
+]
+
+
+@pytest.mark.parametrize("change", UNSOUND_SHARDS, ids=str)
+def test_a_shard_that_the_model_does_not_have_is_refused(change: dict[str, int]) -> None:
+    [rank] = facts().ranks
+    lying = msgspec.structs.replace(rank, shard=replace(rank.shard, **change))
+    words = refusal(msgspec.structs.replace(facts(), ranks=(lying,)), facts())
+    assert "rank 0 of instance me describes its KV memory" in words
+
+
+@pytest.mark.parametrize("change", UNSOUND_LAYOUTS, ids=str)
+def test_a_layout_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    [rank] = facts().ranks
+    lying = msgspec.structs.replace(rank, layout=replace(rank.layout, **change))
+    words = refusal(facts(), msgspec.structs.replace(facts(), ranks=(lying,)))
+    assert "contradicts itself or the model" in words
 
 
 def write_model(directory: Path, weights: bytes, config: str = "{}") -> str:

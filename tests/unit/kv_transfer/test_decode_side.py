@@ -1,0 +1,131 @@
+"""The decode half: what it does when its two callers, the core and the network, cross."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import zmq.asyncio
+
+from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.decode_side import DecodeSide
+from mooncake_engine.kv_transfer.events import Event, LoadEnded
+from mooncake_engine.kv_transfer.facts import InstanceFacts
+from mooncake_engine.kv_transfer.params import RemoteKV
+from mooncake_engine.kv_transfer.peers import PeerBook
+from mooncake_engine.kv_transfer.rank_loads import RankLoads
+from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4)
+FACTS = InstanceFacts(
+    "me", "m", "t", GEOMETRY, 16, Hardware("cpu", "", DeploymentConstraints()), ()
+)
+REMOTE = RemoteKV("peer", "theirs", "127.0.0.1", 1, (0,), 3)
+LEASE_S = 0.06
+
+
+@dataclass
+class Around:
+    """What surrounds a decode side in these tests.
+
+    Args:
+        side: itself; its peer's address answers nobody.
+        events: what it told the core.
+        messages: what it told its rank.
+        heard: set once the core was told something.
+    """
+
+    side: DecodeSide
+    events: list[Event]
+    messages: list[bytes]
+    heard: asyncio.Event
+
+
+def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        events: list[Event] = []
+        heard = asyncio.Event()
+        messages: list[bytes] = []
+        tasks: set[asyncio.Task[None]] = set()
+
+        def tell(event: Event) -> None:
+            events.append(event)
+            heard.set()
+
+        def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            task = asyncio.ensure_future(coroutine)
+            tasks.add(task)
+            return task
+
+        zmq_context = zmq.asyncio.Context()
+        ranks = RankLoads(1, lambda rank, message: messages.append(message))
+        book = PeerBook(zmq_context, b"", ranks, spawn, lambda own, peer: None)
+        context = SideContext(FACTS, LEASE_S, tell, spawn)
+        around = Around(DecodeSide(context, ranks, book), events, messages, heard)
+        await scenario(around)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        book.close()
+        await asyncio.sleep(0)
+        zmq_context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+def test_a_load_that_crosses_the_news_of_a_lost_lease_is_not_begun() -> None:
+    """The core has not yet taken in that the lease is lost when it orders the load."""
+
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        renewing = asyncio.ensure_future(around.side.keep_leases())
+        await around.heard.wait()
+        around.side.load("mine", (0,), 0)
+        await asyncio.sleep(0)
+        renewing.cancel()
+        [ended] = around.events
+        assert isinstance(ended, LoadEnded)
+        assert ended.request_id == "mine"
+        assert ended.error is not None
+        assert around.messages == []
+
+    run(scenario)
+
+
+def test_an_interrupted_load_is_never_reported_as_complete() -> None:
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        around.side.load("mine", (0,), 0)
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0.01)
+        assert around.events == [LoadEnded("mine", "the load was interrupted")]
+
+    run(scenario)
+
+
+def test_a_cancelled_request_is_forgotten_once() -> None:
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        around.side.cancel("mine")
+        around.side.cancel("mine")
+        around.side.load("mine", (0,), 0)
+        assert around.events == []
+        assert around.messages == []
+
+    run(scenario)
+
+
+def test_a_prompt_that_is_all_here_needs_no_holder() -> None:
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        around.side.load("mine", (0,), REMOTE.num_tokens)
+        await around.heard.wait()
+        assert around.events == [LoadEnded("mine", None)]
+
+    run(scenario)

@@ -1,0 +1,96 @@
+"""The book of peers: who is asked where, and who hears of it when one is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import zmq.asyncio
+
+from mooncake_engine.errors import KVTransferError
+from mooncake_engine.kv_transfer.params import RemoteKV
+from mooncake_engine.kv_transfer.peers import PeerBook
+from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
+
+
+class Ranks:
+    """Remember what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[ConnectPeer | ForgetPeer] = []
+
+    def tell_all(self, message: ConnectPeer | ForgetPeer) -> None:
+        self.told.append(message)
+
+
+def held_by(engine_id: str, port: int = 5000) -> RemoteKV:
+    return RemoteKV(engine_id, "request", "127.0.0.1", port, (0,), 3)
+
+
+def run(scenario: Callable[[PeerBook, Ranks], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario with an empty book."""
+
+    async def main() -> None:
+        context, ranks = zmq.asyncio.Context(), Ranks()
+        book = PeerBook(context, b"", ranks, asyncio.ensure_future, lambda own, peer: None)
+        await scenario(book, ranks)
+        book.close()
+        await asyncio.sleep(0)
+        context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+def test_a_peer_is_one_incarnation_at_one_address() -> None:
+    async def scenario(book: PeerBook, ranks: Ranks) -> None:
+        first = book.get(held_by("a"))
+        assert book.get(held_by("a")) is first
+        assert book.get(held_by("a", port=5001)) is not first
+        assert book.get(held_by("b")) is not first
+
+    run(scenario)
+
+
+def test_a_wrong_address_that_is_given_up_leaves_the_right_one() -> None:
+    async def scenario(book: PeerBook, ranks: Ranks) -> None:
+        right, wrong = held_by("a"), held_by("a", port=5001)
+        peer = book.get(right)
+        peer.is_known = True
+        book.get(wrong)
+        book.forget(wrong, "nobody there")
+        assert book.get(right) is peer
+        assert ranks.told == []
+        book.forget(right, "gone")
+        book.forget(right, "gone")
+        assert ranks.told == [ForgetPeer("a")]
+        assert book.get(right) is not peer
+
+    run(scenario)
+
+
+def test_only_predecessors_at_the_same_address_are_dropped() -> None:
+    async def scenario(book: PeerBook, ranks: Ranks) -> None:
+        old, elsewhere, new = held_by("old"), held_by("other", port=5001), held_by("new")
+        stale, other, current = book.get(old), book.get(elsewhere), book.get(new)
+        stale.is_known = True
+        book.forget_predecessors(new)
+        assert ranks.told == [ForgetPeer("old")]
+        assert book.get(new) is current
+        assert book.get(elsewhere) is other
+        assert book.get(old) is not stale
+
+    run(scenario)
+
+
+def test_who_waits_for_a_peer_that_is_given_up_is_told_why() -> None:
+    async def scenario(book: PeerBook, ranks: Ranks) -> None:
+        remote = held_by("a", port=1)
+        waiting = asyncio.ensure_future(book.get(remote).failed("request", "no use"))
+        await asyncio.sleep(0)
+        book.forget(remote, "it is silent")
+        with pytest.raises(KVTransferError, match="was given up: it is silent"):
+            await waiting
+
+    run(scenario)
