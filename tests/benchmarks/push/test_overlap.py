@@ -1,0 +1,98 @@
+"""Sending while computing: over a link on which the transfer takes as long as the prefill.
+
+What is measured is the time to the first token that the decode instance computes: from then on a
+client sees a stream. Pulling shows the prefill instance's own token earlier, but the one after it
+waits for all the KV; pushing has moved nearly all of it by the time that the prefill is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Any
+
+import pytest
+from support.figures import Figure, record
+from support.pd import Answer, Pair, ask_pair, pair, prefill, prompt_of, write_model
+from support.push import ask_pushed, push_pair
+from support.throttled_transport import LINK, NAME, install
+
+ROUNDS = 3
+PROMPT_TOKENS = 1024
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
+KV_BYTES = PROMPT_TOKENS * 12 * 2 * 8 * 64 * 4
+WANTED = 1.5
+
+Ask = Callable[[tuple[int, ...]], Awaitable[Answer]]
+
+OPTIONS = {"transports": (NAME,), "num_kv_blocks": 512, "prefix_caching": False}
+
+
+@pytest.fixture
+def big_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Some 40 million parameters; the throttled transport is installed."""
+    monkeypatch.syspath_prepend(str(install(tmp_path / "plugins")))
+    return write_model(tmp_path / "model", **SHAPE)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("chunk", [256, 2048], ids=["chunks", "one-piece"])
+def test_pushing_hides_the_transfer(benchmark: Any, big_model: Path, chunk: int) -> None:
+    options = {**OPTIONS, "max_num_batched_tokens": chunk}
+    figure = benchmark.pedantic(_compare, args=(big_model, options), rounds=1)
+    record(benchmark, figure)
+    assert figure.holds, str(figure)
+
+
+def _compare(big_model: Path, options: dict[str, Any]) -> Figure:
+    try:
+        seconds, pulled, pushed = asyncio.run(_measure(big_model, options))
+    finally:
+        LINK.bytes_per_s = float("inf")
+    context = f"prefill {seconds:.3f} s, pull {pulled:.3f} s, push {pushed:.3f} s"
+    name = f"pull / push, time to D's token, steps of {options['max_num_batched_tokens']}"
+    return Figure(name, pulled / pushed, WANTED, "times", context=context)
+
+
+async def _measure(model: Path, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Seconds of a prefill, and to D's first token by pull and by push; one after another."""
+    async with pair(model, **options) as of_pull, push_pair(model, **options) as of_push:
+        prompts = (prompt_of(PROMPT_TOKENS, seed=seed) for seed in itertools.count())
+        prefills = [await _prefill_s(of_pull, next(prompts)) for _ in range(ROUNDS + 1)]
+        LINK.bytes_per_s = KV_BYTES / median(prefills[1:])
+        pulls, pushes = [], []
+        for _ in range(ROUNDS + 1):
+            pulls.append(
+                await _own_token_s(lambda prompt: ask_pair(of_pull, prompt), next(prompts))
+            )
+            pushes.append(
+                await _own_token_s(lambda prompt: ask_pushed(of_push, prompt), next(prompts))
+            )
+        assert of_pull.decode.stat("load_failures") == of_push.decode.stat("load_failures") == 0
+    return median(prefills[1:]), median(pulls[1:]), median(pushes[1:])
+
+
+async def _prefill_s(of: Pair, prompt: tuple[int, ...]) -> float:
+    began = monotonic()
+    params = await prefill(of.prefill, prompt)
+    took = monotonic() - began
+    of.prefill.engine.abort(params["remote_request_id"])
+    return took
+
+
+async def _own_token_s(ask: Ask, prompt: tuple[int, ...]) -> float:
+    began = monotonic()
+    answer = await ask(prompt)
+    return answer.arrivals[1] - began
