@@ -1,8 +1,12 @@
-"""Gathering many pieces of this process's memory into one, and back, without Python per piece."""
+"""Moving many pieces of memory by process_vm_readv and writev, without Python per piece.
+
+Between this process and another, or within this one: gathering pieces into one, and back.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterator
 
@@ -48,20 +52,33 @@ def vectors(
 
 def gather(vector: NDArray[np.uint64], target: NDArray[np.uint8]) -> None:
     """Copy pieces into the beginning of ``target``. Raises OSError, such as EFAULT."""
-    _copy(_libc.process_vm_readv, vector, target)
+    _require(call_vectors(os.getpid(), 0, _one(vector, target), vector))
 
 
 def scatter(source: NDArray[np.uint8], vector: NDArray[np.uint64]) -> None:
     """Copy the beginning of ``source`` into pieces. Raises OSError, such as EFAULT."""
-    _copy(_libc.process_vm_writev, vector, source)
+    _require(call_vectors(os.getpid(), 1, _one(vector, source), vector))
 
 
-def _copy(
-    call: ctypes._NamedFuncPointer, vector: NDArray[np.uint64], flat: NDArray[np.uint8]
-) -> None:
-    size = int(vector[:, 1].sum())
-    one = np.array([flat.ctypes.data, size], np.uint64)
-    moved = call(os.getpid(), one.ctypes.data, 1, vector.ctypes.data, len(vector), 0)
-    if moved != size:
-        code = ctypes.get_errno() if moved < 0 else 14
-        raise OSError(code, os.strerror(code))
+def call_vectors(
+    pid: int,
+    write: int,
+    local: NDArray[np.uint64],  # [n, 2], a struct iovec per row, here
+    remote: NDArray[np.uint64],  # [m, 2], in the process
+) -> int:
+    """Call process_vm_readv, or writev; returns 0 or an errno."""
+    call = _libc.process_vm_writev if write else _libc.process_vm_readv
+    moved = call(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
+    if moved < 0:
+        return ctypes.get_errno()
+    return 0 if moved == int(local[:, 1].sum()) else errno.EFAULT
+
+
+def _one(vector: NDArray[np.uint64], flat: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    """Return the iovec of as much of ``flat`` as the pieces of ``vector`` hold."""
+    return np.array([[flat.ctypes.data, int(vector[:, 1].sum())]], np.uint64)
+
+
+def _require(failed: int) -> None:
+    if failed:
+        raise OSError(failed, os.strerror(failed))

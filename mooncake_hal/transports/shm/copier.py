@@ -8,10 +8,10 @@ them runs Python per piece.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 import time
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from mooncake_hal import native
 from mooncake_hal.errors import NativeUnavailable
 from mooncake_hal.transport import Spans
+from mooncake_hal.transports.scatter import call_vectors, vectors
 
-IOV_MAX = 1024
 CHUNK_BYTES = 4 << 20
 STREAMING_BYTES = 32 << 20
 """From how many bytes on a copy bypasses the caches: it would only flush them."""
@@ -64,6 +64,7 @@ class Job(ctypes.Structure):
     )
     spans: Spans
     mutex: threading.Lock
+    chunks: Iterator[tuple[NDArray[np.uint64], NDArray[np.uint64]]]
 
 
 def make_job(spans: Spans, *, pid: int, method: Method, write: bool, deadline: float) -> Job:
@@ -90,6 +91,11 @@ def make_job(spans: Spans, *, pid: int, method: Method, write: bool, deadline: f
     )
     job.spans = spans
     job.mutex = threading.Lock()
+    job.chunks = zip(  # equal lengths are cut alike
+        vectors(spans.local, spans.nbytes, CHUNK_BYTES),
+        vectors(spans.remote, spans.nbytes, CHUNK_BYTES),
+        strict=True,
+    )
     return job
 
 
@@ -129,71 +135,26 @@ class NativeCopier:
 class NumpyCopier:
     """Drives copies by ctypes over numpy's iovec arrays; copies mappings by calls on itself."""
 
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        pointer, count = ctypes.c_void_p, ctypes.c_ulong
-        self._calls = (libc.process_vm_readv, libc.process_vm_writev)
-        for call in self._calls:
-            call.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
-            call.restype = ctypes.c_ssize_t
-        self._self = os.getpid()
-
     def run(self, job: Job) -> int:
         """See ``Copier``."""
+        pid = job.pid if job.method == Method.CALL else os.getpid()
         while True:
             if job.stop:
                 return Outcome.STOPPED
             if time.monotonic_ns() > job.deadline_ns:
                 return Outcome.LATE
-            chunk = _take(job)
+            with job.mutex:
+                chunk = next(job.chunks, None)
             if chunk is None:
                 return Outcome.DONE
-            pid = job.pid if job.method == Method.CALL else self._self
-            if failed := self._call(pid, job.write, *chunk):
+            if failed := call_vectors(pid, job.write, *chunk):
                 return failed
 
     def call_one(self, pid: int, write: int, local: int, remote: int, nbytes: int) -> int:
         """See ``Copier``."""
         here = np.array([[local, nbytes]], np.uint64)
         there = np.array([[remote, nbytes]], np.uint64)
-        return self._call(pid, write, here, there)
-
-    def _call(
-        self,
-        pid: int,
-        write: int,
-        local: NDArray[np.uint64],  # [n, 2], a struct iovec per row
-        remote: NDArray[np.uint64],  # [n, 2]
-    ) -> int:
-        call, count = self._calls[write], len(local)
-        moved = call(pid, local.ctypes.data, count, remote.ctypes.data, count, 0)
-        if moved < 0:
-            return ctypes.get_errno()
-        return 0 if moved == int(local[:, 1].sum()) else errno.EFAULT
-
-
-def _take(job: Job) -> tuple[NDArray[np.uint64], NDArray[np.uint64]] | None:
-    """Hand out the next pieces of a job as two iovec arrays, or None if there are none."""
-    local, remote, nbytes = job.spans.local, job.spans.remote, job.spans.nbytes
-    with job.mutex:
-        first, offset = job.next, job.offset
-        if first == len(nbytes):
-            return None
-        sizes = nbytes[first : first + IOV_MAX].copy()
-        sizes[0] -= np.uint64(offset)
-        whole = int(np.searchsorted(np.cumsum(sizes), CHUNK_BYTES, side="right"))
-        if whole == 0:
-            whole, sizes = 1, np.array([CHUNK_BYTES], np.uint64)
-            job.offset = offset + CHUNK_BYTES
-        else:
-            sizes = sizes[:whole]
-            job.next, job.offset = first + whole, 0
-    chunk = []
-    for addresses in (local, remote):
-        vector = np.stack([addresses[first : first + whole], sizes], axis=1)
-        vector[0, 0] += np.uint64(offset)
-        chunk.append(vector)
-    return chunk[0], chunk[1]
+        return call_vectors(pid, write, here, there)
 
 
 def best_copier() -> Copier:
