@@ -2,7 +2,7 @@
 MODEL ?= examples/tiny-llama
 ARGS ?=
 
-.PHONY: up test check bench install
+.PHONY: up test test-faults test-grid check bench install
 
 up:  ## serve MODEL with a prefill instance, a decode instance and a proxy; Ctrl-C stops all
 	@ci/install
@@ -11,6 +11,14 @@ up:  ## serve MODEL with a prefill instance, a decode instance and a proxy; Ctrl
 test:  ## all tests that need no accelerator
 	@ci/install dev
 	@ci/test-cpu $(ARGS)
+
+test-faults:  ## everything that can go wrong, then a soak; ARGS=--full makes it 5,000 requests
+	@ci/install dev
+	@.venv/bin/python ci/test_faults.py $(ARGS)
+
+test-grid:  ## every pair of tensor-parallel sizes, both connectors; hours on a small machine
+	@ci/install dev
+	@.venv/bin/python ci/test_grid.py $(ARGS)
 
 check:  ## lint, types, architecture, versions
 	@ci/install dev
