@@ -12,6 +12,7 @@ import pytest
 from support.pd import GREEDY, Answer, Instance, ask, instance, prompt_of
 from support.push import PushPair, ask_pushed, push_pair
 
+from mooncake_engine.kv_transfer.push_worker import PushWorker
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -185,3 +186,24 @@ def test_a_stop_token_after_the_border_ends_the_answer(model: Path) -> None:
         assert found.finish is expected.finish is FinishReason.STOP
 
     run(model, scenario)
+
+
+@pytest.mark.parametrize("heard", [(), (1,)], ids=["none", "the second"])
+def test_a_layer_whose_hook_did_not_fire_is_sent_at_the_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch, heard: tuple[int, ...]
+) -> None:
+    layer_done = PushWorker._layer_done
+
+    def miss(worker: PushWorker, active: Any, index: int) -> None:
+        if index in heard:
+            layer_done(worker, active, index)
+
+    monkeypatch.setattr(PushWorker, "_layer_done", miss)
+
+    async def scenario(single: Instance, both: PushPair) -> None:
+        for length in (1, 200):
+            prompt = prompt_of(length)
+            assert (await ask_pushed(both, prompt)).tokens == (await ask(single, prompt)).tokens
+        assert both.decode.stat("load_failures") == 0
+
+    run(model, scenario, max_num_batched_tokens=CHUNK)

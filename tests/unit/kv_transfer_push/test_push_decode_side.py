@@ -1,0 +1,212 @@
+"""What the decode side makes of messages that are early, late, repeated, wrong or strange."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from mooncake_engine.errors import HandshakeRefused
+from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.events import Event, LoadEnded
+from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts
+from mooncake_engine.kv_transfer.protocol import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Done,
+    Hello,
+    LeaseStatus,
+    Pushed,
+    PushedToken,
+    PushFailed,
+    PushOpen,
+    Reject,
+    Renew,
+    Renewed,
+    Status,
+    Welcome,
+    Writer,
+)
+from mooncake_engine.kv_transfer.push_decode_side import PushDecodeSide
+from mooncake_engine.messages import TokenLogprobs
+from mooncake_engine.scheduling.request import FirstToken
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.layout import make_layout
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
+TOKEN_BYTES = 2 * 4 * 32 * 4
+ONE = Writer("p-1", "a", "127.0.0.1", 1)
+TWO = Writer("p-2", "b", "127.0.0.1", 2)
+TOKEN = PushedToken(5, (-0.5, ((5, -0.5), (6, -1.5))), 16)
+FIRST = FirstToken(5, TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5))), 16)
+
+
+def facts(engine_id: str, tp_size: int = 1) -> InstanceFacts:
+    ranks = []
+    for rank in range(tp_size):
+        shard = shard_of(GEOMETRY, tp_size, rank)
+        ranks.append(RankFacts(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {}))
+    return InstanceFacts(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), tuple(ranks))
+
+
+class Desk:
+    """A decode side whose tasks are not run, and whose events are kept."""
+
+    def __init__(self, tp_size: int = 1) -> None:
+        self.events: list[Event] = []
+        self.now = 0.0
+        context = SideContext(
+            facts("d"), 6.0, self.events.append, self._drop, clock=lambda: self.now
+        )
+        self.side = PushDecodeSide(context, self._is_gone)
+        self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size)))
+
+    def load(self, num_tokens: int = 10) -> None:
+        params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
+        self.side.load("r", "http://nowhere", params)
+
+    def say(self, message: AnyMessage) -> LeaseStatus:
+        answer = self.side.handle(message)
+        assert isinstance(answer, Status)
+        assert answer.ticket == message.ticket
+        return answer.status
+
+    def open(self, writer: Writer = ONE) -> LeaseStatus:
+        return self.say(PushOpen(2, "r", writer))
+
+    def pushed(self, *written: tuple[int, int, int], writer: Writer = ONE) -> LeaseStatus:
+        return self.say(Pushed(3, "r", writer, written, TOKEN))
+
+    def failed(self, writer: Writer = ONE) -> LeaseStatus:
+        return self.say(PushFailed(4, "r", writer, "broken"))
+
+    @staticmethod
+    def _drop(task: Coroutine[Any, Any, None]) -> Any:
+        task.close()
+
+    @staticmethod
+    async def _is_gone(writer: Writer) -> bool:
+        raise AssertionError("nobody is silent here")
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_an_exact_push_ends_the_load_with_the_first_token(desk: Desk) -> None:
+    desk.load()
+    assert desk.open() is LeaseStatus.HELD
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+    assert desk.events == [LoadEnded("r", None, FIRST)]
+    assert desk.side.counts.nbytes == 10 * TOKEN_BYTES
+
+
+def test_a_repeated_ending_is_answered_alike_and_changes_nothing(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    answers = [desk.pushed((0, 0, 10 * TOKEN_BYTES)) for _ in range(3)]
+    assert answers == [LeaseStatus.RELEASED] * 3
+    assert desk.failed() is LeaseStatus.RELEASED
+    assert len(desk.events) == 1
+
+
+def test_each_rank_accounts_for_its_own_bytes() -> None:
+    desk = Desk(tp_size=2)
+    desk.load()
+    desk.open()
+    half = 10 * TOKEN_BYTES // 2
+    assert desk.pushed((0, 0, half), (1, 0, half)) is LeaseStatus.RELEASED
+
+
+@pytest.mark.parametrize(
+    "written",
+    [(), ((0, 0, 1),), ((0, 0, 11 * TOKEN_BYTES),), ((1, 0, 10 * TOKEN_BYTES),)],
+    ids=["nothing", "too little", "too much", "another rank"],
+)
+def test_what_is_not_exact_is_a_failed_load(
+    desk: Desk, written: tuple[tuple[int, int, int], ...]
+) -> None:
+    desk.load()
+    desk.open()
+    assert desk.pushed(*written) is LeaseStatus.EXPIRED
+    [ended] = desk.events
+    assert isinstance(ended, LoadEnded)
+    assert "should be {(0, 0): 10240}" in str(ended.error)
+    assert ended.is_drained
+
+
+def test_a_failure_ends_the_load_with_its_reason(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    assert desk.failed() is LeaseStatus.EXPIRED
+    assert desk.failed() is LeaseStatus.EXPIRED
+    assert desk.events == [LoadEnded("r", "the prefill instance gave up: broken")]
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
+
+
+def test_a_writer_that_fails_before_it_was_let_in_ends_the_wait(desk: Desk) -> None:
+    desk.load()
+    desk.failed()
+    assert desk.events == [LoadEnded("r", "the prefill instance gave up: broken")]
+
+
+def test_strangers_can_neither_end_nor_spoil_a_load(desk: Desk) -> None:
+    desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-2")))
+    desk.load()
+    desk.open()
+    assert desk.open(TWO) is LeaseStatus.EXPIRED
+    assert desk.failed(TWO) is LeaseStatus.UNKNOWN
+    assert desk.pushed((0, 0, 1), writer=TWO) is LeaseStatus.UNKNOWN
+    assert not desk.events
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+
+
+def test_messages_about_unknown_requests_are_answered_and_harmless(desk: Desk) -> None:
+    assert desk.open() is LeaseStatus.UNKNOWN
+    assert desk.pushed() is LeaseStatus.UNKNOWN
+    assert desk.failed() is LeaseStatus.UNKNOWN
+    desk.side.cancel("r")
+    assert not desk.events
+
+
+def test_who_has_not_introduced_itself_is_refused(desk: Desk) -> None:
+    desk.load()
+    with pytest.raises(HandshakeRefused, match="say Hello"):
+        desk.open(TWO)
+
+
+def test_a_cancelled_load_without_a_writer_is_free_at_once(desk: Desk) -> None:
+    desk.load()
+    desk.side.cancel("r")
+    desk.side.cancel("r")
+    assert [event.request_id for event in desk.events if isinstance(event, LoadEnded)] == ["r"]
+    assert desk.open() is LeaseStatus.EXPIRED
+
+
+def test_a_cancelled_load_is_drained_when_its_writer_says_so(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    desk.side.cancel("r")
+    assert not desk.events
+    assert desk.side.handle(Renew(7, ("r",))) == Renewed(7, ("r",))
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
+    [ended] = desk.events
+    assert isinstance(ended, LoadEnded)
+    assert ended.is_drained
+    assert ended.error is not None
+
+
+def test_another_model_or_protocol_is_refused(desk: Desk) -> None:
+    with pytest.raises(HandshakeRefused, match="protocol 99"):
+        desk.side.handle(Hello(1, 99, facts("p-3")))
+    answer = desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-3")))
+    assert isinstance(answer, Welcome)
+
+
+def test_what_belongs_to_pulling_is_rejected(desk: Desk) -> None:
+    answer = desk.side.handle(Done(9, "r", "reader"))
+    assert isinstance(answer, Reject)
+    assert answer.ticket == 9

@@ -1,0 +1,85 @@
+"""The fields of a push: what D posts is what P understands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.kv_transfer.params import (
+    Handoff,
+    Holder,
+    TransferMode,
+    build_push_params,
+    parse_handoff,
+)
+
+HOLDER = Holder("d-1", "127.0.0.1", 7000, 2, 16)
+POSTED = build_push_params(HOLDER, "r-1", (3, 1, 2), (16, 40))
+
+
+def test_what_is_posted_is_understood() -> None:
+    handoff = parse_handoff(POSTED, 40)
+    assert handoff.keeps_kv
+    assert handoff.mode is TransferMode.PUSH
+    assert handoff.target is not None
+    assert handoff.target.start == 16
+    remote = handoff.target.remote
+    assert (remote.engine_id, remote.request_id, remote.host, remote.port) == (
+        "d-1",
+        "r-1",
+        "127.0.0.1",
+        7000,
+    )
+    assert (remote.block_ids, remote.num_tokens) == ((3, 1, 2), 40)
+
+
+def test_the_names_are_the_fields() -> None:
+    names = {
+        "do_remote_prefill",
+        "do_remote_decode",
+        "request_id",
+        "remote_request_id",
+        "remote_engine_id",
+        "remote_host",
+        "remote_port",
+        "remote_block_ids",
+        "remote_block_size",
+        "remote_tp_size",
+        "remote_pcp_size",
+        "remote_dcp_size",
+        "remote_cached_tokens",
+        "num_prompt_tokens",
+    }
+    assert set(POSTED) == names
+
+
+def test_a_metaserver_asks_for_a_push() -> None:
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": "http://x/y"}
+    handoff = parse_handoff(params, 40)
+    assert handoff == Handoff(metaserver="http://x/y")
+    assert handoff.mode is TransferMode.PUSH
+
+
+def test_a_prefill_to_be_fetched_has_no_target() -> None:
+    params = {"do_remote_decode": True, "remote_engine_id": None, "remote_block_ids": None}
+    handoff = parse_handoff(params, 40)
+    assert handoff == Handoff(keeps_kv=True)
+    assert handoff.mode is TransferMode.PULL
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"remote_port": None}, "do_remote_decode needs remote_port"),
+        ({"remote_block_ids": [[1], [2]]}, "one KV-cache group"),
+        ({"remote_block_ids": [["x"]]}, "Expected `int`"),
+        ({"num_prompt_tokens": 39}, "the decode instance counted 39 prompt tokens"),
+        ({"remote_cached_tokens": 41}, "the prompt has only 40 tokens"),
+        ({"remote_cached_tokens": -1}, "Expected `int` >= 0"),
+    ],
+)
+def test_bad_targets_are_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        parse_handoff({**POSTED, **change}, 40)
