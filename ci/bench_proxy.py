@@ -153,8 +153,8 @@ def start_nginx(stack: ExitStack, decode: int) -> Contender:
         f"proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u;\n"
         f"scgi_temp_path {folder}/s; upstream d {{ server 127.0.0.1:{decode}; keepalive 256;\n"
         "keepalive_requests 1000000000; }\n"
-        f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://d; proxy_buffering off;\n"
-        'proxy_http_version 1.1; proxy_set_header Connection ""; } } }\n'
+        f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://d;\n"
+        'proxy_buffering off; proxy_http_version 1.1; proxy_set_header Connection ""; } } }\n'
     )
     command = ["nginx", "-c", str(config), "-e", "stderr"]
     started = stack.enter_context(process(command))

@@ -149,7 +149,7 @@ class Application:
             if listener is not None:
                 listener.close()
         end = self.router.now() + self.config.drain_timeout_s
-        while self._is_busy() and self.router.now() < end:
+        while self._is_busy() and self.router.now() < end:  # noqa: ASYNC110  # many to wait for
             await asyncio.sleep(DRAIN_POLL_S)
         for connection in tuple(self.server.connections):
             connection.close()

@@ -9,19 +9,31 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+}
+"""What a family's models need besides SMALL."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 307,
@@ -47,7 +59,7 @@ def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedM
         overrides: fields of the family's config that differ from SMALL; None leaves one out.
     """
     config_class, model_class = FAMILIES[family]
-    fields = {**SMALL, **overrides}
+    fields = {**SMALL, **OF_FAMILY.get(family, {}), **overrides}
     config = config_class(**{name: value for name, value in fields.items() if value is not None})
     generator = torch.Generator().manual_seed(seed)
     model: PreTrainedModel = model_class(config)

@@ -59,7 +59,7 @@ class Gate:
     """What happens to reads.
 
     ``num_held`` reads wait at a closed gate; ``spoils`` changes what a read has brought;
-    ``num_failures`` reads to come fail; ``delay_s`` is what each of them takes at least.
+    ``num_failures`` reads to come fail, ``num_stuck`` never end; each takes ``delay_s`` at least.
     """
 
     def __init__(self) -> None:
@@ -78,6 +78,7 @@ class Gate:
             self.is_open = True
             self.spoils = False
             self.num_failures = 0
+            self.num_stuck = 0
             self.num_held = 0
             self.delay_s = 0.0
             self._changed.notify_all()
@@ -95,6 +96,9 @@ class Gate:
 
     def draw_fate(self) -> Fate:
         """What becomes of one read."""
+        if self.num_stuck:
+            self.num_stuck -= 1
+            return Fate(is_stuck=True)
         if self.chaos is None:
             return Fate(delay_s=self.delay_s)
         kind = self.chaos.random()

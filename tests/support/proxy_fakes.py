@@ -173,6 +173,9 @@ class FakeInstance:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             answer.cancel()
+            held = f"{self.name}:{seen.headers.get('x-request-id', '')}"
+            if held in self.holding:  # an aborted request holds nothing, answered or not
+                self.holding.remove(held)
             self.cut_off.append(seen.headers.get("x-request-id", ""))
         gone.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -196,6 +199,7 @@ class FakeInstance:
             _respond(writer, 200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
             return
         await self._misbehave(behaviour, writer)
+        _check_open(writer)
         if behaviour.status != 200:
             _respond(writer, behaviour.status, behaviour.error, behaviour.headers)
             return
@@ -432,9 +436,11 @@ async def post_json(url: str, body: Json) -> int:
     writer.write(
         f"POST /{path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
     )
-    status = int((await reader.readline()).split()[1])
-    writer.close()
-    return status
+    try:
+        line = await reader.readline()
+    finally:
+        writer.transport.abort()
+    return int(line.split()[1])
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Seen | None:

@@ -31,7 +31,8 @@ async def raw(s: Stand, data: bytes) -> bytes:
 def test_api_keys() -> None:
     async def main() -> None:
         async with stand(api_keys=frozenset({"k1", "k2"})) as s:
-            async with httpx.AsyncClient(base_url=s.url) as client:
+            client = httpx.AsyncClient(base_url=s.url)
+            async with client:
                 for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic k1"}):
                     answer = await client.post("/v1/completions", json=BODY, headers=headers)
                     assert answer.status_code == 401

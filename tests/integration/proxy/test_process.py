@@ -67,7 +67,8 @@ def test_a_running_stream_ends_before_the_process_does() -> None:
         async with pair() as (p, d):
             d.behaviour.token_delay_s = 0.05
             async with proxy("--prefill", p.url, "--decode", d.url) as (url, process):
-                async with httpx.AsyncClient(base_url=url) as client:
+                client = httpx.AsyncClient(base_url=url)
+                async with client:
                     asked = asyncio.ensure_future(
                         client.post("/v1/completions", json=BODY | {"stream": True})
                     )

@@ -182,4 +182,9 @@ def _never_fetched(fake: FakeInstance, decodes: list[FakeInstance]) -> list[str]
         for seen in decode.generated
         if "remote_request_id" in (seen.body.get("kv_transfer_params") or {})
     }
-    return [held for held in fake.holding if held not in fetched and held not in fake.released]
+    released = set(fake.released)
+    return [
+        f"{held} {'cut off' if held.partition(':')[2] in fake.cut_off else ''}"
+        for held in fake.holding
+        if held not in fetched and held not in released
+    ]
