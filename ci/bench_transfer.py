@@ -41,6 +41,14 @@ RANGE, BLOCKS, SMALL = (Shape(TOTAL, size) for size in (TOTAL, 64 << 10, 4 << 10
 THREADS = 2
 
 
+class PeerFailed(Exception):
+    """A peer engine can't be measured; the message says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+
+
 @dataclass(frozen=True)
 class Item:
     """A speed that is promised."""
@@ -97,8 +105,7 @@ def tcp_items(rounds: int, peers: list[Mover], seen: list[Bandwidth]) -> list[It
         items.append(Item("tcp/stream read of one range", ratio, 0.95))
         for operation in ("read", "write"):
             for shape in (RANGE, BLOCKS, SMALL):
-                able = [peer for peer in peers if _can_move(peer, shape, operation)]
-                found = compare([tcp, *able], shape, operation, rounds)
+                found = _compare_with_peers(tcp, peers, shape, operation, rounds)
                 seen += found.values()
                 items += _against(found, shape, operation)
             found = compare([tcp, always(tcp, SMALL, "pieces")], RANGE, operation, rounds)
@@ -109,14 +116,17 @@ def tcp_items(rounds: int, peers: list[Mover], seen: list[Bandwidth]) -> list[It
     return items
 
 
-def _can_move(peer: Mover, shape: Shape, operation: str) -> bool:
-    """Try a peer with a shape; one that fails is named and left out of it."""
-    try:
-        peer.prepare(shape, operation)()
-    except RuntimeError as exc:
-        print(f"# {peer.name} is not measured for {operation} {shape}: {exc}")
-        return False
-    return True
+def _compare_with_peers(
+    tcp: Mover, peers: list[Mover], shape: Shape, operation: str, rounds: int
+) -> dict[str, Bandwidth]:
+    """Compare; a peer that fails at a shape is named and left out of it."""
+    able = list(peers)
+    while True:
+        try:
+            return compare([tcp, *able], shape, operation, rounds)
+        except PeerFailed as exc:
+            print(f"# {exc.name} is not measured for {operation} {shape}: {exc}")
+            able = [peer for peer in able if peer.name != exc.name]
 
 
 def _against(found: dict[str, Bandwidth], shape: Shape, operation: str) -> list[Item]:
@@ -137,7 +147,7 @@ def peer_mover(name: str) -> Iterator[Mover]:
     """Drive a peer engine in its own environment.
 
     Raises:
-        RuntimeError: it does not install or does not start; says why.
+        PeerFailed: it does not install or does not start.
     """
     python = install(name)
     command = [str(python), str(ROOT / "ci" / "bench_peers.py"), name, str(TOTAL)]
@@ -159,9 +169,9 @@ def peer_mover(name: str) -> Iterator[Mover]:
             if line.startswith("@"):
                 answer: dict[str, float] = json.loads(line[1:])
                 if "error" in answer:
-                    raise RuntimeError(answer["error"])
+                    raise PeerFailed(name, str(answer["error"]))
                 return answer
-        raise RuntimeError(f"{name} ended; see {log.name}")
+        raise PeerFailed(name, f"it ended; see {log.name}")
 
     def prepare(shape: Shape, operation: str) -> Callable[[], object]:
         ask(shape=[shape.total_bytes, shape.piece_bytes], operation=operation)
@@ -180,7 +190,7 @@ def install(name: str) -> Path:
     """Make an environment with a peer in it; returns its Python.
 
     Raises:
-        RuntimeError: pip can't.
+        PeerFailed: pip can't.
     """
     home = PEERS_HOME / name
     python = home / "bin" / "python"
@@ -191,7 +201,7 @@ def install(name: str) -> Path:
         command = [str(python), "-m", "pip", "install", "-q", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RuntimeError(f"pip install {' '.join(arguments)}: {done.stderr[-300:]}")
+            raise PeerFailed(name, f"pip install {' '.join(arguments)}: {done.stderr[-300:]}")
     (home / "installed").touch()
     return python
 
@@ -210,7 +220,7 @@ def open_peers(stack: ExitStack) -> list[Mover]:
     for name in PEERS:
         try:
             movers.append(stack.enter_context(peer_mover(name)))
-        except RuntimeError as exc:
+        except PeerFailed as exc:
             print(f"# {name} is not measured: {exc}")
     return movers
 
