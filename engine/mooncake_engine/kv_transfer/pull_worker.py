@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.extension import ExtensionContext, LayerDone
@@ -29,6 +30,7 @@ from mooncake_hal.transport import Transfer
 logger = logging.getLogger(__name__)
 
 LOAD_THREADS = 4
+"""Loads from one instance at a time."""
 
 
 class PullWorker:
@@ -47,13 +49,9 @@ class PullWorker:
         pool = context.pool
         self._placement = KVPlacement(pool.shard, pool.layout)
         self._endpoints = RankEndpoints(config, context.backend, context.device, pool.region)
-        self._peers: dict[str, tuple[RankFacts, ...]] = {}
+        self._sources: dict[str, _Source] = {}
+        self._former: list[_Source] = []  # given up; their last loads may still be ending
         self._loads: dict[str, _RunningLoad] = {}
-        self._threads = ThreadPoolExecutor(
-            LOAD_THREADS,
-            f"kv-load-{context.rank}",
-            initializer=lambda: context.backend.runtime.bind_thread(context.device),
-        )
         self._endings = ThreadPoolExecutor(1, f"kv-end-{context.rank}")  # never behind a load
         facts = RankFacts(pool.shard, pool.layout, self._endpoints.addresses)
         context.emit(encode(RankReady(facts)))
@@ -63,13 +61,15 @@ class PullWorker:
         command = to_rank.decode(message)
         if isinstance(command, Load):
             self._loads[command.request_id] = load = _RunningLoad(command)
-            self._threads.submit(self._run, load)
+            source = self._sources.get(command.engine_id)
+            (source.threads if source else self._endings).submit(self._run, load)
         elif isinstance(command, CancelLoad):
             running = self._loads.get(command.request_id)
             if running is not None:
                 self._endings.submit(running.cancel)
         elif isinstance(command, ConnectPeer):
-            self._peers[command.engine_id] = command.ranks
+            self._dismiss(command.engine_id)
+            self._sources[command.engine_id] = _Source(command.ranks, self._make_threads())
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
 
@@ -81,7 +81,8 @@ class PullWorker:
         """See ``WorkerExtension``."""
         for load in list(self._loads.values()):
             load.cancel()
-        self._threads.shutdown(wait=True)
+        for source in (*self._former, *self._sources.values()):
+            source.threads.shutdown(wait=True)
         self._endings.shutdown(wait=True)
         self._endpoints.close()
 
@@ -105,9 +106,10 @@ class PullWorker:
 
     def _read(self, load: _RunningLoad) -> None:
         command = load.command
-        ranks = self._peers.get(command.engine_id)
-        if ranks is None:
+        source = self._sources.get(command.engine_id)
+        if source is None:
             raise PeerLost(f"instance {command.engine_id} was given up before the read began")
+        ranks = source.ranks
         movement = Movement(
             command.local_blocks,
             command.remote_blocks,
@@ -136,8 +138,33 @@ class PullWorker:
             raise
 
     def _forget(self, engine_id: str) -> None:
-        if self._peers.pop(engine_id, None) is not None:
+        if self._dismiss(engine_id):
             self._endings.submit(self._endpoints.forget, engine_id)
+
+    def _dismiss(self, engine_id: str) -> bool:
+        """No new loads from there; returns whether there could have been any."""
+        source = self._sources.pop(engine_id, None)
+        if source is None:
+            return False
+        source.threads.shutdown(wait=False)
+        self._former.append(source)
+        return True
+
+    def _make_threads(self) -> ThreadPoolExecutor:
+        context = self.context
+        return ThreadPoolExecutor(
+            LOAD_THREADS,
+            f"kv-load-{context.rank}",
+            initializer=lambda: context.backend.runtime.bind_thread(context.device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """An instance to read from; with threads of its own, so that one that hangs delays no other."""
+
+    ranks: tuple[RankFacts, ...]
+    threads: ThreadPoolExecutor
 
 
 class _RunningLoad:

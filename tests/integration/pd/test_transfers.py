@@ -126,6 +126,26 @@ def test_many_stuck_loads_can_all_be_cancelled(model: Path, gate: Gate) -> None:
     run(model, scenario, lease_s=30.0, transfer_timeout_s=30.0)
 
 
+def test_a_holder_whose_reads_hang_delays_no_other(model: Path, gate: Gate) -> None:
+    async def main() -> None:
+        options: dict[str, Any] = {**GATED, "lease_s": 30.0, "transfer_timeout_s": 30.0}
+        async with (
+            instance(model, Role.PREFILL, **options) as hanging,
+            pair(model, **options) as both,
+        ):
+            gate.num_stuck = 4
+            params = [await prefill(hanging, PROMPT) for _ in range(5)]
+            stuck = [asyncio.create_task(ask(both.decode, PROMPT, GREEDY, p)) for p in params]
+            await wait_until(lambda: gate.num_held == 4, 5.0)
+            await asyncio.wait_for(ask_pair(both, PROMPT), 5.0)
+            for task in stuck:
+                task.cancel()
+            await both.check_clean()
+            await hanging.check_clean()
+
+    asyncio.run(main())
+
+
 POLICIES = pytest.mark.parametrize("policy", list(LoadFailurePolicy), ids=lambda p: p.value)
 
 
