@@ -144,6 +144,7 @@ async def kill_reader(first: Instance, victim: Served) -> None:
     assert all(isinstance(end, httpx.HTTPError) for end in ended)
 
 
+@pytest.mark.slow
 def test_a_decode_instance_killed_while_it_decodes(model: Path, gate: Gate) -> None:
     async def main() -> None:
         options = {"transports": (NAME,), "lease_s": LEASE_S}

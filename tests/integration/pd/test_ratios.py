@@ -19,7 +19,7 @@ RATIOS = [
     pytest.param(PULL, 3, 2, 2, marks=slow),
     pytest.param(PULL, 2, 4, 2, marks=slow),
     pytest.param(PULL, 4, 3, 24, marks=slow),
-    (LAYERWISE, 2, 1, 24),
+    pytest.param(LAYERWISE, 2, 1, 24, marks=slow),
     pytest.param(LAYERWISE, 1, 2, 2, marks=slow),
     pytest.param(LAYERWISE, 3, 2, 2, marks=slow),
     pytest.param(LAYERWISE, 2, 4, 24, marks=slow),
