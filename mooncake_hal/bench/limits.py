@@ -83,13 +83,13 @@ def stream_mover(size: int, sockets: int) -> Iterator[Mover]:
         for connection in connections:
             stack.enter_context(connection)
             tune(connection)
-        buffer = np.ones(size, np.uint8)
+        content = touched(stack, size)
         pool = stack.enter_context(ThreadPoolExecutor(sockets))
         share = size // sockets
 
         def receive(at: int) -> None:
             connections[at].sendall(b"go")
-            view = buffer[at * share : (at + 1) * share].data
+            view = content[at * share : (at + 1) * share]
             while len(view):
                 view = view[connections[at].recv_into(view) :]
 
@@ -129,6 +129,12 @@ def _library() -> ctypes.CDLL:
 def _pointers(spans: Spans) -> list[ctypes.c_void_p]:
     arrays = (spans.local, spans.remote, spans.nbytes)
     return [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+
+
+def touched(stack: ExitStack, size: int) -> memoryview:
+    """Allocate the memory that transports are measured with, and return it as bytes."""
+    address = _buffer(stack, size)
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def tune(connection: socket.socket) -> None:

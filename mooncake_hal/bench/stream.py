@@ -5,22 +5,23 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 
-import numpy as np
-
-from mooncake_hal.bench.limits import LOOPBACK, tune
+from mooncake_hal.bench.limits import LOOPBACK, touched, tune
 
 
 def main(port: int, sockets: int, total_bytes: int) -> None:
     """Open the sockets, and send a share of the bytes over each whenever it asks."""
-    content = np.ones(total_bytes, np.uint8)
-    share = total_bytes // sockets
+    with ExitStack() as stack:
+        _serve_all(port, sockets, total_bytes // sockets, touched(stack, total_bytes))
 
+
+def _serve_all(port: int, sockets: int, share: int, content: memoryview) -> None:
     def serve(at: int) -> None:
         with socket.create_connection((LOOPBACK, port)) as connection:
             tune(connection)
             while connection.recv(2):
-                connection.sendall(content[at * share : (at + 1) * share].data)
+                connection.sendall(content[at * share : (at + 1) * share])
 
     threads = [threading.Thread(target=serve, args=(at,)) for at in range(sockets)]
     for thread in threads:
