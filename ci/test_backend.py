@@ -1,0 +1,73 @@
+"""Runs every test of one hardware backend, and is not content with none.
+
+python ci/test_backend.py cuda
+python ci/test_backend.py ascend --generation A2 -- -x
+
+Status 0: tests ran on the device and passed. 77: no device of that generation. 1: tests failed, or
+the device is there and the backend can't use it, or nothing ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+from mooncake_hal.errors import HalError
+from mooncake_hal.registry import Registry
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPPED = 77
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, for_pytest = argv[:at], argv[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backend")
+    parser.add_argument("--generation", help="skip unless the devices are of it")
+    args = parser.parse_args(own)
+    try:
+        devices = Registry.discover().select_backend(args.backend).runtime.devices()
+    except HalError as exc:
+        print(f"failed: nothing was tested: {exc}")
+        return 1
+    found = sorted({device.generation for device in devices})
+    if args.generation and args.generation not in found:
+        print(f"skipped: no {args.backend} {args.generation}, found {', '.join(found)}")
+        return SKIPPED
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        status = run_tests(args.backend, report, for_pytest)
+        return status or verdict(report)
+
+
+def run_tests(backend: str, report: Path, for_pytest: Sequence[str]) -> int:
+    """Run the conformance suite on one backend, and its own hardware tests; pytest's status."""
+    folders = ["tests/conformance/test_backends.py"]
+    own = ROOT / "tests" / "hardware" / backend
+    if own.is_dir():
+        folders.append(str(own.relative_to(ROOT)))
+    command = [sys.executable, "-m", "pytest", "-q", *folders, "-k", backend]
+    command += [f"--junit-xml={report}", *for_pytest]
+    environment = os.environ | {"MOONCAKE_HAL_BACKEND": backend}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def verdict(report: Path) -> int:
+    """0 if a test really ran; a report of skips only is a failure."""
+    suites = ElementTree.parse(report).getroot().iter("testsuite")
+    counts = [(int(suite.get("tests", 0)), int(suite.get("skipped", 0))) for suite in suites]
+    num_ran = sum(tests - skipped for tests, skipped in counts)
+    print(f"{num_ran} tests ran on the device")
+    return 0 if num_ran else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
