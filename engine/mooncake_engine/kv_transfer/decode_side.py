@@ -162,9 +162,9 @@ class DecodeSide:
         await self._shake_hands(peer, remote)
         if expected.is_cancelled:
             raise KVTransferError("cancelled before it began")
-        for report in await self._ranks.run(order):
-            self.counts.nbytes += report.nbytes
-            self.counts.seconds += report.seconds
+        started = self._clock()
+        self.counts.nbytes += sum(report.nbytes for report in await self._ranks.run(order))
+        self.counts.seconds += self._clock() - started
         status = await peer.done(remote.request_id, reader)
         if status is not LeaseStatus.RELEASED:
             raise LeaseLost(
