@@ -1,8 +1,13 @@
 # The doors of the house. Each target is a script in ci/ that anyone can run by hand.
 MODEL ?= examples/tiny-llama
 ARGS ?=
+PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: up test test-faults test-grid check bench install
+.PHONY: help up test check bench install test-rdma test-grid test-faults test-proxy \
+    bench-transfer bench-connectors bench-proxy check-deploy test-cuda test-ascend wheels
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 up:  ## serve MODEL with a prefill instance, a decode instance and a proxy; Ctrl-C stops all
 	@ci/install
@@ -12,21 +17,57 @@ test:  ## all tests that need no accelerator
 	@ci/install dev
 	@ci/test-cpu $(ARGS)
 
-test-faults:  ## everything that can go wrong, then a soak; ARGS=--full makes it 5,000 requests
-	@ci/install dev
-	@.venv/bin/python ci/test_faults.py $(ARGS)
-
-test-grid:  ## every pair of tensor-parallel sizes, both connectors; hours on a small machine
-	@ci/install dev
-	@.venv/bin/python ci/test_grid.py $(ARGS)
-
 check:  ## lint, types, architecture, versions
 	@ci/install dev
 	@ci/check
 
-bench:  ## speed, side by side with transformers; one line per figure, exit 0 only if all hold
+bench:  ## all benchmarks; one line per figure, exit 0 only if all hold
 	@ci/install dev
-	@.venv/bin/python ci/bench.py $(ARGS)
+	@$(PYTHON_IN_VENV) ci/bench.py $(ARGS)
 
 install:  ## .venv with everything that tests and checks need
 	@ci/install dev
+
+test-rdma:  ## the rdma transport over real verbs: this host's device, or soft-RoCE in a VM
+	@ci/install dev
+	@ci/test-rdma $(ARGS)
+
+test-grid:  ## every pair of tensor-parallel sizes, both connectors: hours; ARGS narrow it down
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_grid.py $(ARGS)
+
+test-faults:  ## fault injection and soak; prints requests, faults, wrong answers, leaks, hangs
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_faults.py $(ARGS)
+
+test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_proxy_faults.py $(ARGS)
+
+bench-transfer:  ## transports beside memcpy, plain sockets and the field's engines
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench_transfer.py $(ARGS)
+
+bench-connectors:  ## KV hand-over beside memcpy and plain sockets
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/connectors tests/benchmarks/push $(ARGS)
+
+bench-proxy:  ## the proxy beside the field's routers
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench_proxy.py $(ARGS)
+
+check-deploy:  ## every deployment file by its own validator
+	@ci/install dev
+	@ci/check-deploy $(ARGS)
+
+test-cuda:  ## needs an NVIDIA GPU; says so if there is none
+	@ci/install dev
+	@ci/test-cuda $(ARGS)
+
+test-ascend:  ## needs an Ascend NPU; says so if there is none
+	@ci/install dev
+	@ci/test-ascend $(ARGS)
+
+wheels:  ## build the five wheels and try them in an empty environment
+	@ci/install dev
+	@ci/wheels $(ARGS)

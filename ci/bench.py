@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.figures import Figure  # noqa: E402  # tests/ is not installed
 
-DEFAULT = ["tests/benchmarks/engine", "tests/benchmarks/pd"]
+DEFAULT = ["tests/benchmarks/engine", "tests/benchmarks/pd", "tests/benchmarks/proxy/test_start.py"]
 
 
 def measure(folders: list[str]) -> tuple[int, list[Figure]]:
