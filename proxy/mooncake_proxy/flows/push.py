@@ -8,6 +8,8 @@ D      -> client       everything
 
 from __future__ import annotations
 
+import logging
+
 from msgspec import Raw
 
 from mooncake_proxy.call import Call, prefill_body
@@ -19,10 +21,12 @@ from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import encode
 from mooncake_proxy.router import Router
 
+logger = logging.getLogger(__name__)
+
 
 async def push(router: Router, call: Call) -> None:
     """Serve one request: D is asked first, P when D says where the KV goes."""
-    alone = serve_alone(router, call)
+    alone = serve_alone(router, call) or _decode_alone(router, call)
     if alone is not None:
         await plain(router, call, alone)
         return
@@ -32,6 +36,14 @@ async def push(router: Router, call: Call) -> None:
         if call.is_committed or not _is_prefill_failure(router, error):
             raise
         await fall_back(router, call, "prefill_failed")
+
+
+def _decode_alone(router: Router, call: Call) -> Role | None:
+    """A push carries one answer's KV and first token; several answers are all D's."""
+    if (call.ask.n or 1) == 1:
+        return None
+    router.metrics.fallbacks.add("several_answers")
+    return Role.DECODE
 
 
 async def _meet(router: Router, call: Call, decoder: Instance) -> None:
@@ -54,7 +66,15 @@ def decode_body(call: Call, metaserver: str) -> bytes:
 async def _dispatch(router: Router, call: Call, params: Raw) -> None:
     """The prefill, on another P if one fails."""
     body = prefill_body(call, params)
-    await router.attempt(Role.PREFILL, call, lambda chosen: _prefill(router, call, chosen, body))
+    try:
+        await router.attempt(
+            Role.PREFILL, call, lambda chosen: _prefill(router, call, chosen, body)
+        )
+    except UpstreamError as error:
+        if not call.is_committed:
+            raise
+        # D answers already: it has the KV, or computes it itself
+        logger.info("request %s: its prefill ended badly, D goes on: %s", call.request_id, error)
 
 
 async def _prefill(router: Router, call: Call, instance: Instance, body: bytes) -> None:
