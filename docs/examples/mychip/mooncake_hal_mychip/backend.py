@@ -1,0 +1,152 @@
+"""The parts of a backend. Begin with the reference ops; replace them by kernels one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mooncake_hal.backend import (
+    Capabilities,
+    Communicator,
+    DeploymentConstraints,
+    DeviceInfo,
+    Event,
+    Graph,
+    GroupSpec,
+    MemoryInfo,
+)
+from mooncake_hal.errors import CapabilityError, DeviceError, OutOfMemory
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.reference.ops import ReferenceOps
+from mooncake_hal.solo import SoloCommunicator
+from mooncake_hal.transport import MemoryRegion
+
+TOTAL_BYTES = 8 << 30
+
+
+class MyChipEvent:
+    """Work of this chip is done when the call returns."""
+
+    def record(self) -> None:
+        """See ``Event``."""
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        return True
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+
+
+class MyChipRuntime:
+    """One device."""
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        """See ``Runtime``."""
+        return (DeviceInfo(0, "My Chip 100", "gen1", TOTAL_BYTES),)
+
+    def device(self, index: int) -> torch.device:
+        """See ``Runtime``."""
+        _require_device(index)
+        return torch.device("cpu")  # a real chip: torch.device("mychip", index)
+
+    def bind_thread(self, index: int) -> None:
+        """See ``Runtime``."""
+        _require_device(index)  # a real chip: torch.mychip.set_device(index)
+
+    def synchronize(self, index: int) -> None:
+        """See ``Runtime``."""
+        _require_device(index)
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        """See ``Runtime``."""
+        _require_device(index)
+        return MemoryInfo(TOTAL_BYTES, TOTAL_BYTES)
+
+    def event(self, index: int) -> Event:
+        """See ``Runtime``."""
+        _require_device(index)
+        return MyChipEvent()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See ``Runtime``."""
+        raise CapabilityError("mychip has no graphs; run without graph capture")
+
+
+class MyChipOps(ReferenceOps):
+    """The reference, with the kernels that exist so far in its place."""
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """See ``Ops``."""
+        gate, up = x.chunk(2, dim=-1)
+        return (functional.silu(gate.float()) * up.float()).to(x.dtype)
+
+
+class MyChipAllocation:
+    """Device memory, and how transports are told of it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._tensor: Tensor | None = torch.zeros(nbytes, dtype=torch.uint8)
+        self._region = MemoryRegion(self._tensor.data_ptr(), nbytes)
+
+    @property
+    def region(self) -> MemoryRegion:
+        """See ``Allocation``."""
+        return self._region
+
+    @property
+    def tensor(self) -> Tensor:
+        """See ``Allocation``; raises DeviceError once it is freed."""
+        if self._tensor is None:
+            raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
+        return self._tensor
+
+    def free(self) -> None:
+        """See ``Allocation``."""
+        self._tensor = None
+
+
+class MyChipMemory:
+    """Allocates; a chip whose network wants alignment aligns here."""
+
+    def allocate(self, nbytes: int, index: int) -> MyChipAllocation:
+        """See ``Memory``."""
+        _require_device(index)
+        if nbytes > TOTAL_BYTES:
+            raise OutOfMemory(
+                f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
+            )
+        return MyChipAllocation(nbytes)
+
+
+class MyChipBackend:
+    """The parts put together, and the facts about them."""
+
+    name = "mychip"
+
+    def __init__(self) -> None:
+        self.capabilities = Capabilities(
+            dtypes=("bfloat16", "float32"),
+            block_sizes=(16, 32, 64, 128),
+            kv_layouts=tuple(KV_LAYOUTS),
+            graphs=False,
+            transports=("shm", "tcp"),
+            constraints=DeploymentConstraints(any_tp_ratio=False, same_generation=True),
+        )
+        self.runtime = MyChipRuntime()
+        self.ops = MyChipOps()
+        self.memory = MyChipMemory()
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        """See ``Backend``; one rank, until there is a collectives library."""
+        if group.world_size != 1:
+            raise CapabilityError(f"mychip runs on one rank, {group.world_size} were asked for")
+        return SoloCommunicator()
+
+
+def _require_device(index: int) -> None:
+    if index != 0:
+        raise DeviceError(f"mychip has device 0 only, device {index} was asked for")
