@@ -260,6 +260,30 @@ class Ops(Protocol):
         """``silu(gate) * up`` for x = [..., gate ++ up]; the result has half the last dim."""
         ...
 
+    def pack_experts(
+        self,
+        weights: Tensor,  # [experts, out, in]
+    ) -> tuple[Tensor, ...]:
+        """Return the experts' weights in the form that ``moe`` runs on best; see ``pack_weight``.
+
+        The result is opaque: only ``moe`` takes it.
+        """
+        ...
+
+    def moe(
+        self,
+        x: Tensor,  # [tokens, hidden]
+        gate_up: tuple[Tensor, ...],  # what pack_experts returned for [experts, 2 * inner, hidden]
+        down: tuple[Tensor, ...],  # what pack_experts returned for [experts, hidden, inner]
+        expert_ids: Tensor,  # [tokens, chosen] int64, all different in a row
+        expert_weights: Tensor,  # [tokens, chosen] float32
+    ) -> Tensor:  # [tokens, hidden]
+        """Each token through its chosen experts: ``sum of weight * down @ silu_mul(gate_up @ x)``.
+
+        The sum is made in float32 and rounded once.
+        """
+        ...
+
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks inside a cache view, ``source[i]`` onto ``target[i]`` ([n] int64)."""
         ...

@@ -142,6 +142,21 @@ class NullOps:
         """The first half."""
         return x[..., : x.shape[-1] // 2]
 
+    def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """The input."""
+        return (weights,)
+
+    def moe(
+        self,
+        x: Tensor,
+        gate_up: tuple[Tensor, ...],
+        down: tuple[Tensor, ...],
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+    ) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(x)
+
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy nothing."""
 

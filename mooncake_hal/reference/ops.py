@@ -87,6 +87,26 @@ class ReferenceOps:
         gate, up = x.float().chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 
+    def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ops``."""
+        return weights.unbind(0)
+
+    def moe(
+        self,
+        x: Tensor,
+        gate_up: tuple[Tensor, ...],
+        down: tuple[Tensor, ...],
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+    ) -> Tensor:
+        """See ``Ops``."""
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for token, experts in enumerate(expert_ids.tolist()):
+            for choice, expert in enumerate(experts):
+                inner = self.silu_mul(x[token].float() @ gate_up[expert].float().T)
+                out[token] += expert_weights[token, choice] * (inner @ down[expert].float().T)
+        return out.to(x.dtype)
+
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         """See ``Ops``."""
         for old, new in zip(source.tolist(), target.tolist(), strict=True):

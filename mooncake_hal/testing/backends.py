@@ -24,6 +24,7 @@ from mooncake_hal.backend import Backend, GroupSpec
 from mooncake_hal.errors import BackendUnavailable, CapabilityError, DeviceError, OutOfMemory
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.registry import Registry
+from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 
@@ -154,7 +155,7 @@ class CommunicatorSuite:
             assert status == 0, output
 
 
-class BackendConformance(BackendBasics, OpsSuite, RowsSuite, CommunicatorSuite):
+class BackendConformance(BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, CommunicatorSuite):
     """All of it."""
 
 

@@ -97,6 +97,33 @@ class TorchOps:
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
+    def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ops``."""
+        return tuple(self.pack_weight(weight) for weight in weights)
+
+    def moe(
+        self,
+        x: Tensor,
+        gate_up: tuple[Tensor, ...],
+        down: tuple[Tensor, ...],
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+    ) -> Tensor:
+        """See ``Ops``. Tokens are brought into the order of their experts, and back."""
+        order = expert_ids.flatten().argsort(stable=True)
+        counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
+        chosen = x[torch.div(order, expert_ids.shape[1], rounding_mode="floor")]
+        outputs = [
+            self.linear(self.silu_mul(self.linear(rows, gate_up[expert], None)), down[expert], None)
+            for expert, rows in enumerate(torch.split(chosen, counts))
+            if len(rows)
+        ]
+        if not outputs:
+            return torch.zeros_like(x)
+        spread = torch.empty_like(chosen).index_copy_(0, order, torch.cat(outputs))
+        weighted = spread.view(*expert_ids.shape, -1) * expert_weights.unsqueeze(-1)
+        return weighted.sum(1).to(x.dtype)
+
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         """See ``Ops``."""
         cache[target] = cache[source]

@@ -11,7 +11,7 @@ from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.models.catalog import Model
-from mooncake_engine.models.decoder import ForwardContext
+from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from mooncake_hal.backend import Ops
 

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mooncake_engine.models.decoder import Decoder, ForwardContext
+from mooncake_engine.models.context import ForwardContext
+from mooncake_engine.models.decoder import Decoder
 from mooncake_engine.models.hf_config import (
     ModelConfig,
     RawConfig,
@@ -21,6 +22,12 @@ from mooncake_engine.models.hf_config import (
     read_raw,
 )
 from mooncake_engine.models.layers import Placement, WeightSlot
+from mooncake_engine.models.sparse import (
+    MixtralDecoder,
+    SparseDecoder,
+    read_mixtral,
+    read_qwen3_moe,
+)
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 
 ConfigReader = Callable[[RawConfig, str, tuple[int, ...]], ModelConfig]
@@ -60,8 +67,10 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(read_llama, Decoder),
+    "MixtralForCausalLM": Architecture(read_mixtral, MixtralDecoder),
     "Qwen2ForCausalLM": Architecture(read_qwen2, Decoder),
     "Qwen3ForCausalLM": Architecture(read_qwen3, Decoder),
+    "Qwen3MoeForCausalLM": Architecture(read_qwen3_moe, SparseDecoder),
 }
 """Keyed by the name in ``architectures`` of config.json."""
 

@@ -19,10 +19,28 @@ from mooncake_engine.models.rope import (
     YarnScaling,
     yarn_attention_factor,
 )
+from mooncake_engine.models.routing import RoutingConfig
 
 T = TypeVar("T")
 _KINDS: dict[type, tuple[type, ...]] = {float: (int, float), int: (int,), bool: (bool,)}
 _SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts.
+
+    Args:
+        routing: how many experts there are, and how they are chosen.
+        expert_size: inner width of each.
+        shared_size: inner width of what every token takes besides, 0 for nothing.
+        dense_layers: layers that have one MLP of ``intermediate_size`` instead.
+    """
+
+    routing: RoutingConfig
+    expert_size: int
+    shared_size: int = 0
+    dense_layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +63,7 @@ class ModelConfig:
         eos_token_ids: tokens that end an answer.
         qkv_bias, output_bias, mlp_bias: which linear layers carry a bias.
         has_qk_norm: whether queries and keys are normalised per head (Qwen3).
+        moe: its mixture of experts, if it has one.
     """
 
     architecture: str
@@ -65,6 +84,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     has_qk_norm: bool = False
+    moe: MoeConfig | None = None
 
 
 class RawConfig:
@@ -142,19 +162,19 @@ def read_llama(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> Model
     """LlamaForCausalLM: ``attention_bias`` and ``mlp_bias`` as the file says."""
     attention_bias, mlp_bias = raw.flag("attention_bias"), raw.flag("mlp_bias")
     biases = {"qkv_bias": attention_bias, "output_bias": attention_bias, "mlp_bias": mlp_bias}
-    return _read_decoder(raw, architecture, eos, biases)
+    return read_decoder(raw, architecture, eos, biases)
 
 
 def read_qwen2(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
     """Qwen2ForCausalLM: a bias on queries, keys and values, on nothing else."""
-    return _read_decoder(raw, architecture, eos, {"qkv_bias": True})
+    return read_decoder(raw, architecture, eos, {"qkv_bias": True})
 
 
 def read_qwen3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
     """Qwen3ForCausalLM: norms on queries and keys, ``attention_bias`` as the file says."""
     bias = raw.flag("attention_bias")
     options = {"qkv_bias": bias, "output_bias": bias, "has_qk_norm": True}
-    return _read_decoder(raw, architecture, eos, options)
+    return read_decoder(raw, architecture, eos, options)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -171,9 +191,19 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_decoder(
-    raw: RawConfig, architecture: str, eos: tuple[int, ...], options: dict[str, bool]
+def read_decoder(
+    raw: RawConfig, architecture: str, eos: tuple[int, ...], options: dict[str, Any]
 ) -> ModelConfig:
+    """What all decoders have in common.
+
+    Args:
+        raw: the file.
+        architecture, eos: as in ModelConfig.
+        options: fields of ModelConfig that differ from their defaults.
+
+    Raises:
+        CheckpointError: a field is missing, wrong, or asks for what is not supported.
+    """
     _refuse_unsupported(raw)
     num_heads = raw.count("num_attention_heads")
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads) or num_heads

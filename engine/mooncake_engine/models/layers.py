@@ -41,9 +41,9 @@ class Placement:
         """Ranks in the group."""
         return self.communicator.world_size if self.communicator else 1
 
-    def empty(self, *shape: int) -> Tensor:
-        """Uninitialised memory of the placement's device and dtype."""
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Uninitialised memory of the placement's device, and of its dtype unless told."""
+        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
     def share(self, total: int) -> Span:
         """This rank's half-open part of ``range(total)``; sizes differ by at most one."""
@@ -164,9 +164,13 @@ class RowLinear:
         """Bring the loaded weight into the backend's form."""
         self.weight = self._placement.ops.pack_weight(self.weight)
 
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum that the output is."""
+        return self._placement.ops.linear(x, self.weight, self.bias)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, columns of this rank] to [tokens, out]."""
-        partial = self._placement.ops.linear(x, self.weight, self.bias)
+        partial = self.partial(x)
         communicator = self._placement.communicator
         return communicator.all_reduce(partial) if communicator else partial
 

@@ -48,6 +48,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
     ("qwen3", {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True}),
     ("qwen3", {"num_key_value_heads": 8}),
+    ("mixtral", {}),
+    ("mixtral", {"num_experts_per_tok": 1, "num_local_experts": 3}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("qwen3_moe", {"num_experts_per_tok": 8, "attention_bias": True}),
+    ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
 ]
 
 

@@ -1,0 +1,134 @@
+"""Grouped-query attention: Llama's, with the biases of Qwen2 and the norms of Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.models.context import ForwardContext, Rotation
+from mooncake_engine.models.heads import HeadShare, share_heads
+from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_engine.models.layers import (
+    ColumnLinear,
+    LinearSource,
+    Norm,
+    Placement,
+    RowLinear,
+    Span,
+    WeightSlot,
+)
+from mooncake_hal.backend import AttentionBatch, Ops
+
+
+class AttentionNames(NamedTuple):
+    """What the checkpoint calls the linears; ``{}`` stands for the layer's number."""
+
+    qkv: tuple[str, str, str] = (
+        "model.layers.{}.self_attn.q_proj",
+        "model.layers.{}.self_attn.k_proj",
+        "model.layers.{}.self_attn.v_proj",
+    )
+    qk_norms: tuple[str, str] = (
+        "model.layers.{}.self_attn.q_norm",
+        "model.layers.{}.self_attn.k_norm",
+    )
+    output: str = "model.layers.{}.self_attn.o_proj"
+
+
+class Attention:
+    """Grouped-query attention over paged KV, with this rank's heads."""
+
+    def __init__(
+        self, config: ModelConfig, placement: Placement, names: AttentionNames, layer: int
+    ) -> None:
+        self._ops = placement.ops
+        self._layer = layer
+        self._heads = heads = rank_heads(config, placement)
+        self._head_dim = dim = config.head_dim
+        self._scale = dim**-0.5
+        self._qkv = ColumnLinear(
+            placement,
+            _qkv_sources(config, heads, [name.format(layer) for name in names.qkv]),
+            config.hidden_size,
+            has_bias=config.qkv_bias,
+        )
+        self._output = RowLinear(
+            placement,
+            names.output.format(layer),
+            Span(heads.query_start * dim, heads.query_stop * dim),
+            (config.hidden_size, config.num_heads * dim),
+            has_bias=config.output_bias,
+        )
+        self._norms = tuple(
+            Norm(placement, name.format(layer), dim, config.rms_norm_eps)
+            for name in (names.qk_norms if config.has_qk_norm else ())
+        )
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load."""
+        yield from self._qkv.slots()
+        yield from self._output.slots()
+        for norm in self._norms:
+            yield from norm.slots()
+
+    def pack(self) -> None:
+        """Bring the loaded weights into the backend's form."""
+        self._qkv.pack()
+        self._output.pack()
+
+    def __call__(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]; writes the tokens' KV on the way."""
+        query, key, value = self._project(x)
+        query, key = self._ops.rope(query, key, rotation.positions, rotation.cos_sin)
+        key_cache, value_cache = context.kv[self._layer]
+        batch = context.batch
+        self._ops.write_kv(key, value, key_cache, value_cache, batch.slot_mapping)
+        if context.layer_done is not None:
+            context.layer_done(self._layer)
+        attended = attend(self._ops, query, (key_cache, value_cache), batch, self._scale)
+        return self._output(attended.reshape(x.shape[0], -1))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each ``[tokens, heads, head_dim]``, normed where asked."""
+        heads = self._heads
+        rows = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        sizes = [heads.query_heads, heads.kv_heads, heads.kv_heads]
+        query, key, value = torch.split(rows, sizes, dim=1)
+        if self._norms:
+            query, key = self._norms[0](query), self._norms[1](key)
+        return query, key, value
+
+
+def attend(
+    ops: Ops, query: Tensor, caches: tuple[Tensor, Tensor], batch: AttentionBatch, scale: float
+) -> Tensor:
+    """Attention of a mixed batch: decodes through one kernel, the rest through the other."""
+    num_decodes = batch.num_decodes
+    if num_decodes == query.shape[0]:
+        return ops.decode_attention(query, *caches, batch, scale)
+    if num_decodes == 0:
+        return ops.prefill_attention(query, *caches, batch, scale)
+    decoded = ops.decode_attention(query[:num_decodes], *caches, batch, scale)
+    prefilled = ops.prefill_attention(query[num_decodes:], *caches, batch, scale)
+    return torch.cat((decoded, prefilled))
+
+
+def rank_heads(config: ModelConfig, placement: Placement) -> HeadShare:
+    """The heads that a placement's rank computes; see ``share_heads``."""
+    return share_heads(config.num_heads, config.num_kv_heads, placement.tp_size, placement.tp_rank)
+
+
+def _qkv_sources(
+    config: ModelConfig, heads: HeadShare, names: list[str]
+) -> tuple[LinearSource, ...]:
+    dim = config.head_dim
+    query = Span(heads.query_start * dim, heads.query_stop * dim)
+    kv = Span(heads.kv_start * dim, heads.kv_stop * dim)
+    totals = (config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim)
+    return tuple(
+        LinearSource(name, total, rows)
+        for name, total, rows in zip(names, totals, (query, kv, kv), strict=True)
+    )

@@ -1,0 +1,104 @@
+"""Decoders with a mixture of experts: Mixtral and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
+
+from mooncake_engine.models.decoder import Decoder, MlpBlock
+from mooncake_engine.models.hf_config import (
+    ModelConfig,
+    MoeConfig,
+    RawConfig,
+    read_decoder,
+    read_qwen3,
+)
+from mooncake_engine.models.layers import Placement
+from mooncake_engine.models.mlp import Experts, GatedMlp, MixtureOfExperts, MlpNames, Router
+from mooncake_engine.models.routing import RoutingConfig
+
+
+class MoeNames(NamedTuple):
+    """What the checkpoint calls a mixture's parts.
+
+    The first ``{}`` stands for the layer's number, a second one for the expert's.
+    """
+
+    router: str = "model.layers.{}.mlp.gate"
+    expert: MlpNames = MlpNames(
+        "model.layers.{}.mlp.experts.{}.gate_proj",
+        "model.layers.{}.mlp.experts.{}.up_proj",
+        "model.layers.{}.mlp.experts.{}.down_proj",
+    )
+    shared: MlpNames = MlpNames(
+        "model.layers.{}.mlp.shared_experts.gate_proj",
+        "model.layers.{}.mlp.shared_experts.up_proj",
+        "model.layers.{}.mlp.shared_experts.down_proj",
+    )
+
+
+class SparseDecoder(Decoder):
+    """A decoder whose layers, those that ``config.moe`` names, have experts (Qwen3-MoE)."""
+
+    moe_names: ClassVar[MoeNames] = MoeNames()
+
+    def build_mlp(self, placement: Placement, layer: int) -> MlpBlock:
+        """Experts, or one MLP in the layers that are dense."""
+        moe, hidden, names = self.config.moe, self.config.hidden_size, self.moe_names
+        if moe is None or layer in moe.dense_layers:
+            return super().build_mlp(placement, layer)
+        experts = [names.expert.of(layer, expert) for expert in range(moe.routing.num_experts)]
+        shared = None
+        if moe.shared_size:
+            shared = GatedMlp(placement, names.shared.of(layer), (hidden, moe.shared_size))
+        return MixtureOfExperts(
+            placement,
+            Router(placement, names.router.format(layer), hidden, moe.routing),
+            Experts(placement, experts, (hidden, moe.expert_size)),
+            shared,
+        )
+
+
+class MixtralDecoder(SparseDecoder):
+    """Mixtral's names for the same."""
+
+    moe_names = MoeNames(
+        router="model.layers.{}.block_sparse_moe.gate",
+        expert=MlpNames(
+            "model.layers.{}.block_sparse_moe.experts.{}.w1",
+            "model.layers.{}.block_sparse_moe.experts.{}.w3",
+            "model.layers.{}.block_sparse_moe.experts.{}.w2",
+        ),
+    )
+
+
+def read_mixtral(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """MixtralForCausalLM: experts in every layer, weights of the chosen ones add up to one."""
+    moe = MoeConfig(read_routing(raw, ("num_local_experts",)), raw.count("intermediate_size"))
+    config = read_decoder(raw, architecture, eos, {"moe": moe})
+    window = raw.get("sliding_window", int)
+    if window is not None and window < config.max_positions:
+        raise raw.refuse("sliding_window", window, "attention to the whole context")
+    return config
+
+
+def read_qwen3_moe(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """Qwen3MoeForCausalLM: Qwen3 with experts in all layers but those that the file excepts."""
+    step = raw.get("decoder_sparse_step", int, 1) or 1
+    dense = set(raw.get("mlp_only_layers", list) or [])
+    dense |= {layer for layer in range(raw.count("num_hidden_layers")) if (layer + 1) % step}
+    routing = read_routing(raw, ("num_experts", "num_local_experts"))
+    routing = replace(routing, is_normalized=raw.flag("norm_topk_prob"))
+    size = raw.count("moe_intermediate_size")
+    moe = MoeConfig(routing, size, dense_layers=frozenset(dense))
+    return replace(read_qwen3(raw, architecture, eos), moe=moe)
+
+
+def read_routing(raw: RawConfig, spellings: tuple[str, ...]) -> RoutingConfig:
+    """Number of experts under the first spelling that is there, and how many a token takes."""
+    present = [name for name in spellings if raw.fields.get(name) is not None]
+    experts = raw.count(present[0] if present else spellings[0])
+    chosen = raw.count("num_experts_per_tok")
+    if chosen > experts:
+        raise raw.refuse("num_experts_per_tok", chosen, f"at most the {experts} experts there are")
+    return RoutingConfig(experts, chosen)

@@ -1,0 +1,75 @@
+"""The experts of the suite: ``moe`` against ``mooncake_hal.reference``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.testing.backends_ops import ALL_DTYPES, DTYPES, assert_same, oracle
+from mooncake_hal.testing.backends_rows import ROWS, random
+
+
+@dataclass(slots=True)
+class Choice:
+    """Tokens, experts, and who goes where.
+
+    Args:
+        x: [tokens, hidden].
+        gate_up: [experts, 2 * inner, hidden].
+        down: [experts, hidden, inner].
+        ids, weights: [tokens, chosen].
+    """
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def make_choice(
+    backend: Backend, dtype: str, tokens: int, experts: int, chosen: int, inner: int = 48
+) -> Choice:
+    """Random tokens and experts; hidden size 64."""
+    x = random(backend, tokens, 64, dtype=dtype)
+    gate_up = random(backend, experts, 2 * inner, 64, dtype=dtype, seed=1) / 8
+    down = random(backend, experts, 64, inner, dtype=dtype, seed=2) * inner**-0.5
+    scores = random(backend, tokens, experts, dtype="float32", seed=3).softmax(-1)
+    weights, ids = scores.topk(chosen, dim=-1)
+    return Choice(x, gate_up, down, ids, weights)
+
+
+class ExpertsSuite:
+    """Cases for ``Ops.moe``."""
+
+    def check(self, backend: Backend, case: Choice, dtype: str) -> None:
+        """The choice's outputs equal the reference's, and the tokens are left alone."""
+        before, ops = case.x.clone(), backend.ops
+        packed = ops.pack_experts(case.gate_up), ops.pack_experts(case.down)
+        found = ops.moe(case.x, *packed, case.ids, case.weights)
+        plain = oracle.pack_experts(case.gate_up), oracle.pack_experts(case.down)
+        assert_same(found, oracle.moe(before, *plain, case.ids, case.weights), dtype)
+        assert torch.equal(case.x, before)
+
+    @pytest.mark.parametrize("chosen", [(4, 1), (8, 2), (16, 8), (3, 3)])
+    @pytest.mark.parametrize("tokens", ROWS)
+    @pytest.mark.parametrize("dtype", ALL_DTYPES)
+    def test_moe(self, backend: Backend, dtype: str, tokens: int, chosen: tuple[int, int]) -> None:
+        """One expert per token and several, all of them, and no tokens."""
+        self.check(backend, make_choice(backend, dtype, tokens, *chosen), dtype)
+
+    @pytest.mark.parametrize("inner", [16, 36, 96])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_moe_widths(self, backend: Backend, dtype: str, inner: int) -> None:
+        """Inner sizes as tensor parallel leaves them."""
+        self.check(backend, make_choice(backend, dtype, 9, 6, 2, inner), dtype)
+
+    def test_moe_where_all_choose_the_same(self, backend: Backend) -> None:
+        """One expert has every token, most have none."""
+        case = make_choice(backend, "float32", 33, 8, 2)
+        case.ids = torch.tensor([5, 2]).to(case.ids.device).expand(33, 2).contiguous()
+        self.check(backend, case, "float32")
