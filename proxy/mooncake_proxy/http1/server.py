@@ -207,11 +207,11 @@ class ServerProtocol(asyncio.Protocol):
         self._context.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone: whatever runs for it is cancelled now."""
+        """The client is gone: what runs for it is cancelled now, unless it has its answer."""
         self._context.connections.discard(self)
         self._transport = None
         self._waiting.clear()
-        if self._task is not None:
+        if self._task is not None and self._current is not None and not self._current.ended:
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
