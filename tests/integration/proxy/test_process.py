@@ -44,9 +44,11 @@ async def pair() -> AsyncIterator[tuple[FakeInstance, FakeInstance]]:
     for fake in both:
         await fake.start()
     both[0].peers = {"d0": both[1]}
-    yield both
-    for fake in both:
-        await fake.kill()
+    try:
+        yield both
+    finally:
+        for fake in both:
+            await fake.kill()
 
 
 def test_it_starts_within_a_second_and_ends_on_sigterm() -> None:
