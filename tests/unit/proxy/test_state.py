@@ -27,7 +27,9 @@ from mooncake_proxy.prefix import BLOCK_BYTES, PrefixIndex, block_hashes
 
 
 @given(st.lists(st.booleans(), max_size=300), st.floats(0, 1), st.integers(0, 20))
-def test_retries_never_exceed_reserve_and_ratio(steps: list[bool], ratio: float, reserve: int) -> None:
+def test_retries_stay_within_reserve_and_ratio(
+    steps: list[bool], ratio: float, reserve: int
+) -> None:
     budget = RetryBudget(ratio, reserve)
     taken = deposited = 0
     for is_retry in steps:
