@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 FULL_REQUESTS = 5_000
 FAULT_TESTS = ("transfers", "endings", "kills", "through_proxy")
+CONNECTORS = {"pull": "MooncakeConnector", "push": "MooncakeLayerwiseConnector"}
 
 
 def main() -> int:
@@ -34,6 +35,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--full", action="store_true", help=f"{FULL_REQUESTS} requests")
+    names = tuple(CONNECTORS)
+    parser.add_argument("--connector", nargs="+", choices=names, default=names)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--soak-only", action="store_true", help="without the single faults")
     parser.add_argument("--no-kills", action="store_true", help="everything but SIGKILL")
@@ -43,7 +46,9 @@ def parse_args() -> argparse.Namespace:
 
 def run_tests() -> int:
     """The tests of single faults, slow ones included."""
-    files = [TESTS / "integration" / "pd" / f"test_{name}.py" for name in FAULT_TESTS]
+    folders = [TESTS / "integration" / folder for folder in ("pd", "push")]
+    paths = [folder / f"test_{name}.py" for folder in folders for name in FAULT_TESTS]
+    files = [path for path in paths if path.exists()]
     command = [sys.executable, "-m", "pytest", "-q", *map(str, files)]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
@@ -58,17 +63,20 @@ def run_soak(args: argparse.Namespace) -> bool:
         import logging
 
         from support.pd import write_model
-        from support.pd_soak import run_soak as soak
+        from support.pd_soak import Plan, run_soak as soak
         from support.pd_transport import install
 
-        logging.basicConfig(
-            level=logging.ERROR if args.log is None else logging.INFO, filename=args.log
-        )
+        level = logging.ERROR if args.log is None else logging.INFO
+        logging.basicConfig(level=level, filename=args.log)
         install(plugins)
-        print(f"soak, seed {args.seed}", flush=True)
-        requests = FULL_REQUESTS if args.full else args.requests
         model = write_model(Path(directory) / "model")
-        return soak(model, requests, args.seed, with_kills=not args.no_kills).is_good
+        requests = FULL_REQUESTS if args.full else args.requests
+        is_good = True
+        for name in args.connector:
+            print(f"soak over {name}, seed {args.seed}", flush=True)
+            plan = Plan(CONNECTORS[name], requests, args.seed, with_kills=not args.no_kills)
+            is_good &= soak(model, plan).is_good
+        return is_good
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
+from support.metaserver import Metaserver
 from support.pd import (
     DEFAULT_BLOCKS,
     GREEDY,
@@ -33,6 +34,7 @@ from support.pd import (
 from support.pd_processes import Served, body_of, serving
 from support.pd_relay import Relay, deliver, relay, unreliable
 from support.pd_transport import GATE, NAME
+from support.push import LAYERWISE
 
 from mooncake_engine.config import Role
 from mooncake_engine.errors import EngineError
@@ -54,6 +56,23 @@ FATES = {
     "left during decode": 10,
     "malformed": 2,
 }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A soak to run.
+
+    Args:
+        connector: of all instances.
+        num_requests: how many requests to send.
+        seed: of everything that is random here.
+        with_kills: kill and restart the far instances.
+    """
+
+    connector: str
+    num_requests: int
+    seed: int
+    with_kills: bool = True
 
 
 @dataclass
@@ -169,11 +188,14 @@ class Far:
 
 @dataclass
 class Field:
-    """All instances, and the relay in front of the near prefill instance."""
+    """All instances, and the relay in front of the near one that is asked: the prefill instance
+    of a pull, the decode instance of a push."""
 
+    connector: str
     prefill: tuple[Near, Far]
     decode: tuple[Near, Far]
     relay: Relay
+    relayed_port: int
 
 
 class Soak:
@@ -192,21 +214,26 @@ class Soak:
         self._cases = cases
         self._numbers = random.Random(seed)
         self._with_kills = with_kills
+        self._sent: dict[str, tuple[Case, str]] = {}
+        self._metaserver = Metaserver(self._dispatch)
+        self._metaserver.is_failure_expected = True
 
     async def run(self, num_requests: int) -> Tally:
         """Send that many requests, some at a time; then let everything settle and look."""
         GATE.chaos = random.Random(self._numbers.random())
         self._over.relay.fate = unreliable(self._numbers.randrange(1 << 30))
         todo = iter(range(num_requests))
+        await self._metaserver.start()
         killing = asyncio.create_task(self._kill_now_and_then())
         await asyncio.gather(*(self._work(todo) for _ in range(WORKERS)))
         killing.cancel()
         with suppress(asyncio.CancelledError):
             await killing
+        await self._metaserver.close()
         GATE.chaos = None
         self._over.relay.fate = deliver
         await self._settle()
-        self.tally.faults["reads spoilt in this process"] = GATE.num_chaotic
+        self.tally.faults["transfers broken in this process"] = GATE.num_chaotic
         return self.tally
 
     async def _work(self, todo: Iterator[int]) -> None:
@@ -215,7 +242,6 @@ class Soak:
 
     async def _one(self) -> None:
         case = self._numbers.choice(self._cases)
-        first = self._choose(self._over.prefill)
         second = self._choose(self._over.decode)
         [fate] = self._numbers.choices(list(FATES), list(FATES.values()))
         self.tally.requests += 1
@@ -223,9 +249,9 @@ class Soak:
             self.tally.faults[fate] += 1
         seen: list[int] = []
         try:
-            await asyncio.wait_for(self._serve(case, first, second, fate, seen), DEADLINE_S)
+            await asyncio.wait_for(self._serve(case, second, fate, seen), DEADLINE_S)
         except asyncio.TimeoutError:
-            self.tally.hangs.append(f"{fate}: {type(first).__name__} to {type(second).__name__}")
+            self.tally.hangs.append(f"{fate}: {type(second).__name__}")
         except (EngineError, httpx.HTTPError) as exc:
             self.tally.errors[type(exc).__name__] += 1
         if tuple(seen) != case.expected[: len(seen)]:
@@ -239,10 +265,11 @@ class Soak:
             return near
         return chosen
 
-    async def _serve(
-        self, case: Case, first: Side, second: Side, fate: str, seen: list[int]
-    ) -> None:
-        params = await self._prefill(case, first, fate)
+    async def _serve(self, case: Case, second: Side, fate: str, seen: list[int]) -> None:
+        if self._over.connector == LAYERWISE:
+            params: KVTransferParams | None = self._order_push(case, fate)
+        else:
+            params = await self._prefill(case, self._choose(self._over.prefill), fate)
         if params is None:
             return
         if fate == "malformed":
@@ -270,6 +297,30 @@ class Soak:
         if fate == "late":
             await asyncio.sleep(LEASE_S * 1.5)
         return None if fate == "abandoned" else params
+
+    def _order_push(self, case: Case, fate: str) -> KVTransferParams:
+        """What the decode instance is told, which comes first."""
+        key = str(self.tally.requests)
+        self._sent[key] = case, fate
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "metaserver": self._metaserver.url(key),
+        }
+
+    async def _dispatch(self, key: str, params: KVTransferParams) -> None:
+        """Send the prefill that a decode instance asked for, or not."""
+        case, fate = self._sent.pop(key)
+        if params["remote_port"] == self._over.relayed_port:
+            params = {**params, "remote_port": self._over.relay.port}
+        if fate == "late":
+            await asyncio.sleep(LEASE_S * 1.5)
+        if fate == "abandoned":
+            return
+        first = self._choose(self._over.prefill)
+        prefilling = asyncio.create_task(first.answer(case, params, [], max_tokens=1))
+        patience = self._numbers.uniform(0.0, 0.02) if fate == "left during prefill" else DEADLINE_S
+        await leave(prefilling, patience)
 
     async def _kill_now_and_then(self) -> None:
         while self._with_kills:
@@ -317,41 +368,45 @@ async def make_cases(model: Path, seed: int) -> list[Case]:
 
 
 @asynccontextmanager
-async def field_of(model: Path) -> AsyncIterator[Field]:
+async def field_of(model: Path, connector: str) -> AsyncIterator[Field]:
     """Two instances of each role, for the length of a block."""
     near = {
+        "connector": connector,
         "transports": (NAME,),
         "lease_s": LEASE_S,
         "transfer_timeout_s": TRANSFER_TIMEOUT_S,
         "num_kv_blocks": DEFAULT_BLOCKS,
     }
-    far = ["--transport", NAME, "--lease-seconds", str(LEASE_S)]
+    far = ["--kv-connector", connector, "--transport", NAME, "--lease-seconds", str(LEASE_S)]
     far += ["--transfer-timeout-seconds", str(TRANSFER_TIMEOUT_S)]
     os.environ["MOONCAKE_TEST_GATE"] = "chaos"
+    ports = {role: free_port() for role in (Role.PREFILL, Role.DECODE)}
+    asked = Role.DECODE if connector == LAYERWISE else Role.PREFILL
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(instance(model, Role.PREFILL, **near))
-        second = await stack.enter_async_context(instance(model, Role.DECODE, **near))
-        params = await ask(first, prompt_of(3), replace(GREEDY, max_tokens=1), ORDER)
-        assert params.params is not None
-        first.engine.abort(params.params["remote_request_id"])
-        between = await stack.enter_async_context(
-            relay(params.params["remote_host"], params.params["remote_port"])
-        )
-        others = [
-            Far(model, role, (*far, "--kv-port", str(free_port())))
-            for role in (Role.PREFILL, Role.DECODE)
+        first, second = [
+            await stack.enter_async_context(instance(model, role, **near, port=port))
+            for role, port in ports.items()
         ]
+        between = await stack.enter_async_context(relay("127.0.0.1", ports[asked]))
+        others = [Far(model, role, (*far, "--kv-port", str(free_port()))) for role in ports]
         for other in others:
             stack.push_async_callback(other.stop)
             await other.start()
-        yield Field((Near(first, between), others[0]), (Near(second), others[1]), between)
+        yield Field(
+            connector,
+            (Near(first, between if asked is Role.PREFILL else None), others[0]),
+            (Near(second), others[1]),
+            between,
+            ports[asked],
+        )
 
 
-async def soak(model: Path, num_requests: int, seed: int, *, with_kills: bool = True) -> Tally:
+async def soak(model: Path, plan: Plan) -> Tally:
     """Run it all."""
-    cases = await make_cases(model, seed)
-    async with field_of(model) as over:
-        return await Soak(over, cases, seed, with_kills=with_kills).run(num_requests)
+    cases = await make_cases(model, plan.seed)
+    async with field_of(model, plan.connector) as over:
+        soaking = Soak(over, cases, plan.seed, with_kills=plan.with_kills)
+        return await soaking.run(plan.num_requests)
 
 
 def report(tally: Tally, seconds: float) -> str:
@@ -369,9 +424,9 @@ def report(tally: Tally, seconds: float) -> str:
     return "\n".join([*lines, *tally.wrong[:5], *tally.leaked, *tally.hangs[:5]])
 
 
-def run_soak(model: Path, num_requests: int, seed: int, *, with_kills: bool = True) -> Tally:
+def run_soak(model: Path, plan: Plan) -> Tally:
     """Run it, and print the report."""
     started = time.monotonic()
-    tally = asyncio.run(soak(model, num_requests, seed, with_kills=with_kills))
+    tally = asyncio.run(soak(model, plan))
     print(report(tally, time.monotonic() - started), flush=True)
     return tally

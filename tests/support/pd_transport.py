@@ -142,11 +142,14 @@ GATE = Gate()
 
 
 class GatedTransfer:
-    """A read that begins when somebody waits for it and the gate is open."""
+    """A transfer that begins when somebody waits for it and the gate is open; ``brought`` is what
+    a read changes here, and can be spoilt."""
 
-    def __init__(self, begin: Callable[[], Transfer], spans: Spans, timeout: float) -> None:
+    def __init__(
+        self, begin: Callable[[], Transfer], brought: Spans | None, timeout: float
+    ) -> None:
         self._begin = begin
-        self._spans = spans
+        self._brought = brought
         self._deadline = time.monotonic() + timeout
         self._is_cancelled = False
         self._ended = threading.Event()
@@ -162,8 +165,8 @@ class GatedTransfer:
         try:
             GATE.pass_through(fate, self._deadline, lambda: self._is_cancelled)
             self._begin().wait()
-            if GATE.spoils or fate.is_cut:
-                spoil(self._spans)
+            if self._brought is not None and (GATE.spoils or fate.is_cut):
+                spoil(self._brought)
             if fate.is_cut:
                 raise PeerLost("gated: cut off")
             self._state = TransferState.DONE
@@ -197,7 +200,7 @@ class GatedPeer:
         return GatedTransfer(lambda: self._inner.read(spans, timeout=timeout), spans, timeout)
 
     def write(self, spans: Spans, *, timeout: float) -> Transfer:
-        return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), spans, timeout)
+        return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), None, timeout)
 
     def close(self) -> None:
         self._inner.close()
