@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
     up.add_argument("--prompt", default="What is prefill?", help="asked once everything is up")
     _add_engine_options(up)
-    _add_transport_option(up)
+    _add_connector_options(up)
     up.set_defaults(run=_up)
     return parser
 
@@ -99,10 +99,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_kv_transfer_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kv-connector", help=f"default: {_KV_DEFAULTS.connector}, for prefill and decode")
     add("--kv-host", default=_KV_DEFAULTS.host, help="address that peers are told")
     add("--kv-port", type=int, default=_KV_DEFAULTS.port, help="side channel; 0 takes a free port")
-    _add_transport_option(parser)
+    _add_connector_options(parser)
     add("--kv-secret-file", type=Path, help="file with the deployment's secret")
     add("--lease-seconds", type=float, default=_KV_DEFAULTS.lease_s)
     add("--transfer-timeout-seconds", type=float, default=_KV_DEFAULTS.transfer_timeout_s)
@@ -114,7 +113,10 @@ def _add_kv_transfer_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_transport_option(parser: argparse.ArgumentParser) -> None:
+def _add_connector_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-connector", help=f"default: {_KV_DEFAULTS.connector}, for prefill and decode"
+    )
     parser.add_argument(
         "--transport",
         action="append",
@@ -255,6 +257,7 @@ def _up(args: argparse.Namespace) -> int:
             num_decode=args.decode,
             engine_argv=engine_argv(args),
             transports=tuple(args.transport),
+            connector=args.kv_connector or _KV_DEFAULTS.connector,
             log_dir=args.log_dir,
             prompt=args.prompt,
         )

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_engine.child_processes import Child, ChildProcesses
+from mooncake_engine.config import KVTransferConfig
 from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.kv_transfer.base import find_connector
 from mooncake_engine.server.run import bind
 
 _PROXY_DRAIN_S = 5
@@ -44,6 +46,7 @@ class Deployment:
         num_prefill, num_decode: instances.
         engine_argv: options of ``mooncake-engine serve``, the same for every instance.
         transports: names for KV transfer, in order of preference.
+        connector: how KV moves; the proxy's flow follows from it.
         log_dir: where logs go; None for standard error.
         prompt: what to ask once everything is up.
     """
@@ -54,6 +57,7 @@ class Deployment:
     num_decode: int
     engine_argv: tuple[str, ...]
     transports: tuple[str, ...] = ()
+    connector: str = KVTransferConfig().connector
     log_dir: Path | None = None
     prompt: str = "What is prefill?"
 
@@ -126,6 +130,7 @@ def _write_secret(directory: Path) -> Path:
 def _instance_argv(deployment: Deployment, role: str, secret_file: Path) -> list[str]:
     argv = [sys.executable, "-m", "mooncake_engine.cli", "serve", "--role", role, "--port", "0"]
     argv += ["--kv-secret-file", str(secret_file), *deployment.engine_argv]
+    argv += ["--kv-connector", deployment.connector]
     for name in deployment.transports:
         argv += ["--transport", name]
     return argv
@@ -134,6 +139,7 @@ def _instance_argv(deployment: Deployment, role: str, secret_file: Path) -> list
 def _proxy_argv(deployment: Deployment, urls: dict[str, list[str]]) -> list[str]:
     argv = [sys.executable, "-m", "mooncake_proxy", "--host", deployment.host]
     argv += ["--port", str(deployment.port), "--drain-timeout", str(_PROXY_DRAIN_S)]
+    argv += ["--flow", find_connector(deployment.connector).mode.value]
     for role, instances in urls.items():
         for url in instances:
             argv += [f"--{role}", url]
