@@ -179,6 +179,7 @@ class DecodeSide:
             self._peers.forget(remote, str(exc))
             raise
         self._peers.forget_predecessors(remote)
+        peer.check_told(remote)
 
     def _spawn_failed(self, remote: RemoteKV, reason: str) -> None:
         self._spawn(self._tell(remote, lambda peer: peer.failed(remote.request_id, reason)))

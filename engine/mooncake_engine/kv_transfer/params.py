@@ -27,6 +27,7 @@ class RemoteKV:
         host, port: its side channel.
         block_ids: its block table.
         num_tokens: prompt tokens whose KV is there.
+        told_tp_size, told_block_size: what the request says of the holder, if it does.
     """
 
     engine_id: str
@@ -35,6 +36,8 @@ class RemoteKV:
     port: int
     block_ids: tuple[int, ...]
     num_tokens: int
+    told_tp_size: int | None = None
+    told_block_size: int | None = None
 
 
 class TransferMode(Enum):
@@ -106,6 +109,9 @@ class _Wire(msgspec.Struct):
     last_token_logprobs: tuple[float, list[tuple[_Count, float]]] | None = None
     remote_cached_tokens: _Count = 0
     metaserver: _Name | None = None
+    remote_ptp_size: _Count | None = None
+    remote_tp_size: _Count | None = None
+    remote_block_size: _Count | None = None
 
 
 ADDRESS = (
@@ -193,7 +199,13 @@ def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> Handoff:
 def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
     values: dict[str, Any] = {name: getattr(wire, f"remote_{name}") for name in _REMOTE_FIELDS}
     assert wire.remote_block_ids is not None
-    return RemoteKV(**values, block_ids=tuple(wire.remote_block_ids[0]), num_tokens=num_tokens)
+    return RemoteKV(
+        **values,
+        block_ids=tuple(wire.remote_block_ids[0]),
+        num_tokens=num_tokens,
+        told_tp_size=wire.remote_ptp_size or wire.remote_tp_size,
+        told_block_size=wire.remote_block_size,
+    )
 
 
 _REMOTE_FIELDS = ("engine_id", "request_id", "host", "port")

@@ -9,9 +9,10 @@ from typing import Protocol
 
 import zmq.asyncio
 
-from mooncake_engine.errors import LeaseLost
+from mooncake_engine.errors import HandshakeRefused, LeaseLost
 from mooncake_engine.kv_transfer.context import Spawn
 from mooncake_engine.kv_transfer.facts import InstanceFacts
+from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.protocol import (
     PROTOCOL_VERSION,
     Done,
@@ -61,12 +62,12 @@ class PeerAddress(Protocol):
 
 
 class Peer:
-    """One incarnation of an instance; ``is_known`` once hands were shaken.
+    """One incarnation of an instance.
 
     Args:
         engine_id: which.
         client: asks it; also for what has no method here.
-        check_fit: judges its facts.
+        check_fit: judges its facts; ``facts`` are None until hands were shaken.
     """
 
     def __init__(self, engine_id: str, client: SideChannelClient, check_fit: CheckFit) -> None:
@@ -74,7 +75,29 @@ class Peer:
         self.client = client
         self._check_fit = check_fit
         self._lock = asyncio.Lock()
-        self.is_known = False
+        self.facts: InstanceFacts | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether hands were shaken."""
+        return self.facts is not None
+
+    def check_told(self, remote: RemoteKV) -> None:
+        """Whether a request's parameters say of this peer what it says of itself.
+
+        Raises:
+            HandshakeRefused: they differ; both values are in the message.
+        """
+        assert self.facts is not None, "hands are shaken before a request is looked at"
+        for name, told, found in (
+            ("tensor-parallel size", remote.told_tp_size, self.facts.tp_size),
+            ("block size", remote.told_block_size, self.facts.block_size),
+        ):
+            if told is not None and told != found:
+                raise HandshakeRefused(
+                    f"the request's parameters give instance {self.engine_id} a {name} of {told}, "
+                    f"it has {found}; pass on the parameters as the instance wrote them"
+                )
 
     async def shake_hands(self, own: InstanceFacts, ranks: Ranks) -> None:
         """Exchange facts, once, and tell the ranks where the peer's KV lies.
@@ -97,7 +120,7 @@ class Peer:
                 )
             self._check_fit(own, facts)
             ranks.tell_all(ConnectPeer(facts.engine_id, facts.ranks))
-            self.is_known = True
+            self.facts = facts
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """Keep leases alive; returns those that are lost."""

@@ -189,6 +189,7 @@ class PushPrefillSide:
             peer = self._peers.get(send.remote)
             await peer.shake_hands(self._facts, self._ranks)
             self._peers.forget_predecessors(send.remote)
+            peer.check_told(send.remote)
             status = await self._ask(
                 peer, lambda ticket: PushOpen(ticket, send.remote.request_id, send.writer)
             )
@@ -221,6 +222,7 @@ class PushPrefillSide:
                 send.is_told = isinstance(exc, HandshakeRefused) or self._clock() > give_up
                 if send.is_told:
                     logger.warning("could not tell the end of %s: %s", request_id, exc)
+                    self._peers.forget(send.remote, "it could not be told how a push ended")
         self._settle(request_id, send)
 
     async def _ask(self, peer: Peer, make: Callable[[int], AnyMessage]) -> LeaseStatus:

@@ -10,9 +10,22 @@ import pytest
 import zmq.asyncio
 
 from mooncake_engine.errors import KVTransferError
+from mooncake_engine.kv_transfer.facts import InstanceFacts
 from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.peers import PeerBook
 from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
+
+FACTS = InstanceFacts(
+    "a",
+    "model",
+    "tokenizer",
+    KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4),
+    16,
+    Hardware("cpu", "x86_64"),
+    (),
+)
 
 
 class Ranks:
@@ -57,7 +70,7 @@ def test_a_wrong_address_that_is_given_up_leaves_the_right_one() -> None:
     async def scenario(book: PeerBook, ranks: Ranks) -> None:
         right, wrong = held_by("a"), held_by("a", port=5001)
         peer = book.get(right)
-        peer.is_known = True
+        peer.facts = FACTS
         book.get(wrong)
         book.forget(wrong, "nobody there")
         assert book.get(right) is peer
@@ -74,7 +87,7 @@ def test_only_predecessors_at_the_same_address_are_dropped() -> None:
     async def scenario(book: PeerBook, ranks: Ranks) -> None:
         old, elsewhere, new = held_by("old"), held_by("other", port=5001), held_by("new")
         stale, other, current = book.get(old), book.get(elsewhere), book.get(new)
-        stale.is_known = True
+        stale.facts = FACTS
         book.forget_predecessors(new)
         assert ranks.told == [ForgetPeer("old")]
         assert book.get(new) is current

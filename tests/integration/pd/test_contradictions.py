@@ -1,0 +1,36 @@
+"""Parameters that contradict what an instance says of itself are refused, with both values."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.pd import ask, pair, prefill, prompt_of
+
+from mooncake_engine.config import LoadFailurePolicy
+from mooncake_engine.messages import FinishReason
+
+PROMPT = prompt_of(50)
+
+
+@pytest.mark.parametrize(
+    ("field", "told", "message"),
+    [
+        ("remote_block_size", 128, "a block size of 128, it has 16"),
+        ("remote_ptp_size", 4, "a tensor-parallel size of 4, it has 1"),
+    ],
+)
+def test_a_wrong_word_about_the_holder_is_refused(
+    model: Path, field: str, told: int, message: str
+) -> None:
+    async def scenario() -> None:
+        fails = {"load_failure": LoadFailurePolicy.FAIL}
+        async with pair(model, decode=fails) as both:
+            params = await prefill(both.prefill, PROMPT)
+            answer = await ask(both.decode, PROMPT, params={**params, field: told})
+            assert answer.finish is FinishReason.ERROR
+            assert message in str(answer.error)
+            await both.check_clean()
+
+    asyncio.run(scenario())
