@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 
-from mooncake_hal.errors import PeerLost, TransferError
+from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout
 from mooncake_hal.transports import handshake
 from mooncake_hal.transports.regions import RegionTable
 from mooncake_hal.transports.tcp import wire
@@ -113,7 +113,7 @@ class Server:
             outcome = self._serve_proved(self._admit(connection))
             if outcome == Outcome.BROKEN:
                 logger.warning("tcp: closed a connection whose client broke the protocol")
-        except PeerLost as exc:
+        except (PeerLost, TransferTimeout) as exc:
             logger.debug("tcp: a client left: %s", exc)
         except TransferError as exc:
             logger.warning("tcp: refused a client: %s", exc)

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mooncake_hal.errors import AccessDenied, PeerLost
+from mooncake_hal.errors import AccessDenied, PeerLost, TransferTimeout
 
 SETTINGS = ("tls_certificate", "tls_key", "tls_authority")
 
@@ -78,5 +78,7 @@ def _wrap(context: ssl.SSLContext, connection: socket.socket, host: str | None) 
         return context.wrap_socket(connection, server_side=host is None, server_hostname=host)
     except ssl.SSLError as exc:
         raise AccessDenied(f"tcp: TLS refused: {exc}") from exc
+    except TimeoutError as exc:
+        raise TransferTimeout("tcp: the peer does not answer the TLS handshake in time") from exc
     except OSError as exc:
         raise PeerLost(f"tcp: the connection broke during the TLS handshake: {exc}") from exc

@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from mooncake_hal.errors import PeerLost, TransferError
+from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout
 from mooncake_hal.transports import handshake
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ def send_message(connection: socket.socket, message: msgspec.Struct) -> None:
 
     Raises:
         PeerLost: the connection is gone.
+        TransferTimeout: the peer does not take it.
     """
     data = handshake.encode(message)
     try:
@@ -124,7 +125,8 @@ def receive_message(connection: socket.socket, kind: type[handshake.Message]) ->
     """Receive a handshake message.
 
     Raises:
-        PeerLost: the connection is gone, silent for its timeout, or says something else.
+        PeerLost: the connection is gone, or says something else.
+        TransferTimeout: it is silent for its timeout.
     """
     (size,) = struct.unpack("<I", _receive_exactly(connection, 4))
     if size > MAX_HANDSHAKE_BYTES:
@@ -154,5 +156,5 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 def _gone(error: OSError) -> TransferError:
     if isinstance(error, TimeoutError):
-        return PeerLost("tcp: the peer does not answer the handshake")
+        return TransferTimeout("tcp: the peer does not answer the handshake in time")
     return PeerLost(f"tcp: the connection broke during the handshake: {error}")
