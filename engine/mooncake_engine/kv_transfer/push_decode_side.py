@@ -39,6 +39,9 @@ from mooncake_hal.errors import PlanError
 logger = logging.getLogger(__name__)
 
 REMEMBERED_WRITERS = 1024
+MAX_LOAD_S = 300.0
+"""However alive its writer is, no request waits longer for its KV."""
+
 SILENT_INTERVALS = 3
 """After so many missed signs of life a writer is looked for."""
 
@@ -182,7 +185,9 @@ class PushDecodeSide:
     def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
         """What is missing or too much, byte for byte and rank for rank; None if it is exact."""
         told = {(writer, reader): nbytes for writer, reader, nbytes in message.written}
-        facts = self._writers[message.writer.engine_id]
+        facts = self._writers.get(message.writer.engine_id)
+        if facts is None:
+            return f"instance {message.writer.engine_id} has not said hello for too long"
         try:
             expected = expected_bytes(
                 self._facts.geometry,
@@ -203,19 +208,36 @@ class PushDecodeSide:
     # --- silence -----------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Look after those of whom nothing is heard, until cancelled."""
+        """Look at all deadlines, again and again, until cancelled."""
         while True:
             await asyncio.sleep(heartbeat_s(self._lease_s))
-            silent: defaultdict[Writer, list[Reservation]] = defaultdict(list)
-            for held in self._table.overdue(self._clock()):
-                if held.writer is None:
-                    self._table.end(held.request_id, None, LeaseStatus.EXPIRED)
-                    reason = f"no prefill instance came within {self._lease_s:g} s"
-                    self._finish(held.request_id, reason)
-                else:
-                    silent[held.writer].append(held)
-            for writer, group in silent.items():
-                self._spawn(self._look_for(writer, group))
+            self.look_around()
+
+    def look_around(self) -> None:
+        """Give up what nobody came for, and look for writers of whom nothing is heard."""
+        silent: defaultdict[Writer, list[Reservation]] = defaultdict(list)
+        for held in self._table.overdue(self._clock()):
+            if held.writer is None:
+                self._table.end(held.request_id, None, LeaseStatus.EXPIRED)
+                reason = f"no prefill instance came within {self._lease_s:g} s"
+                self._finish(held.request_id, reason)
+            else:
+                silent[held.writer].append(held)
+        for writer, group in silent.items():
+            self._spawn(self._look_for(writer, group))
+        self._give_up_overlong()
+
+    def _give_up_overlong(self) -> None:
+        """A writer that lives and does not get on is not waited for, either."""
+        now = self._clock()
+        for request_id, started in list(self._started.items()):
+            if now - started <= MAX_LOAD_S:
+                continue
+            reason = f"its KV was not complete within {MAX_LOAD_S:g} s"
+            if self._table.revoke(request_id, now):
+                self._finish(request_id, reason)
+            else:
+                self._give_up(request_id, reason)
 
     async def _look_for(self, writer: Writer, group: list[Reservation]) -> None:
         """A dead writer frees its blocks; of a silent one the request is freed, not the blocks."""
@@ -240,15 +262,21 @@ class PushDecodeSide:
             request_id,
             reason,
         )
-        self.counts.failures += 1
+        self._account(request_id, is_failure=True)
         self._sink(LoadEnded(request_id, reason, is_drained=False))
 
     def _finish(self, request_id: str, error: str | None, first: FirstToken | None = None) -> None:
         if error is not None:
             logger.warning("the KV of %s did not come: %s", request_id, error)
-            self.counts.failures += 1
-        self.counts.seconds += self._clock() - self._started.pop(request_id)
+        self._account(request_id, is_failure=error is not None)
         self._sink(LoadEnded(request_id, error, first))
+
+    def _account(self, request_id: str, *, is_failure: bool) -> None:
+        """Count a load's end, once."""
+        started = self._started.pop(request_id, None)
+        if started is not None:
+            self.counts.failures += is_failure
+            self.counts.seconds += self._clock() - started
 
 
 def _first_token(token: PushedToken) -> FirstToken:

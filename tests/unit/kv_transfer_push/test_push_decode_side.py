@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
@@ -28,7 +29,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Welcome,
     Writer,
 )
-from mooncake_engine.kv_transfer.push_decode_side import PushDecodeSide
+from mooncake_engine.kv_transfer.push_decode_side import MAX_LOAD_S, PushDecodeSide
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.request import FirstToken
 from mooncake_hal.deployment import Hardware
@@ -52,13 +53,15 @@ def facts(engine_id: str, tp_size: int = 1) -> InstanceFacts:
 
 
 class Desk:
-    """A decode side whose tasks are not run, and whose events are kept."""
+    """A decode side whose tasks run when told, and whose events are kept."""
 
     def __init__(self, tp_size: int = 1) -> None:
         self.events: list[Event] = []
+        self.tasks: list[Coroutine[Any, Any, None]] = []
+        self.is_writer_dead = False
         self.now = 0.0
         context = SideContext(
-            facts("d"), 6.0, self.events.append, self._drop, clock=lambda: self.now
+            facts("d"), 6.0, self.events.append, self._keep, clock=lambda: self.now
         )
         self.side = PushDecodeSide(context, self._is_gone)
         self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size)))
@@ -66,6 +69,7 @@ class Desk:
     def load(self, num_tokens: int = 10) -> None:
         params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
         self.side.load("r", "http://nowhere", params)
+        self.tasks.pop().close()  # the post to the metaserver: nobody is there
 
     def say(self, message: AnyMessage) -> LeaseStatus:
         answer = self.side.handle(message)
@@ -82,13 +86,22 @@ class Desk:
     def failed(self, writer: Writer = ONE) -> LeaseStatus:
         return self.say(PushFailed(4, "r", writer, "broken"))
 
-    @staticmethod
-    def _drop(task: Coroutine[Any, Any, None]) -> Any:
-        task.close()
+    def look_around(self, now: float) -> list[str | None]:
+        """Look, and see to what that starts; the errors of what ended."""
+        self.now = now
+        before = len(self.events)
+        self.side.look_around()
+        for task in self.tasks:
+            asyncio.run(task)
+        self.tasks.clear()
+        return [e.error for e in self.events[before:] if isinstance(e, LoadEnded)]
 
-    @staticmethod
-    async def _is_gone(writer: Writer) -> bool:
-        raise AssertionError("nobody is silent here")
+    def _keep(self, task: Coroutine[Any, Any, None]) -> Any:
+        self.tasks.append(task)
+
+    async def _is_gone(self, writer: Writer) -> bool:
+        assert writer == ONE
+        return self.is_writer_dead
 
 
 @pytest.fixture
@@ -210,3 +223,43 @@ def test_what_belongs_to_pulling_is_rejected(desk: Desk) -> None:
     answer = desk.side.handle(Done(9, "r", "reader"))
     assert isinstance(answer, Reject)
     assert answer.ticket == 9
+
+
+def test_nobody_is_waited_for_longer_than_a_lease(desk: Desk) -> None:
+    desk.load()
+    assert desk.look_around(5.9) == []
+    assert desk.look_around(6.0) == ["no prefill instance came within 6 s"]
+    assert desk.open() is LeaseStatus.EXPIRED
+
+
+def test_a_dead_writer_frees_its_blocks(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    desk.is_writer_dead = True
+    assert desk.look_around(2.9) == []
+    assert desk.look_around(3.0) == ["prefill instance p-1 is gone"]
+    assert all(event.is_drained for event in desk.events if isinstance(event, LoadEnded))
+
+
+def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    assert desk.look_around(4.0) == []
+    words = "nothing heard of prefill instance p-1 for too long"
+    assert desk.look_around(7.0) == [words]
+    assert [e.is_drained for e in desk.events if isinstance(e, LoadEnded)] == [False]
+    assert desk.look_around(60.0) == []
+    assert desk.side.num_reserved == 1
+    desk.failed()
+    assert [e.is_drained for e in desk.events if isinstance(e, LoadEnded)] == [False, True]
+    assert desk.side.counts.failures == 1
+
+
+def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -> None:
+    desk.load()
+    for second in range(0, int(MAX_LOAD_S) + 1, 2):
+        desk.now = float(second)
+        desk.open()
+        assert desk.look_around(float(second)) == []
+    assert desk.look_around(MAX_LOAD_S + 1) == ["its KV was not complete within 300 s"]
+    assert desk.side.handle(Renew(7, ("r",))) == Renewed(7, ("r",))
