@@ -159,6 +159,18 @@ class TransportProcessConformance(TransportKit):
         time.sleep(0.1)  # what a timed-out transfer still moved would arrive now
         assert not failed or (here.get() == after).all()
 
+    def test_connecting_to_a_stopped_peer_costs_no_more_than_the_timeout(self) -> None:
+        child, near = self.child(MIB), self.open()
+        child.signal(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with raises(TransferTimeout, PeerLost):
+                near.connect(child.address, timeout=0.3)
+            assert time.monotonic() - started < 5
+        finally:
+            child.signal(signal.SIGCONT)
+        near.connect(child.address, timeout=self.timeout).close()
+
     def test_nothing_is_left_after_close(self) -> None:
         self._one_round()
         before = leftovers()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from mooncake_hal.errors import PeerLost
+from mooncake_hal.errors import PeerLost, TransferTimeout
 from mooncake_hal.transports.handshake import UNREADABLE, encode
 
 NAME = "shm"
@@ -134,10 +134,13 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     """Receive one message and the descriptors that came with it.
 
     Raises:
-        PeerLost: the connection is gone, silent for its timeout, or sends too much.
+        PeerLost: the connection is gone, or sends too much.
+        TransferTimeout: it is silent for its timeout.
     """
     try:
         data, fds, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+    except TimeoutError as exc:
+        raise TransferTimeout("shm: the peer does not answer in time") from exc
     except OSError as exc:
         raise PeerLost(f"shm: the peer's control connection is gone: {exc}") from exc
     if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

@@ -285,7 +285,7 @@ class ShmEndpoint:
     def _hear_peer(self, peer: ShmPeer) -> None:
         try:
             peer.handle()
-        except PeerLost as exc:
+        except TransferError as exc:
             peer.lose(exc)
             self._peers.pop(peer.connection.fileno(), None)
             self._selector.unregister(peer.connection)
