@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -111,6 +112,34 @@ async def serve_on(model: Path, kv_port: int, decode: Instance, expected: list[i
         assert decode.stat("load_failures") == failures
         await second.wait_until_idle(LEASE_S + 2.0)
     await decode.check_clean()
+
+
+@pytest.mark.slow
+def test_a_frozen_prefill_instance(model: Path, gate: Gate) -> None:
+    """It says nothing and is not gone; when it goes on, its leases have run out."""
+
+    async def main() -> None:
+        expected = await answers_of(model, PROMPTS[:3])
+        options = {"transports": (NAME,), "lease_s": LEASE_S}
+        async with instance(model, Role.DECODE, **options) as decode:
+            with serving(model, "prefill", *OPTIONS) as first:
+                params = [await first.prefill(prompt) for prompt in PROMPTS[:3]]
+                first.program.process.send_signal(signal.SIGSTOP)
+                asking = [
+                    ask(decode, prompt, GREEDY, wanted)
+                    for prompt, wanted in zip(PROMPTS[:2], params, strict=False)
+                ]
+                answers = await asyncio.wait_for(asyncio.gather(*asking), 20.0)
+                assert [answer.tokens for answer in answers] == expected[:2]
+                first.program.process.send_signal(signal.SIGCONT)
+                await first.wait_until_idle(LEASE_S + 2.0)
+                fresh = await first.prefill(PROMPTS[2])
+                assert (await ask(decode, PROMPTS[2], GREEDY, fresh)).tokens == expected[2]
+                assert decode.stat("load_failures") == 2
+                await first.wait_until_idle(LEASE_S + 2.0)
+            await decode.check_clean()
+
+    asyncio.run(main())
 
 
 def test_a_killed_decode_instance(model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
