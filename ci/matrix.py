@@ -48,9 +48,7 @@ class Outcome:
 def read_legs() -> dict[str, Leg]:
     """All legs by name."""
     legs = json.loads((ROOT / "ci" / "matrix.json").read_text())["legs"]
-    return {
-        leg["name"]: Leg(leg["name"], leg["runner"], tuple(leg["commands"])) for leg in legs
-    }
+    return {leg["name"]: Leg(leg["name"], leg["runner"], tuple(leg["commands"])) for leg in legs}
 
 
 def run_leg(leg: Leg) -> Outcome:

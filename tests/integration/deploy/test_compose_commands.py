@@ -1,0 +1,69 @@
+"""The command lines of the compose file, run here as processes: P, D, proxy, an answer."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from support.deploy import compose_commands
+from support.programs import TINY_LLAMA, running
+
+PROGRAMS = {"mooncake-engine": "mooncake_engine.cli", "mooncake-proxy": "mooncake_proxy"}
+
+
+def adapted(service: str, replaced: dict[str, str]) -> list[str]:
+    """A service's command line, with these flags set to what fits this machine."""
+    program, *arguments = compose_commands()[service]
+    words = []
+    for argument in arguments:
+        flag = argument.split("=")[0]
+        words.append(f"{flag}={replaced[flag]}" if flag in replaced else argument)
+    assert set(replaced) <= {word.split("=")[0] for word in words}, "compose has no such flag"
+    return [PROGRAMS[program], *words]
+
+
+def test_they_answer_together(tmp_path: Path) -> None:
+    secret = tmp_path / "kv-secret"
+    secret.write_text("a secret of this deployment")
+    here = {
+        "--model": str(TINY_LLAMA),
+        "--host": "127.0.0.1",
+        "--port": "0",
+        "--kv-host": "127.0.0.1",
+        "--kv-port": "0",
+        "--kv-secret-file": str(secret),
+        "--threads": "1",
+    }
+    with (
+        running(*adapted("prefill-0", here)) as prefill,
+        running(*adapted("decode-0", here)) as decode,
+    ):
+        urls = {
+            "--prefill": prefill.wait_for("ready ").split()[1],
+            "--decode": decode.wait_for("ready ").split()[1],
+        }
+        listening = {"--host": "127.0.0.1", "--port": "0", **urls}
+        with running(*adapted("proxy", listening)) as proxy:
+            url = proxy.wait_for("listens on ").split()[-1]
+            answer = complete(url)
+    assert answer["choices"][0]["text"].startswith(" very different")
+    assert answer["model"] == "model"
+
+
+def complete(url: str) -> dict[str, Any]:
+    """One answer of the deployment."""
+    body = {
+        "model": "model",
+        "prompt": "A language model answers in two",
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=50) as response:
+        answer: dict[str, Any] = json.loads(response.read())
+    return answer

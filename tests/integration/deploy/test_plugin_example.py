@@ -1,0 +1,73 @@
+"""The example of docs/hardware.md: installed, listed, serving, and under conformance test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.deploy import ROOT
+from support.programs import TINY_LLAMA
+
+EXAMPLE = ROOT / "docs" / "examples" / "mychip"
+PROMPT = "A language model answers in two"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the example is installed: its folder, and what pip would note."""
+    [entry_points] = [
+        section
+        for section in (EXAMPLE / "pyproject.toml").read_text().split("\n\n")
+        if section.startswith("[project.entry-points.mooncake_hal]")
+    ]
+    noted = tmp_path / "mooncake_hal_mychip-0.1.0.dist-info"
+    noted.mkdir()
+    (noted / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mooncake-hal-mychip\nVersion: 0.1.0\n"
+    )
+    lines = [line.replace('"', "") for line in entry_points.splitlines()[1:]]
+    (noted / "entry_points.txt").write_text("\n".join(["[mooncake_hal]", *lines, ""]))
+    path = os.pathsep.join([str(tmp_path), str(EXAMPLE)])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(environment: dict[str, str], program: str, *arguments: str) -> str:
+    """Standard output of a program installed beside this Python; it must end with 0."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(program)), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def generate(environment: dict[str, str], backend: str) -> str:
+    """What the tiny model answers on that backend."""
+    sizes = ["--threads", "1", "--num-kv-blocks", "64", "--max-tokens", "24"]
+    model = ["--backend", backend, "--model", str(TINY_LLAMA)]
+    return run(environment, "mooncake-engine", "generate", *sizes, *model, PROMPT)
+
+
+def test_it_is_listed(environment: dict[str, str]) -> None:
+    rows = [
+        line.split(None, 3) for line in run(environment, "mooncake-hal", "devices").splitlines()
+    ]
+    assert ["mychip", "available", "-1", "one device that is the host"] in rows
+
+
+def test_it_serves_the_text_that_the_cpu_backend_serves(environment: dict[str, str]) -> None:
+    assert generate(environment, "mychip") == generate(environment, "cpu")
+
+
+@pytest.mark.timeout(240)
+def test_it_passes_the_conformance_suite(environment: dict[str, str]) -> None:
+    options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    output = run(environment, "pytest", *options, str(EXAMPLE / "tests"))
+    passed = int(output.split(" passed")[0].split()[-1])
+    assert passed > 200, output

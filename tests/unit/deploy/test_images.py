@@ -1,0 +1,110 @@
+"""Dockerfiles: what they copy exists and is let through, and they are what operators expect."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from support.deploy import DEPLOY, ROOT, compose, compose_commands, deployments, parse, pod_command
+
+IMAGES = sorted((DEPLOY / "docker").glob("Dockerfile.*"))
+ENGINES = [path for path in IMAGES if path.suffix != ".proxy"]
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) of a Dockerfile, continuation lines joined, without comments."""
+    lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    pairs = [line.split(None, 1) for line in joined.splitlines() if line.strip()]
+    return [(name, " ".join(arguments.split())) for name, arguments in pairs]
+
+
+def arguments_of(path: Path, instruction: str) -> list[str]:
+    return [arguments for name, arguments in instructions(path) if name == instruction]
+
+
+def copied(path: Path) -> list[str]:
+    """Sources of COPY that come from the repository."""
+    sources = []
+    for arguments in arguments_of(path, "COPY"):
+        words = [word for word in arguments.split() if not word.startswith("--")]
+        sources += words[:-1]
+    return sources
+
+
+def is_in_context(source: str) -> bool:
+    """Whether .dockerignore, which ignores all that it does not name, lets it through."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = [line[1:] for line in lines if line.startswith("!")]
+    return "*" in lines and any(fnmatch(source, name) for name in kept)
+
+
+def test_there_is_an_image_of_every_kind() -> None:
+    assert [path.suffix for path in IMAGES] == [".ascend", ".cpu", ".cuda", ".proxy"]
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
+def test_what_is_copied_exists_and_is_sent(path: Path) -> None:
+    assert copied(path)
+    for source in copied(path):
+        assert (ROOT / source).exists(), source
+        assert is_in_context(source), f"{source} is not in .dockerignore's list"
+
+
+def test_nothing_else_is_sent() -> None:
+    kept = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), flags=re.MULTILINE)
+    assert set(kept) == {source for path in IMAGES for source in copied(path)}
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
+def test_it_runs_without_root_and_says_how_it_is(path: Path) -> None:
+    assert arguments_of(path, "USER")[-1].split(":")[0] == "10001"
+    assert len(arguments_of(path, "HEALTHCHECK")) == 1
+    assert len(arguments_of(path, "FROM")) == 2, "wheels are built in a stage of their own"
+    for run in arguments_of(path, "RUN"):
+        assert "pip" not in run or "--no-cache-dir" in run or "venv" in run
+        assert "apt-get install" not in run or "rm -rf /var/lib/apt/lists" in run
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
+def test_wheels_are_built_from_folders_with_a_project(path: Path) -> None:
+    [build] = [run for run in arguments_of(path, "RUN") if run.startswith("pip wheel")]
+    folders = [word for word in build.split() if word.startswith(".")]
+    assert folders
+    for folder in folders:
+        assert (ROOT / folder / "pyproject.toml").is_file()
+        assert folder == "." or folder.removeprefix("./").split("/")[0] in copied(path)
+
+
+@pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.suffix)
+def test_instances_that_share_cores_do_not_spin(path: Path) -> None:
+    assert any("OMP_WAIT_POLICY=PASSIVE" in line for line in arguments_of(path, "ENV"))
+    [backend] = re.findall(r"MOONCAKE_HAL_BACKEND=(\w+)", path.read_text())
+    assert backend == path.suffix.removeprefix(".")
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
+def test_the_health_check_asks_the_port_that_is_served(path: Path) -> None:
+    [port] = re.findall(r"MOONCAKE_HEALTH_URL=http://127.0.0.1:(\d+)/health", path.read_text())
+    assert port in arguments_of(path, "EXPOSE")[0].split()
+    program = "mooncake-proxy" if path.suffix == ".proxy" else "mooncake-engine"
+    pods = [pod_command(template) for template in deployments().values()]
+    commands = [*compose_commands().values(), *pods]
+    ports = {parse(command).port for command in commands if command[0] == program}
+    assert ports == {int(port)}
+
+
+def test_ascend_says_what_to_mount() -> None:
+    text = (DEPLOY / "docker" / "Dockerfile.ascend").read_text()
+    for needed in ("/etc/hccn.conf", "/dev/davinci0", "/dev/davinci_manager", "/dev/hisi_hdc"):
+        assert needed in text
+    assert "FROM quay.io/ascend/cann:" in text
+
+
+def test_compose_builds_images_that_exist() -> None:
+    for service in compose()["services"].values():
+        context = DEPLOY / "docker" / service["build"]["context"]
+        assert context.resolve() == ROOT
+        assert (context / service["build"]["dockerfile"]).is_file()
