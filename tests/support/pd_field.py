@@ -1,0 +1,164 @@
+"""Two instances of each role for a soak: one in this process, one in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+from support.pd import DEFAULT_BLOCKS, Answer, Instance, ask, free_port, instance
+from support.pd_processes import Served, body_of, serving
+from support.pd_relay import Relay, relay
+from support.pd_transport import NAME
+from support.push import LAYERWISE
+
+from mooncake_engine.config import Role
+from mooncake_engine.messages import FinishReason, KVTransferParams
+from mooncake_engine.sampling_params import SamplingParams
+
+LEASE_S = 1.5
+TRANSFER_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request and what a single instance says to it."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    expected: tuple[int, ...]
+
+
+class Side(Protocol):
+    """An instance, wherever it runs."""
+
+    async def answer(
+        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+    ) -> Answer:
+        """Send a request; ``seen`` gets the tokens as they come, as far as that can be seen."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Give up what is held under that name."""
+        ...
+
+
+@dataclass
+class Near:
+    """An instance of this process; its side channel is reached through a relay, if it has one."""
+
+    instance: Instance
+    relay: Relay | None = None
+
+    async def answer(
+        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+    ) -> Answer:
+        sampling = replace(case.sampling, max_tokens=max_tokens)
+        answer = await ask(
+            self.instance, case.prompt, sampling, params, lambda u: seen.extend(u.token_ids)
+        )
+        if answer.params is not None and self.relay is not None:
+            answer.params = {**answer.params, "remote_port": self.relay.port}
+        return answer
+
+    async def abort(self, request_id: str) -> None:
+        self.instance.engine.abort(request_id)
+
+
+@dataclass
+class Far:
+    """An instance in a process of its own, that can be killed and started again."""
+
+    model: Path
+    role: Role
+    options: tuple[str, ...]
+    served: Served | None = None
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def start(self) -> None:
+        """Start it, at the ports of its options."""
+        context = serving(self.model, self.role.value, *self.options)
+        self.served = await asyncio.to_thread(context.__enter__)
+        self._stack.push(context)
+
+    async def kill(self) -> None:
+        """SIGKILL it."""
+        assert self.served is not None
+        victim, self.served = self.served, None
+        await asyncio.to_thread(victim.kill)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End what is left of it."""
+        await self._stack.aclose()
+
+    async def answer(
+        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+    ) -> Answer:
+        body = body_of(case.prompt, replace(case.sampling, max_tokens=max_tokens), params)
+        found = await self._running().complete(body)
+        [choice] = found["choices"]
+        finish = FinishReason(choice["finish_reason"])
+        seen.extend(choice["token_ids"])
+        return Answer(choice["token_ids"], finish=finish, params=found.get("kv_transfer_params"))
+
+    async def abort(self, request_id: str) -> None:
+        url = f"{self._running().url}/abort"
+        async with httpx.AsyncClient() as client:
+            await client.post(url, json={"request_id": request_id})
+
+    def _running(self) -> Served:
+        if self.served is None:
+            raise httpx.ConnectError("killed, and not yet back")
+        return self.served
+
+
+@dataclass
+class Field:
+    """All instances, and the relay in front of the near one that is asked: the prefill instance
+    of a pull, the decode instance of a push."""
+
+    connector: str
+    prefill: tuple[Near, Far]
+    decode: tuple[Near, Far]
+    relay: Relay
+    relayed_port: int
+
+
+@asynccontextmanager
+async def field_of(model: Path, connector: str) -> AsyncIterator[Field]:
+    """Two instances of each role, for the length of a block."""
+    near = {
+        "connector": connector,
+        "transports": (NAME,),
+        "lease_s": LEASE_S,
+        "transfer_timeout_s": TRANSFER_TIMEOUT_S,
+        "num_kv_blocks": DEFAULT_BLOCKS,
+    }
+    far = ["--kv-connector", connector, "--transport", NAME, "--lease-seconds", str(LEASE_S)]
+    far += ["--transfer-timeout-seconds", str(TRANSFER_TIMEOUT_S)]
+    os.environ["MOONCAKE_TEST_GATE"] = "chaos"
+    ports = {role: free_port() for role in (Role.PREFILL, Role.DECODE)}
+    asked = Role.DECODE if connector == LAYERWISE else Role.PREFILL
+    async with AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(instance(model, role, **near, port=port))
+            for role, port in ports.items()
+        ]
+        between = await stack.enter_async_context(relay("127.0.0.1", ports[asked]))
+        others = [Far(model, role, (*far, "--kv-port", str(free_port()))) for role in ports]
+        for other in others:
+            stack.push_async_callback(other.stop)
+            await other.start()
+        yield Field(
+            connector,
+            (Near(first, between if asked is Role.PREFILL else None), others[0]),
+            (Near(second), others[1]),
+            between,
+            ports[asked],
+        )
