@@ -172,16 +172,17 @@ class AttentionBatch:
 
 
 class Ops(Protocol):
-    """The kernels of a decoder with grouped-query attention.
+    """The kernels of a decoder, with grouped-query or latent attention.
 
     KV caches are strided views ``[num_blocks, block_size, kv_heads, head_dim]`` of any layout
-    that ``capabilities.kv_layouts`` lists; only the last dimension is contiguous.
+    that ``capabilities.kv_layouts`` lists; only the last dimension is contiguous. Latent attention
+    (MLA) has the planes latent and rope in place of key and value: of one head, differently wide.
     """
 
     def write_kv(
         self,
-        key: Tensor,  # [tokens, kv_heads, head_dim]
-        value: Tensor,  # [tokens, kv_heads, head_dim]
+        key: Tensor,  # [tokens, kv_heads, head_dim]; the latent for MLA
+        value: Tensor,  # [tokens, kv_heads, head_dim], may be of another width; the rope for MLA
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,  # [tokens] int64
@@ -209,6 +210,32 @@ class Ops(Protocol):
         scale: float,
     ) -> Tensor:  # like query
         """Causal attention of the remaining sequences over their paged KV (cached prefix too)."""
+        ...
+
+    def mla_decode_attention(
+        self,
+        query: Tensor,  # [num_decodes, heads, latent_dim + rope_dim]
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:  # [num_decodes, heads, latent_dim]
+        """Attention of the batch's leading decodes over paged latents, in the absorbed form.
+
+        A token's key is its latent and its rope row together, its value the latent again; all
+        heads share them (DeepSeek-V2, arXiv 2405.04434).
+        """
+        ...
+
+    def mla_prefill_attention(
+        self,
+        query: Tensor,  # [tokens of the sequences after the decodes, heads, latent_dim + rope_dim]
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:  # [tokens, heads, latent_dim]
+        """The same, causal, for the remaining sequences."""
         ...
 
     def rms_norm(

@@ -114,6 +114,28 @@ class NullOps:
         """Zeros."""
         return torch.zeros_like(query)
 
+    def mla_decode_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """Zeros."""
+        return query.new_zeros(*query.shape[:2], latent_cache.shape[-1])
+
+    def mla_prefill_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """Zeros."""
+        return query.new_zeros(*query.shape[:2], latent_cache.shape[-1])
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The input."""
         return x

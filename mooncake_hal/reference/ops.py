@@ -53,6 +53,30 @@ class ReferenceOps:
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
         return _attend(query, key_cache, value_cache, batch, scale, sequences)
 
+    def mla_decode_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        key_cache = torch.cat((latent_cache, rope_cache), dim=-1)
+        return self.decode_attention(query, key_cache, latent_cache, batch, scale)
+
+    def mla_prefill_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        key_cache = torch.cat((latent_cache, rope_cache), dim=-1)
+        return self.prefill_attention(query, key_cache, latent_cache, batch, scale)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""
         wide = x.float()
@@ -131,7 +155,7 @@ def _attend(
     scale: float,
     sequences: range,
 ) -> Tensor:
-    out = torch.empty_like(query)
+    out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     start = 0
     for sequence in sequences:
         stop = start + batch.host_query_lens[sequence]

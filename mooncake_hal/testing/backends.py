@@ -25,6 +25,7 @@ from mooncake_hal.errors import BackendUnavailable, CapabilityError, DeviceError
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.registry import Registry
 from mooncake_hal.testing.backends_experts import ExpertsSuite
+from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 
@@ -155,7 +156,9 @@ class CommunicatorSuite:
             assert status == 0, output
 
 
-class BackendConformance(BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, CommunicatorSuite):
+class BackendConformance(
+    BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, CommunicatorSuite
+):
     """All of it."""
 
 

@@ -23,8 +23,9 @@ class Shape:
     Args:
         dtype: name of the element type.
         layout: name of the KV layout.
-        heads, kv_heads, head_dim: of the attention.
+        heads, kv_heads, head_dim: of the attention; for MLA ``head_dim`` is the latent's.
         block_size: tokens per block.
+        rope_dim: width of MLA's second plane, 0 for grouped queries.
     """
 
     dtype: str = "float32"
@@ -33,6 +34,17 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     block_size: int = 16
+    rope_dim: int = 0
+
+    @property
+    def plane_dims(self) -> tuple[int, int]:
+        """Elements per token and head of both planes."""
+        return self.head_dim, self.rope_dim or self.head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query head."""
+        return self.head_dim + self.rope_dim
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -48,7 +60,8 @@ class PagedKV:
     """A KV cache in memory that the backend allocated.
 
     Args:
-        key, value: views ``[num_blocks, block_size, kv_heads, head_dim]`` of the last layer.
+        key, value: views ``[num_blocks, block_size, kv_heads, dim]`` of the last layer; for MLA
+            latent and rope.
         allocation: the memory; ``free`` it at the end.
     """
 
@@ -60,9 +73,9 @@ class PagedKV:
     def allocate(cls, backend: Backend, shape: Shape, num_blocks: int) -> PagedKV:
         """A cache full of NaN: whoever reads what was not written shows it."""
         dtype = shape.torch_dtype
-        dims = (shape.head_dim, shape.head_dim)
+        kind = AttentionKind.MLA if shape.rope_dim else AttentionKind.GQA
         geometry = KVGeometry(
-            AttentionKind.GQA, LAYERS, shape.kv_heads, dims, shape.dtype, dtype.itemsize
+            kind, LAYERS, shape.kv_heads, shape.plane_dims, shape.dtype, dtype.itemsize
         )
         shard = shard_of(geometry, 1, 0)
         nbytes = layout_bytes(geometry, shard, num_blocks, shape.block_size)
@@ -88,7 +101,7 @@ def plane_view(flat: Tensor, layout: KVLayout, shape: Shape, plane: int) -> Tens
         layout.head_strides[plane] // size,
         1,
     )
-    dims = (layout.num_blocks, layout.block_size, shape.kv_heads, shape.head_dim)
+    dims = (layout.num_blocks, layout.block_size, shape.kv_heads, shape.plane_dims[plane])
     return flat.as_strided(dims, strides, layout.bases[plane][-1] // size)
 
 
@@ -99,8 +112,8 @@ class Case:
     shape: Shape
     kv: PagedKV
     batch: AttentionBatch
-    query: Tensor  # [tokens, heads, head_dim]
-    key: Tensor  # [tokens, kv_heads, head_dim], what write_kv would store for the new tokens
+    query: Tensor  # [tokens, heads, query_dim]
+    key: Tensor  # [tokens, kv_heads, dim], what write_kv would store for the new tokens
     value: Tensor
 
 
@@ -127,13 +140,14 @@ def make_case(
     tokens = sum(query for query, _ in lengths)
     device = backend.runtime.device(0)
 
-    def random(heads: int) -> Tensor:
-        values = torch.randn(tokens, heads, shape.head_dim, generator=generator)
+    def random(heads: int, dim: int) -> Tensor:
+        values = torch.randn(tokens, heads, dim, generator=generator)
         return values.to(shape.torch_dtype).to(device)
 
     batch = _batch(shape, lengths, tables, device)
-    heads, kv_heads = shape.heads, shape.kv_heads
-    return Case(shape, kv, batch, random(heads), random(kv_heads), random(kv_heads))
+    query = random(shape.heads, shape.query_dim)
+    key, value = (random(shape.kv_heads, dim) for dim in shape.plane_dims)
+    return Case(shape, kv, batch, query, key, value)
 
 
 def _block_tables(counts: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -154,7 +168,7 @@ def _fill(
         for start in range(0, context, shape.block_size):
             count = min(shape.block_size, context - start)
             block = int(table[start // shape.block_size])
-            tokens = torch.randn(count, shape.kv_heads, shape.head_dim, generator=generator)
+            tokens = torch.randn(count, shape.kv_heads, cache.shape[-1], generator=generator)
             cache[block, :count] = tokens.to(cache.dtype).to(cache.device)
 
 

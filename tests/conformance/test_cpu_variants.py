@@ -9,6 +9,7 @@ import pytest
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends_experts import ExpertsSuite
+from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import ALL_DTYPES, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal_cpu.backend import CpuBackend
@@ -32,7 +33,7 @@ def variant(name: str) -> CpuBackend:
     return backend
 
 
-class TestVariants(OpsSuite, RowsSuite, ExpertsSuite):
+class TestVariants(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
     @pytest.fixture(scope="module", params=["torch", *ARCHITECTURES])
     @staticmethod
     def backend(request: pytest.FixtureRequest) -> Backend:

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -22,6 +26,8 @@ from transformers import (
 )
 
 FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -29,7 +35,23 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+}
+
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    "deepseek_v3": {**_LATENT, "n_shared_experts": 1, "n_group": 3, "topk_group": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
 }
@@ -68,6 +90,9 @@ def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedM
         spread = 0.3 if parameter.ndim == 1 else 1.6 / parameter.shape[-1] ** 0.5
         noise = torch.randn(parameter.shape, generator=generator) * spread
         parameter.data = noise + 1.0 if "norm" in name else noise
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.data = torch.randn(buffer.shape, generator=generator) * 0.1
     model.tie_weights()
     torch.nn.Module.to(model, config.dtype or torch.float32)
     return model.eval()

@@ -16,6 +16,9 @@ _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-unty
 _PACKED_DTYPES = (torch.bfloat16, torch.float32)
 # what oneDNN lays weights out for; measured: the choice hardly matters, but 1 is bad for float32
 _PACK_TOKENS = 64
+# latent attention: most tokens, and scores of tokens times heads, in one matrix product
+_MLA_TOKENS = 64
+_MLA_SCORES = 1 << 22
 
 
 class TorchOps:
@@ -59,6 +62,30 @@ class TorchOps:
         """See ``Ops``."""
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
         return _attend_each(query, key_cache, value_cache, batch, scale, sequences)
+
+    def mla_decode_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        sequences = range(batch.num_decodes)
+        return _attend_latents(query, (latent_cache, rope_cache), batch, scale, sequences)
+
+    def mla_prefill_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        sequences = range(batch.num_decodes, len(batch.host_query_lens))
+        return _attend_latents(query, (latent_cache, rope_cache), batch, scale, sequences)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""
@@ -174,6 +201,48 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def _attend_latents(
+    query: Tensor,
+    caches: tuple[Tensor, Tensor],
+    batch: AttentionBatch,
+    scale: float,
+    sequences: range,
+) -> Tensor:
+    latent_dim = caches[0].shape[-1]
+    out = query.new_empty(*query.shape[:2], latent_dim)
+    start = 0
+    for sequence in sequences:
+        stop = start + batch.host_query_lens[sequence]
+        context = batch.host_context_lens[sequence]
+        blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
+        planes = [cache.index_select(0, blocks).flatten(0, 2)[:context] for cache in caches]
+        key = torch.cat(planes, dim=-1).float()
+        _attend_shared(query[start:stop], key, key[:, :latent_dim], scale, out[start:stop])
+        start = stop
+    return out
+
+
+def _attend_shared(query: Tensor, key: Tensor, value: Tensor, scale: float, out: Tensor) -> None:
+    """Causal attention of one sequence whose heads all look at the same keys, in float32.
+
+    Scores of several tokens and all heads are one matrix product; tokens are taken some at a time
+    to bound the memory for scores, and to skip what they don't see.
+    """
+    (new, heads, _), context = query.shape, key.shape[0]
+    step = min(_MLA_TOKENS, max(1, _MLA_SCORES // (heads * context)))
+    for start in range(0, new, step):
+        count = min(step, new - start)
+        first = context - new + start  # position of the first token of these
+        seen = first + count
+        rows = query[start : start + count].reshape(count * heads, -1).float()
+        scores = (rows @ key[:seen].T).mul_(scale).view(count, heads, seen)
+        if count > 1:
+            hidden = torch.ones(count, seen, dtype=torch.bool).triu_(first + 1)
+            scores.masked_fill_(hidden.unsqueeze(1), float("-inf"))
+        weights = scores.softmax(-1).view(count * heads, seen)
+        out[start : start + count] = (weights @ value[:seen]).view(count, heads, -1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,10 @@ from mooncake_engine.models.layers import (
     Span,
     WeightSlot,
 )
-from mooncake_hal.backend import AttentionBatch, Ops
+from mooncake_hal.backend import AttentionBatch
+
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionBatch, float], Tensor]
+"""Queries, both planes of the cache, batch, scale: any attention of ``Ops``."""
 
 
 class AttentionNames(NamedTuple):
@@ -88,7 +91,8 @@ class Attention:
         self._ops.write_kv(key, value, key_cache, value_cache, batch.slot_mapping)
         if context.layer_done is not None:
             context.layer_done(self._layer)
-        attended = attend(self._ops, query, (key_cache, value_cache), batch, self._scale)
+        kernels = (self._ops.decode_attention, self._ops.prefill_attention)
+        attended = attend(kernels, query, (key_cache, value_cache), batch, self._scale)
         return self._output(attended.reshape(x.shape[0], -1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,16 +107,20 @@ class Attention:
 
 
 def attend(
-    ops: Ops, query: Tensor, caches: tuple[Tensor, Tensor], batch: AttentionBatch, scale: float
+    kernels: tuple[AttentionKernel, AttentionKernel],
+    query: Tensor,
+    caches: tuple[Tensor, ...],
+    batch: AttentionBatch,
+    scale: float,
 ) -> Tensor:
-    """Attention of a mixed batch: decodes through one kernel, the rest through the other."""
-    num_decodes = batch.num_decodes
+    """Attention of a mixed batch: decodes through the first kernel, the rest through the other."""
+    (decode, prefill), (first, second), num_decodes = kernels, caches, batch.num_decodes
     if num_decodes == query.shape[0]:
-        return ops.decode_attention(query, *caches, batch, scale)
+        return decode(query, first, second, batch, scale)
     if num_decodes == 0:
-        return ops.prefill_attention(query, *caches, batch, scale)
-    decoded = ops.decode_attention(query[:num_decodes], *caches, batch, scale)
-    prefilled = ops.prefill_attention(query[num_decodes:], *caches, batch, scale)
+        return prefill(query, first, second, batch, scale)
+    decoded = decode(query[:num_decodes], first, second, batch, scale)
+    prefilled = prefill(query[num_decodes:], first, second, batch, scale)
     return torch.cat((decoded, prefilled))
 
 

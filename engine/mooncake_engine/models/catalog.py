@@ -12,6 +12,11 @@ from torch import Tensor
 
 from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.models.decoder import Decoder
+from mooncake_engine.models.deepseek import (
+    DeepseekDecoder,
+    read_deepseek_v2,
+    read_deepseek_v3,
+)
 from mooncake_engine.models.hf_config import (
     ModelConfig,
     RawConfig,
@@ -66,6 +71,8 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "DeepseekV2ForCausalLM": Architecture(read_deepseek_v2, DeepseekDecoder),
+    "DeepseekV3ForCausalLM": Architecture(read_deepseek_v3, DeepseekDecoder),
     "LlamaForCausalLM": Architecture(read_llama, Decoder),
     "MixtralForCausalLM": Architecture(read_mixtral, MixtralDecoder),
     "Qwen2ForCausalLM": Architecture(read_qwen2, Decoder),
@@ -101,11 +108,12 @@ def build_model(config: ModelConfig, placement: Placement, max_positions: int) -
 
 def kv_geometry(config: ModelConfig, dtype: torch.dtype) -> KVGeometry:
     """The KV that the model keeps per token, whatever the number of ranks."""
+    mla, head_dim = config.mla, config.head_dim
     return KVGeometry(
-        kind=AttentionKind.GQA,
+        kind=AttentionKind.MLA if mla else AttentionKind.GQA,
         layers=config.num_layers,
         kv_heads=config.num_kv_heads,
-        plane_dims=(config.head_dim, config.head_dim),
+        plane_dims=(mla.latent_dim, mla.rope_dim) if mla else (head_dim, head_dim),
         dtype=str(dtype).removeprefix("torch."),
         element_bytes=dtype.itemsize,
     )

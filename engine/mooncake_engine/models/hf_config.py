@@ -18,6 +18,7 @@ from mooncake_engine.models.rope import (
     RopeConfig,
     YarnScaling,
     yarn_attention_factor,
+    yarn_mscale,
 )
 from mooncake_engine.models.routing import RoutingConfig
 
@@ -44,6 +45,33 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention.
+
+    Args:
+        latent_dim, rope_dim: elements per token of the two planes of the cache.
+        nope_dim: elements of a query head that are not rotated.
+        value_dim: elements of a value head.
+        query_rank: width of the narrow layer before the queries, None without one.
+        scale: of the scores.
+        is_interleaved: whether the checkpoint rotates pairs and not halves.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int | None
+    scale: float
+    is_interleaved: bool
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query head."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Facts about a decoder, in our words.
 
@@ -64,6 +92,7 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: which linear layers carry a bias.
         has_qk_norm: whether queries and keys are normalised per head (Qwen3).
         moe: its mixture of experts, if it has one.
+        mla: its latent attention, if it has that instead of grouped queries.
     """
 
     architecture: str
@@ -85,6 +114,7 @@ class ModelConfig:
     mlp_bias: bool = False
     has_qk_norm: bool = False
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
 
 
 class RawConfig:
@@ -286,9 +316,9 @@ def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
     original = rope.get("original_max_position_embeddings", int) or max_positions
     factor = rope.get("factor", float) or max_positions / original
     attention_factor = rope.get("attention_factor", float)
+    all_dim = rope.get("mscale_all_dim", float)
     if attention_factor is None:
-        scales = (rope.get("mscale", float), rope.get("mscale_all_dim", float))
-        attention_factor = yarn_attention_factor(factor, *scales)
+        attention_factor = yarn_attention_factor(factor, rope.get("mscale", float), all_dim)
     return YarnScaling(
         factor=factor,
         original_positions=original,
@@ -296,4 +326,5 @@ def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
         beta_slow=rope.get("beta_slow", float) or 1.0,
         attention_factor=attention_factor,
         truncate=rope.get("truncate", bool, True) is not False,
+        score_factor=yarn_mscale(factor, all_dim) ** 2 if all_dim else 1.0,
     )

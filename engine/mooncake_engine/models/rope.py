@@ -47,6 +47,8 @@ class YarnScaling:
         beta_fast, beta_slow: rotations over that context at which the ramp begins and ends.
         attention_factor: multiplies cosines and sines.
         truncate: whether the ramp's ends are rounded outwards to whole dimensions.
+        score_factor: what DeepSeek's latent attention multiplies scores by, for it rotates only
+            a part of a head.
     """
 
     factor: float
@@ -55,6 +57,7 @@ class YarnScaling:
     beta_slow: float
     attention_factor: float
     truncate: bool = True
+    score_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +104,12 @@ def yarn_attention_factor(
 ) -> float:
     """The paper's ``0.1 ln(factor) + 1``, or DeepSeek's ratio of two such terms."""
     if mscale and mscale_all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-    return _mscale(factor, 1.0)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_mscale(factor: float, weight: float) -> float:
+    """``0.1 weight ln(factor) + 1``, 1 where nothing is stretched."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

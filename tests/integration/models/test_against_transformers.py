@@ -34,6 +34,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+DEEPSEEK_YARN = {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.2}
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_key_value_heads": 1}),
@@ -54,6 +55,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts_per_tok": 8, "attention_bias": True}),
     ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("deepseek_v2", {"q_lora_rank": None}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    ("deepseek_v2", {"rope_parameters": DEEPSEEK_YARN, "attention_bias": True}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False}),
+    (
+        "deepseek_v3",
+        {"rope_parameters": DEEPSEEK_YARN, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    ),
 ]
 
 

@@ -14,7 +14,7 @@ from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
 
-FAMILIES = ["mixtral", "qwen3_moe"]
+FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module")

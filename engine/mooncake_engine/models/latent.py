@@ -1,0 +1,216 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in its absorbed form.
+
+The cache holds, per token, one latent row and one rotated row that all heads share. What turns
+latents into keys is multiplied into the queries, and what turns them into values into the output:
+so attention runs on the cache as it is, for prompts and decodes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.models.attention import attend, rank_heads
+from mooncake_engine.models.context import ForwardContext, Rotation
+from mooncake_engine.models.hf_config import MlaConfig, ModelConfig
+from mooncake_engine.models.layers import (
+    ColumnLinear,
+    LinearSource,
+    Norm,
+    Placement,
+    RowLinear,
+    Span,
+    WeightSlot,
+)
+
+_NORM_EPS = 1e-6
+"""Of the norms inside; the checkpoint's ``rms_norm_eps`` is that of the others."""
+
+
+class LatentNames(NamedTuple):
+    """What the checkpoint calls the parts; ``{}`` stands for the layer's number."""
+
+    query: str = "model.layers.{}.self_attn.q_proj"
+    query_down: str = "model.layers.{}.self_attn.q_a_proj"
+    query_norm: str = "model.layers.{}.self_attn.q_a_layernorm"
+    query_up: str = "model.layers.{}.self_attn.q_b_proj"
+    kv_down: str = "model.layers.{}.self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "model.layers.{}.self_attn.kv_a_layernorm"
+    kv_up: str = "model.layers.{}.self_attn.kv_b_proj"
+    output: str = "model.layers.{}.self_attn.o_proj"
+
+    def of(self, layer: int) -> LatentNames:
+        """The names with the layer's number in them."""
+        return LatentNames(*(name.format(layer) for name in self))
+
+
+class LatentQuery:
+    """Queries of this rank's heads, straight from the input or through a narrow layer.
+
+    Args:
+        config: the model's.
+        mla: its latent attention.
+        placement: where it lives.
+        names: complete.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mla: MlaConfig, placement: Placement, names: LatentNames
+    ) -> None:
+        heads, self._dim = rank_heads(config, placement), mla.query_dim
+        rows = Span(heads.query_start * self._dim, heads.query_stop * self._dim)
+        self._rope_rows = mla.rope_dim if mla.is_interleaved else 0
+        name, fan_in, rank = names.query, config.hidden_size, mla.query_rank
+        self._down: tuple[ColumnLinear, Norm] | None = None
+        if rank is not None:
+            down = whole_linear(placement, names.query_down, (rank, fan_in), config.qkv_bias)
+            self._down = (down, Norm(placement, names.query_norm, rank, _NORM_EPS))
+            name, fan_in = names.query_up, rank
+        source = LinearSource(name, config.num_heads * self._dim, rows)
+        self._up = ColumnLinear(placement, (source,), fan_in)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load."""
+        for part in self._down or ():
+            yield from part.slots()
+        yield from self._up.slots()
+
+    def pack(self) -> None:
+        """Bring the loaded weights into the backend's form."""
+        if self._down is not None:
+            self._down[0].pack()
+        if self._rope_rows:
+            weight = self._up.weight
+            pairs_to_halves(weight.view(-1, self._dim, weight.shape[1]), self._rope_rows)
+        self._up.pack()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] to [tokens, heads, nope ++ rope]."""
+        if self._down is not None:
+            down, norm = self._down
+            x = norm(down(x))
+        return self._up(x).view(x.shape[0], -1, self._dim)
+
+
+class AbsorbedWeights:
+    """What turns latents into keys and values, multiplied into queries and outputs instead.
+
+    Args:
+        config: the model's.
+        mla: its latent attention.
+        placement: where they live.
+        name: of the checkpoint's linear, complete.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mla: MlaConfig, placement: Placement, name: str
+    ) -> None:
+        heads, rows = rank_heads(config, placement), mla.nope_dim + mla.value_dim
+        weight = placement.empty(heads.query_heads, rows, mla.latent_dim)
+        shape = (config.num_heads * rows, mla.latent_dim)
+        offset = (heads.query_start * rows, 0)
+        self._slot = WeightSlot(f"{name}.weight", weight.flatten(0, 1), shape, offset)
+        self._key_up, value_up = torch.split(weight, [mla.nope_dim, mla.value_dim], dim=1)
+        self._value_up = value_up.transpose(1, 2)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load."""
+        yield self._slot
+
+    def into_latents(self, query: Tensor) -> Tensor:
+        """[tokens, heads, nope] to [tokens, heads, latent]."""
+        return torch.bmm(query.transpose(0, 1), self._key_up).transpose(0, 1)
+
+    def from_latents(self, attended: Tensor) -> Tensor:
+        """[tokens, heads, latent] to [tokens, heads, value]."""
+        return torch.bmm(attended.transpose(0, 1), self._value_up).transpose(0, 1)
+
+
+class LatentAttention:
+    """Attention over paged latents; heads are split over ranks, latents are on every rank.
+
+    Raises:
+        ConfigError: there are more ranks than heads.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mla: MlaConfig, placement: Placement, layer: int
+    ) -> None:
+        self._ops = placement.ops
+        self._layer = layer
+        self._mla = mla
+        names, hidden = LatentNames().of(layer), config.hidden_size
+        self._query = LatentQuery(config, mla, placement, names)
+        rows = mla.latent_dim + mla.rope_dim
+        self._kv_down = whole_linear(placement, names.kv_down, (rows, hidden), config.qkv_bias)
+        self._kv_norm = Norm(placement, names.kv_norm, mla.latent_dim, _NORM_EPS)
+        self._kv_up = AbsorbedWeights(config, mla, placement, names.kv_up)
+        heads, dim = rank_heads(config, placement), mla.value_dim
+        columns = Span(heads.query_start * dim, heads.query_stop * dim)
+        shape = (hidden, config.num_heads * dim)
+        bias = config.output_bias
+        self._output = RowLinear(placement, names.output, columns, shape, has_bias=bias)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """What to load."""
+        yield from self._query.slots()
+        yield from self._kv_down.slots()
+        yield from self._kv_norm.slots()
+        yield from self._kv_up.slots()
+        yield from self._output.slots()
+
+    def pack(self) -> None:
+        """Bring the loaded weights into the backend's form."""
+        down, mla = self._kv_down, self._mla
+        if mla.is_interleaved:
+            pairs_to_halves(down.weight.unsqueeze(0), mla.rope_dim)
+            if down.bias is not None:
+                pairs_to_halves(down.bias.view(1, -1, 1), mla.rope_dim)
+        for linear in (self._query, down, self._output):
+            linear.pack()
+
+    def __call__(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+        """[tokens, hidden] to [tokens, hidden]; writes the tokens' latents on the way."""
+        ops, batch, caches = self._ops, context.batch, context.kv[self._layer]
+        query, latent, rope = self._project(x, rotation)
+        latent_cache, rope_cache = caches
+        ops.write_kv(latent, rope, latent_cache, rope_cache, batch.slot_mapping)
+        if context.layer_done is not None:
+            context.layer_done(self._layer)
+        kernels = (ops.mla_decode_attention, ops.mla_prefill_attention)
+        attended = attend(kernels, query, caches, batch, self._mla.scale)
+        return self._output(self._kv_up.from_latents(attended).reshape(x.shape[0], -1))
+
+    def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[tokens, heads, latent ++ rope]``; latents and rotated rows, of one head."""
+        mla, (positions, cos_sin) = self._mla, (rotation.positions, rotation.cos_sin)
+        latent, key = torch.split(self._kv_down(x), [mla.latent_dim, mla.rope_dim], dim=-1)
+        plain, turned = torch.split(self._query(x), [mla.nope_dim, mla.rope_dim], dim=-1)
+        turned, key = self._ops.rope(turned, key.unsqueeze(1), positions, cos_sin)
+        query = torch.cat((self._kv_up.into_latents(plain), turned), dim=-1)
+        return query, self._kv_norm(latent).unsqueeze(1), key
+
+
+def whole_linear(
+    placement: Placement, name: str, shape: tuple[int, int], has_bias: bool
+) -> ColumnLinear:
+    """A linear of shape (out, in) that every rank holds whole."""
+    out_features, in_features = shape
+    source = LinearSource(name, out_features, Span(0, out_features))
+    return ColumnLinear(placement, (source,), in_features, has_bias=has_bias)
+
+
+def pairs_to_halves(
+    weight: Tensor,  # [heads, rows, in]
+    rope_rows: int,
+) -> None:
+    """Reorder each head's last rows, in place, for a rotation of halves instead of pairs.
+
+    The checkpoint rotates elements 0 and 1, 2 and 3, and so on. Scores are sums over them all:
+    in any order that queries and keys share they are the same.
+    """
+    rope = weight[:, weight.shape[1] - rope_rows :]
+    rope.copy_(torch.cat((rope[:, 0::2], rope[:, 1::2]), dim=1))

@@ -1,0 +1,131 @@
+"""Latent attention of the suite: the MLA kernels against ``mooncake_hal.reference``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.testing.backends_data import Case, Shape, make_case
+from mooncake_hal.testing.backends_ops import (
+    ALL_DTYPES,
+    DECODES,
+    DTYPES,
+    PREFILLS,
+    MakeCase,
+    assert_identical,
+    assert_same,
+    oracle,
+    require,
+)
+
+WIDTHS = ((512, 64), (64, 16), (48, 16), (36, 12))
+"""(latent, rope): DeepSeek's, and small ones that fill no vector."""
+
+
+def shape_of(
+    dtype: str,
+    layout: str = "LPBHT",
+    heads: int = 8,
+    dims: tuple[int, int] = (64, 16),
+    block_size: int = 16,
+) -> Shape:
+    """A shape of latent attention."""
+    return Shape(dtype, layout, heads, 1, dims[0], block_size, dims[1])
+
+
+class LatentSuite:
+    """Cases for the MLA kernels; the ``backend`` fixture comes from the concrete class."""
+
+    @pytest.fixture
+    def latent_case(self, backend: Backend) -> Iterator[MakeCase]:
+        """Makes cases, and frees their memory afterwards."""
+        made: list[Case] = []
+
+        def make(shape: Shape, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Case:
+            require(backend, shape)
+            made.append(make_case(backend, shape, lengths, seed))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.kv.free()
+
+    def check_latent(self, backend: Backend, case: Case) -> None:
+        """Both kernels of a case equal the reference's."""
+        scale, decodes = case.shape.query_dim**-0.5, case.batch.num_decodes
+        arguments = (case.kv.key, case.kv.value, case.batch, scale)
+        query, dtype = case.query, case.shape.dtype
+        found = backend.ops.mla_decode_attention(query[:decodes], *arguments)
+        assert_same(found, oracle.mla_decode_attention(query[:decodes], *arguments), dtype)
+        found = backend.ops.mla_prefill_attention(query[decodes:], *arguments)
+        assert_same(found, oracle.mla_prefill_attention(query[decodes:], *arguments), dtype)
+
+    @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
+    @pytest.mark.parametrize("dtype", ALL_DTYPES)
+    def test_mla_layouts(
+        self, backend: Backend, latent_case: MakeCase, dtype: str, layout: str
+    ) -> None:
+        """Every layout and dtype, decodes and prompts in one batch."""
+        made = latent_case(shape_of(dtype, layout), (*DECODES, *PREFILLS))
+        self.check_latent(backend, made)
+
+    @pytest.mark.parametrize("heads", [1, 2, 5, 16, 128])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_mla_heads(
+        self, backend: Backend, latent_case: MakeCase, dtype: str, heads: int
+    ) -> None:
+        """As many heads as a rank may have."""
+        lengths = ((1, 17), (1, 300), (3, 40))
+        self.check_latent(backend, latent_case(shape_of(dtype, heads=heads), lengths))
+
+    @pytest.mark.parametrize("dims", WIDTHS, ids=lambda dims: f"{dims[0]}and{dims[1]}")
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_mla_widths(
+        self, backend: Backend, latent_case: MakeCase, dtype: str, dims: tuple[int, int]
+    ) -> None:
+        """Every width of the two planes."""
+        lengths = ((1, 1), (1, 33), (5, 70))
+        self.check_latent(backend, latent_case(shape_of(dtype, dims=dims), lengths))
+
+    @pytest.mark.parametrize("block_size", [4, 16, 128])
+    def test_mla_block_sizes(
+        self, backend: Backend, latent_case: MakeCase, block_size: int
+    ) -> None:
+        """Block sizes, long contexts, and prompts longer than what a kernel takes at once."""
+        lengths = (*DECODES, (1, 2500), (200, 900))
+        self.check_latent(backend, latent_case(shape_of("float32", block_size=block_size), lengths))
+
+    def test_mla_of_nobody(self, backend: Backend, latent_case: MakeCase) -> None:
+        """No sequences, no rows."""
+        made = latent_case(shape_of("float32"), ())
+        arguments = (made.query, made.kv.key, made.kv.value, made.batch, 1.0)
+        assert backend.ops.mla_decode_attention(*arguments).shape == (0, 8, 64)
+        assert backend.ops.mla_prefill_attention(*arguments).shape == (0, 8, 64)
+
+    def test_mla_is_the_same_in_any_company(self, backend: Backend, latent_case: MakeCase) -> None:
+        """A sequence's result, to the bit, does not depend on the others of its batch."""
+        made = latent_case(shape_of("float32"), ((1, 40), (1, 300), (9, 80), (70, 90)))
+        alone = latent_case(shape_of("float32"), ((1, 300),))
+        batch, kv = made.batch, made.kv
+        together = backend.ops.mla_decode_attention(made.query[:2], kv.key, kv.value, batch, 0.1)
+        alone.batch.block_tables.copy_(batch.block_tables[1:2, : alone.batch.block_tables.shape[1]])
+        arguments = (made.query[1:2], kv.key, kv.value, alone.batch, 0.1)
+        assert torch.equal(backend.ops.mla_decode_attention(*arguments), together[1:])
+
+    @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
+    @pytest.mark.parametrize("dtype", ALL_DTYPES)
+    def test_write_kv_of_latents(
+        self, backend: Backend, latent_case: MakeCase, dtype: str, layout: str
+    ) -> None:
+        """Planes of different width: new tokens land in their slots, and nothing else changes."""
+        shape = shape_of(dtype, layout)
+        made, wanted = (latent_case(shape, (*DECODES, *PREFILLS)) for _ in range(2))
+        fused = torch.cat((made.key, made.value), dim=-1)
+        new = (fused[..., :64], fused[..., 64:])
+        backend.ops.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
+        oracle.write_kv(*new, wanted.kv.key, wanted.kv.value, wanted.batch.slot_mapping)
+        assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)
