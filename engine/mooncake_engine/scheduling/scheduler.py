@@ -15,15 +15,10 @@ from mooncake_engine.config import LoadFailurePolicy
 from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.kv_connector import KVConnector
-from mooncake_engine.scheduling.plan import (
-    AdmittedRequest,
-    SampledToken,
-    ScheduledSequence,
-    StepPlan,
-    StepResult,
-)
+from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from mooncake_engine.scheduling.queue import RequestQueue, urgency
 from mooncake_engine.scheduling.request import FirstToken, Request, RequestState
+from mooncake_engine.scheduling.step_builder import StepBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +165,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step; the plan may be empty."""
-        step = _StepBuilder(self.limits.max_num_batched_tokens)
+        step = StepBuilder(self.limits.max_num_batched_tokens)
         if self._continue_running(step):
             self._admit(step)
             self._start_loads()
@@ -208,7 +203,7 @@ class Scheduler:
 
     # --- running and admitting -------------------------------------------------------------
 
-    def _continue_running(self, step: _StepBuilder) -> bool:
+    def _continue_running(self, step: StepBuilder) -> bool:
         """Give running requests their tokens; False if blocks ran out and one was preempted."""
         preempted = self.num_preemptions
         for request in list(self._running):
@@ -229,7 +224,7 @@ class Scheduler:
                 return None
         return fresh
 
-    def _admit(self, step: _StepBuilder) -> None:
+    def _admit(self, step: StepBuilder) -> None:
         while step.budget and len(self._running) < self.limits.max_num_seqs:
             queue = self._ready if len(self._ready) else self._waiting
             request = queue.peek()
@@ -254,7 +249,7 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
         return True
 
-    def _run(self, request: Request, step: _StepBuilder) -> None:
+    def _run(self, request: Request, step: StepBuilder) -> None:
         request.state = RequestState.RUNNING
         self._running.append(request)
         self._running.sort(key=urgency)
@@ -425,46 +420,3 @@ class Scheduler:
         if request.request_id in self._worker_knows:
             self._worker_knows.remove(request.request_id)
             self._retired.append(request.request_id)
-
-
-class _StepBuilder:
-    """Collects a step's sequences within its token budget."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self._admitted: list[AdmittedRequest] = []
-        self._decodes: list[ScheduledSequence] = []
-        self._prefills: list[ScheduledSequence] = []
-
-    def admit(self, request: Request) -> None:
-        """Tell the workers about a request, with the block table that it has now."""
-        self._admitted.append(
-            AdmittedRequest(
-                request.request_id,
-                tuple(request.token_ids),
-                request.num_prompt_tokens,
-                request.sampling,
-                request.seed,
-                tuple(request.block_ids),
-                request.sends_kv,
-            )
-        )
-
-    def add(self, request: Request, count: int, fresh: tuple[int, ...] = ()) -> None:
-        """Run the request's next ``count`` tokens."""
-        is_sampling = count == request.num_pending
-        sequence = ScheduledSequence(
-            request.request_id, request.num_computed, count, fresh, is_sampling
-        )
-        is_decode = count == 1 and is_sampling
-        (self._decodes if is_decode else self._prefills).append(sequence)
-        self.budget -= count
-
-    def build(self, step: int, retired: tuple[str, ...]) -> StepPlan:
-        """The plan, decodes first."""
-        return StepPlan(
-            step,
-            retired,
-            tuple(self._admitted),
-            sequences=(*self._decodes, *self._prefills),
-        )

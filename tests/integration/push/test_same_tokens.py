@@ -17,6 +17,7 @@ from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
+slow = pytest.mark.slow
 CHUNK = 64
 """Tokens per step: longer prompts are prefilled, and sent, in several."""
 
@@ -66,7 +67,10 @@ def test_block_sizes_may_differ(model: Path, prefill_size: int, decode_size: int
     run(model, scenario, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (2, 2), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    [(1, 2), (2, 1), *(pytest.param(*pair, marks=slow) for pair in ((2, 2), (3, 2), (4, 2)))],
+)
 def test_tensor_parallel_pairs(model: Path, prefill_tp: int, decode_tp: int) -> None:
     async def scenario(single: Instance, both: PushPair) -> None:
         for length in (1, 33, 200):
