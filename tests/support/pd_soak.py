@@ -8,6 +8,7 @@ and comes back at the same ports.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections import Counter
@@ -100,6 +101,7 @@ class Soak:
         self._cases = cases
         self._numbers = random.Random(seed)
         self._with_kills = with_kills
+        self._keys = itertools.count()
         self._sent: dict[str, tuple[Case, str]] = {}
         self._metaserver = Metaserver(self._dispatch)
         self._metaserver.is_failure_expected = True
@@ -186,7 +188,7 @@ class Soak:
 
     def _order_push(self, case: Case, fate: str) -> KVTransferParams:
         """What the decode instance is told, which comes first."""
-        key = str(self.tally.requests)
+        key = str(next(self._keys))
         self._sent[key] = case, fate
         return {
             "do_remote_prefill": True,
