@@ -37,10 +37,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 _names = itertools.count()
 
 
-def write_model(directory: Path, **overrides: Any) -> Path:
-    """A random two-layer Llama with a byte tokenizer; 512 tokens of context."""
+def write_model(directory: Path, family: str = "llama", **overrides: Any) -> Path:
+    """A random two-layer model with a byte tokenizer; 512 tokens of context."""
     fields = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, **overrides}
-    write_checkpoint(random_model("llama", **fields), directory)
+    write_checkpoint(random_model(family, **fields), directory)
     return write_byte_tokenizer(directory)
 
 
