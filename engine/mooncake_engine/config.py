@@ -29,7 +29,8 @@ class KVTransferConfig:
     """How KV moves between instances.
 
     Args:
-        connector: name of the connector; ``MooncakeConnector`` pulls.
+        connector: name of the connector; ``MooncakeConnector`` pulls,
+            ``MooncakeLayerwiseConnector`` pushes.
         host: address that the side channel and transports listen on, and that peers are told.
         port: side channel's port; 0 takes a free one.
         transports: names in order of preference; empty takes all that the backend can use.

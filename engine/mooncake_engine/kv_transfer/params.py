@@ -111,7 +111,7 @@ class _Wire(msgspec.Struct):
     metaserver: _Name | None = None
     remote_ptp_size: _Count | None = None
     remote_tp_size: _Count | None = None
-    remote_block_size: _Count | None = None
+    remote_block_size: _Count | list[_Count] | None = None  # a push names one per cache group
 
 
 ADDRESS = (
@@ -204,8 +204,16 @@ def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
         block_ids=tuple(wire.remote_block_ids[0]),
         num_tokens=num_tokens,
         told_tp_size=wire.remote_ptp_size or wire.remote_tp_size,
-        told_block_size=wire.remote_block_size,
+        told_block_size=_only_block_size(wire.remote_block_size),
     )
+
+
+def _only_block_size(told: int | list[int] | None) -> int | None:
+    if not isinstance(told, list):
+        return told
+    if len(told) != 1:
+        raise _invalid(f"remote_block_size must be that of one KV-cache group, got {told}")
+    return told[0]
 
 
 _REMOTE_FIELDS = ("engine_id", "request_id", "host", "port")
@@ -276,6 +284,7 @@ def build_push_params(
     """
     start, stop = tokens
     return {
+        "token_ids": [],
         "do_remote_prefill": False,
         "do_remote_decode": True,
         "request_id": request_id,
@@ -284,7 +293,7 @@ def build_push_params(
         "remote_host": holder.host,
         "remote_port": holder.port,
         "remote_block_ids": [list(block_ids)],
-        "remote_block_size": holder.block_size,
+        "remote_block_size": [holder.block_size],
         "remote_tp_size": holder.tp_size,
         "remote_pcp_size": 1,
         "remote_dcp_size": 1,

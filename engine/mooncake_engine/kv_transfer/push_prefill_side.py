@@ -190,6 +190,7 @@ class PushPrefillSide:
             await peer.shake_hands(self._facts, self._ranks)
             self._peers.forget_predecessors(send.remote)
             peer.check_told(send.remote)
+            peer.check_told(send.remote)
             status = await self._ask(
                 peer, lambda ticket: PushOpen(ticket, send.remote.request_id, send.writer)
             )

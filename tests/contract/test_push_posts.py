@@ -1,0 +1,34 @@
+"""What a decode instance posts to the metaserver is what the proxy's golden file says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mooncake_engine.kv_transfer.params import (
+    Holder,
+    TransferMode,
+    build_push_params,
+    parse_handoff,
+)
+
+GOLDEN = json.loads((Path(__file__).parent / "proxy" / "push_completion.json").read_text())
+OURS = {"remote_request_id": "cmpl-r-0", "num_prompt_tokens": 200}
+"""What we add: the name under which the reservation is known, and a check of the tokenizers."""
+
+
+def test_the_post_is_the_golden_one() -> None:
+    wanted: dict[str, Any] = GOLDEN["decode_posts"]
+    holder = Holder("d-1", "127.0.0.1", 5700, 1, 128)
+    posted = build_push_params(holder, "cmpl-r-0", (1, 2), (0, 200))
+    assert posted == {**wanted, **OURS}
+
+
+def test_what_the_proxy_sends_each_side_is_understood() -> None:
+    asked = parse_handoff(GOLDEN["to_decode"]["kv_transfer_params"], 200)
+    sent = parse_handoff({**GOLDEN["to_prefill"]["kv_transfer_params"], **OURS}, 200)
+    assert asked.mode is sent.mode is TransferMode.PUSH
+    assert asked.metaserver == "http://127.0.0.1:8000/v1/metaserver/KEY"
+    assert sent.target is not None
+    assert sent.target.remote.block_ids == (1, 2)
