@@ -257,3 +257,17 @@ def test_what_belongs_to_the_other_connector_is_refused(model: Path) -> None:
                 await ask(puller, PROMPT, GREEDY, params_of("http://127.0.0.1:1/x"))
 
     asyncio.run(main())
+
+
+def test_params_that_contradict_the_decode_instance_are_refused(model: Path) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        dispatch = both.dispatch
+
+        async def lie(key: str, params: KVTransferParams) -> None:
+            await dispatch(key, {**params, "remote_tp_size": 4})
+
+        both.metaserver.dispatch = lie
+        words = "a tensor-parallel size of 4, it has 1"
+        await expect_failure(both, words, ask_pushed(both, PROMPT))
+
+    run(model, scenario, decode=FAIL)
