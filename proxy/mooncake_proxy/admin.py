@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -16,18 +16,17 @@ from mooncake_proxy.http1.wire import header_lines
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.membership import Change
 from mooncake_proxy.metrics import gauge_lines
-
-if TYPE_CHECKING:
-    from mooncake_proxy.app import Application
+from mooncake_proxy.process import Process
+from mooncake_proxy.refusals import answer_error
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
 MODELS_TIMEOUT_S = 10.0
 
 
-def routes(app: Application) -> Routes:
-    """Path -> method -> handler."""
-    surface = Surface(app)
+def routes(process: Process, handle: Handler) -> Routes:
+    """Path -> method -> handler. `handle` is the top of every request."""
+    surface = Surface(process, handle)
     generating: Routes = {endpoint.path: {"POST": surface.no_query} for endpoint in openai.Endpoint}
     return {
         "/": {"GET": surface.page},
@@ -49,14 +48,15 @@ def respond_json(exchange: Exchange, status: int, value: Any) -> None:
 class Surface:
     """Handlers of the read-only paths."""
 
-    def __init__(self, app: Application) -> None:
-        self._app = app
-        self._router = app.router
+    def __init__(self, process: Process, handle: Handler) -> None:
+        self._process = process
+        self._handle = handle
+        self._router = process.router
 
     async def no_query(self, exchange: Exchange) -> None:
         """A generating path that came with a query string: the query means nothing there."""
         exchange.target = exchange.path.encode("latin-1")
-        await self._app.handle(exchange)
+        await self._handle(exchange)
 
     async def page(self, exchange: Exchange) -> None:
         """The live page."""
@@ -67,7 +67,7 @@ class Surface:
     async def view(self, exchange: Exchange) -> None:
         """The numbers of the live page."""
         instances = [facts_of(instance) for instance in self._router.fleet]
-        respond_json(exchange, 200, page.view(self._app, instances))
+        respond_json(exchange, 200, page.view(self._process, instances))
 
     async def health(self, exchange: Exchange) -> None:
         """200 while the process serves at all."""
@@ -85,14 +85,14 @@ class Surface:
         respond_json(exchange, 503 if reason else 200, status)
 
     def _not_ready(self) -> str | None:
-        if self._app.is_draining:
+        if self._process.is_draining:
             return "the proxy is shutting down"
         fleet = self._router.fleet
         whole = fleet.whole()
         if whole is None:
             return "no live decode instance"
         if whole is Role.DECODE and not (
-            fleet.live(Role.PREFILL) or self._app.config.local_prefill
+            fleet.live(Role.PREFILL) or self._process.config.local_prefill
         ):
             return "no live prefill instance"
         return None
@@ -107,20 +107,20 @@ class Surface:
         self._admit(exchange)
         try:
             change = msgspec.json.decode(exchange.body, type=Change)
-            instance = self._app.change(change)
+            instance = self._process.change(change)
         except (msgspec.DecodeError, ConfigError) as exc:
             raise BadRequest(f"change of instances: {exc}") from exc
         respond_json(exchange, 200, {"instance": facts_of(instance) if instance else None})
 
     def _admit(self, exchange: Exchange) -> None:
-        keys = self._app.config.admin_keys
+        keys = self._process.config.admin_keys
         if not keys:
             raise Forbidden("no admin keys: start with --admin-key-file to change instances")
         check_key(exchange.headers, keys)
 
     async def metrics(self, exchange: Exchange) -> None:
         """Prometheus text."""
-        lines = [*self._app.all_metrics().lines(), *self._gauges()]
+        lines = [*self._process.all_metrics().lines(), *self._gauges()]
         body = "\n".join(lines).encode() + b"\n"
         exchange.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
@@ -144,7 +144,7 @@ class Surface:
             "Prompt tokens of the requests in flight.",
             rows(lambda i: i.total_prompt_tokens),
         )
-        admission = self._app.admission
+        admission = self._process.admission
         yield from gauge_lines(
             f"{prefix}running", "Requests being served.", [({}, admission.num_running)]
         )
@@ -154,7 +154,7 @@ class Surface:
 
     async def models(self, exchange: Exchange) -> None:
         """The models of the first live instance that answers, as it says them."""
-        check_key(exchange.headers, self._app.config.api_keys)
+        check_key(exchange.headers, self._process.config.api_keys)
         last: UpstreamError | None = None
         for instance in self._router.fleet.require(self._router.fleet.whole() or Role.DECODE):
             deadline = self._router.now() + MODELS_TIMEOUT_S
@@ -168,8 +168,6 @@ class Surface:
             exchange.respond(200, body, "application/json")
             return
         assert last is not None
-        from mooncake_proxy.app import answer_error
-
         answer_error(exchange, last, b"")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from mooncake_proxy import admin, openai
 from mooncake_proxy.access import CLIENT_LEFT, AccessLog, check_key
-from mooncake_proxy.admission import Admission
 from mooncake_proxy.call import (
     Call,
     estimate_prompt_tokens,
@@ -20,26 +19,24 @@ from mooncake_proxy.call import (
 )
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
-    FailedStream,
     MethodNotAllowed,
     NotFound,
     ProxyError,
     Refusal,
-    Rejected,
-    UpstreamError,
 )
 from mooncake_proxy.flows.pull import pull
 from mooncake_proxy.flows.push import push
 from mooncake_proxy.health import HealthChecker
-from mooncake_proxy.http1.client import ClientContext, Origin, sweep_timeouts
+from mooncake_proxy.http1.connection import ClientContext
+from mooncake_proxy.http1.origin import Origin
+from mooncake_proxy.http1.pool import sweep_timeouts
 from mooncake_proxy.http1.server import Exchange, ServerContext, ServerProtocol
 from mooncake_proxy.http1.wire import header_lines
-from mooncake_proxy.instances import Instance
 from mooncake_proxy.kubernetes import KubernetesConfig, KubernetesWatch
-from mooncake_proxy.membership import Change, apply
-from mooncake_proxy.metrics import Metrics
 from mooncake_proxy.openai import Endpoint
 from mooncake_proxy.poolfile import PoolFileWatch
+from mooncake_proxy.process import Process
+from mooncake_proxy.refusals import answer_error
 from mooncake_proxy.rendezvous import PATH as METASERVER_PATH
 from mooncake_proxy.router import Router
 from mooncake_proxy.share import Share
@@ -59,18 +56,18 @@ class Application:
         self.config = config
         self._share = share
         self.client = ClientContext(limits=config.client, tls=_upstream_tls(config))
-        self.router = Router(config, self.client)
+        self.process = Process(config, self.client, share)
+        self.router = self.process.router
+        self.admission = self.process.admission
         self.access = AccessLog(config.access_log)
-        self.admission = Admission(config.admission)
         self.server = ServerContext(self.handle, config.server)
-        self.is_draining = False
         self.checker = HealthChecker(config.health, self.router.fleet, self.router.note_verdict)
         self._flow = FLOWS[config.flow]
         self._listener: asyncio.Server | None = None
         # With several workers on one port: where only this one is reached.
         self._own_listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.admin_routes = admin.routes(self)
+        self.admin_routes = admin.routes(self.process, self.handle)
 
     # ------------------------------------------------ life
 
@@ -112,19 +109,6 @@ class Application:
             await cluster_watch.look()
             self._tasks.append(loop.create_task(cluster_watch.run()))
 
-    def change(self, change: Change) -> Instance | None:
-        """A change of the fleet from the admin API; the other workers make it too."""
-        instance = apply(self.router.fleet, change)
-        if self._share is not None:
-            self._share.tell(change)
-        return instance
-
-    def all_metrics(self) -> Metrics:
-        """What all workers have counted."""
-        if self._share is None:
-            return self.router.metrics
-        return Metrics.sum_of([self.router.metrics.snapshot(), *self._share.counts_of_others()])
-
     def _own_url(self) -> str:
         """Where decode instances reach this very process."""
         if self._own_listener is not None:
@@ -143,7 +127,7 @@ class Application:
 
     async def close(self) -> None:
         """No new requests; those that run may finish within `drain_timeout_s`."""
-        self.is_draining = True
+        self.process.is_draining = True
         self.server.is_closing = True
         for listener in (self._listener, self._own_listener):
             if listener is not None:
@@ -287,48 +271,6 @@ def _stage_of(call: Call | None) -> str:
     if call.is_committed or call.decoder:
         return "decode"
     return "prefill"
-
-
-def answer_error(exchange: Exchange, error: ProxyError, headers: bytes) -> None:
-    """The true status where none was sent yet, an SSE error event afterwards."""
-    if exchange.ended:
-        return
-    if exchange.has_started:
-        exchange.end(_error_event(error))
-        return
-    if isinstance(error, Rejected):
-        kept = (
-            (name.decode("latin-1"), error.headers[name].decode("latin-1"))
-            for name in (b"retry-after", b"www-authenticate")
-            if name in error.headers
-        )
-        kind = error.headers.get(b"content-type", b"application/json").decode("latin-1")
-        exchange.respond(error.status, error.body, kind, headers + header_lines(kept))
-    elif isinstance(error, FailedStream):
-        body = b'{"error":%b}' % error.error
-        exchange.respond(error.status, body, "application/json", headers)
-    elif isinstance(error, Refusal):
-        body = openai.error_body(error.message, error.type, code=error.code, param=error.param)
-        exchange.respond(
-            error.status, body, "application/json", headers + header_lines(error.headers)
-        )
-    else:
-        status = error.status if isinstance(error, UpstreamError) else 500
-        body = openai.error_body(str(error), "upstream_error", code=_code(error), param=None)
-        exchange.respond(status, body, "application/json", headers)
-
-
-def _error_event(error: ProxyError) -> bytes:
-    if isinstance(error, FailedStream):
-        return error.event
-    kind = error.type if isinstance(error, Refusal) else "upstream_error"
-    return openai.error_event(str(error), kind, code=_code(error))
-
-
-def _code(error: ProxyError) -> str | None:
-    if isinstance(error, Refusal):
-        return error.code
-    return error.reason if isinstance(error, UpstreamError) else None
 
 
 def _server_tls(config: ProxyConfig) -> ssl.SSLContext | None:

@@ -7,15 +7,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.openai import Ask, Endpoint, Fields, encode, is_batch
-
-if TYPE_CHECKING:
-    from mooncake_proxy.flows.recompute import Record
+from mooncake_proxy.record import Record
 
 # Headers of the client that instances get to see.
 FORWARDED = (b"authorization", b"traceparent", b"tracestate")

@@ -17,7 +17,8 @@ from mooncake_proxy.app import Application
 from mooncake_proxy.config import AdmissionConfig, ProxyConfig, TlsConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.client import ClientLimits, Origin
+from mooncake_proxy.http1.connection import ClientLimits
+from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.http1.server import ServerLimits
 from mooncake_proxy.instances import InstanceSpec, Role
 from mooncake_proxy.policy import POLICIES

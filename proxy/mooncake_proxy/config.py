@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.client import ClientLimits
+from mooncake_proxy.http1.connection import ClientLimits
 from mooncake_proxy.http1.server import ServerLimits
 from mooncake_proxy.instances import InstanceSpec
 from mooncake_proxy.policy import POLICIES

@@ -26,17 +26,23 @@ class Track:
     num_good: int = 0
     num_bad: int = 0
     is_known: bool = False
+    # The latest verdict.
+    says_up: bool = False
+
+    def note_ejection(self) -> None:
+        """Requests found it dead although the checks were good: the row starts anew."""
+        self.num_good = 0
+        self.says_up = False
 
     def observe(self, *, good: bool, rise: int, fall: int) -> bool | None:
         """The new verdict, or None while the row is too short. The first check decides alone."""
         self.num_good = self.num_good + 1 if good else 0
         self.num_bad = 0 if good else self.num_bad + 1
-        if not self.is_known:
-            self.is_known = True
+        is_first, self.is_known = not self.is_known, True
+        if is_first or self.num_good >= rise or self.num_bad >= fall:
+            self.says_up = good
             return good
-        if self.num_good >= rise:
-            return True
-        return False if self.num_bad >= fall else None
+        return None
 
 
 class PassiveHealth:
@@ -58,8 +64,11 @@ class PassiveHealth:
         ):
             return False
         count = self._bad.get(name, 0) + 1
+        if self._limit > 0 and count >= self._limit:
+            self._bad.pop(name, None)  # an instance that comes back is judged anew
+            return True
         self._bad[name] = count
-        return self._limit > 0 and count >= self._limit
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +111,8 @@ class HealthChecker:
         """One instance."""
         error = await self._ask(instance)
         track = self._tracks.setdefault(instance.name, Track())
-        if not instance.is_up and track.num_bad == 0 and error:
-            track.num_good = 0
+        if track.says_up and not instance.is_up:
+            track.note_ejection()
         verdict = track.observe(good=not error, rise=self._config.rise, fall=self._config.fall)
         if verdict is not None:
             was_up = instance.is_up

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from mooncake_proxy.errors import Conflict, NoInstance, NotFound
-from mooncake_proxy.http1.client import ClientContext, Origin, Pool
+from mooncake_proxy.http1.connection import ClientContext
+from mooncake_proxy.http1.origin import Origin
+from mooncake_proxy.http1.pool import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -188,16 +190,13 @@ class Fleet:
     # ------------------------------------------------ changes
 
     def add(self, spec: InstanceSpec) -> Instance:
-        """A new instance, or new facts about a known one."""
+        """A new instance, or new facts about a known one, which is resumed."""
         known = self._instances.get(spec.name)
         if known is not None:
-            self._leaving.discard(spec.name)
-            known.is_draining = False
             if known.spec.role is not spec.role:
                 self.switch_role(spec.name, spec.role)
             known.spec = spec
-            self._refresh()
-            return known
+            return self.resume(spec.name)
         instance = self._instances[spec.name] = Instance(spec, self._context)
         logger.info("instance added: %s (%s)", spec.name, spec.role.value)
         self._refresh()
@@ -215,10 +214,11 @@ class Fleet:
         return instance
 
     def resume(self, name: str) -> Instance:
-        """Undo a drain."""
+        """Undo a drain or an ejection: it gets requests, until a health check says otherwise."""
         instance = self.get(name)
         instance.is_draining = False
         self._leaving.discard(name)
+        self.set_up(instance, up=True)
         self._refresh()
         return instance
 

@@ -19,7 +19,9 @@ from msgspec import Struct, field
 
 from mooncake_proxy.errors import ConfigError, UpstreamError
 from mooncake_proxy.flows.relay import check_status
-from mooncake_proxy.http1.client import ClientContext, ClientLimits, Origin, Pool
+from mooncake_proxy.http1.connection import ClientContext, ClientLimits
+from mooncake_proxy.http1.origin import Origin
+from mooncake_proxy.http1.pool import Pool
 from mooncake_proxy.instances import Fleet, InstanceSpec, Role
 from mooncake_proxy.membership import carry_out, plan
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.http1.client import Origin
+from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.instances import Fleet, Instance, InstanceSpec, Role
 
 

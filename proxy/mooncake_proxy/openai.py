@@ -131,6 +131,17 @@ class HandOver(Struct):
     remote_request_id: str | None = None
     num_prompt_tokens: int | None = None
     remote_cached_tokens: int | None = None
+    # With n > 1 one entry per choice; an ended one has do_remote_prefill false and holds nothing.
+    choices: list[HandOver] | None = None
+
+    @property
+    def held_request_ids(self) -> tuple[str, ...]:
+        """Under which ids P holds KV for this request: one per choice that goes on."""
+        return tuple(
+            part.remote_request_id
+            for part in (self.choices or [self])
+            if part.do_remote_prefill and part.remote_request_id is not None
+        )
 
 
 answer_decoder = msgspec.json.Decoder(Answer)

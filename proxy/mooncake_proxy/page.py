@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mooncake_proxy import __version__
 from mooncake_proxy.metrics import SECONDS, Metrics
-
-if TYPE_CHECKING:
-    from mooncake_proxy.app import Application
+from mooncake_proxy.process import Process
 
 
 def html() -> bytes:
@@ -18,17 +16,17 @@ def html() -> bytes:
     return files("mooncake_proxy").joinpath("page.html").read_bytes()
 
 
-def view(app: Application, instances: list[dict[str, Any]]) -> dict[str, Any]:
+def view(process: Process, instances: list[dict[str, Any]]) -> dict[str, Any]:
     """What the page shows, counted over all workers."""
-    metrics = app.all_metrics()
+    metrics = process.all_metrics()
     return {
         "time": time.time(),
         "version": __version__,
-        "flow": app.config.flow,
-        "prefill_policy": app.config.prefill_policy,
-        "decode_policy": app.config.decode_policy,
+        "flow": process.config.flow,
+        "prefill_policy": process.config.prefill_policy,
+        "decode_policy": process.config.decode_policy,
         "running": sum(i["running"] for i in instances if i["role"] != "prefill"),
-        "waiting": app.admission.num_waiting,
+        "waiting": process.admission.num_waiting,
         "requests": sum(metrics.requests.values.values()),
         "errors": sum(n for (_, status), n in metrics.requests.values.items() if status >= "400"),
         "prompt_tokens": metrics.prompt_tokens.values[()],

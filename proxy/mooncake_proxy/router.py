@@ -14,10 +14,10 @@ from mooncake_proxy.call import Call
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import Recomputed, Rejected, UpstreamError
 from mooncake_proxy.health import PassiveHealth
-from mooncake_proxy.http1.client import ClientContext
+from mooncake_proxy.http1.connection import ClientContext
 from mooncake_proxy.instances import Fleet, Instance, Role
 from mooncake_proxy.metrics import Metrics
-from mooncake_proxy.openai import Endpoint, encode
+from mooncake_proxy.openai import Endpoint, HandOver, encode
 from mooncake_proxy.policy import NOTHING_CACHED, POLICIES, Hint
 from mooncake_proxy.prefix import PrefixIndex, block_hashes
 from mooncake_proxy.rendezvous import PATH, Rendezvous
@@ -166,10 +166,10 @@ class Router:
 
     # ------------------------------------------------ release
 
-    def release(self, instance: Instance, remote_request_id: str | None) -> None:
-        """Tell P that nobody comes for this request's KV. In the background: the client is
-        gone or has its answer, and P's lease is the safety net."""
-        if remote_request_id is not None:
+    def release(self, instance: Instance, facts: HandOver) -> None:
+        """Tell P that nobody comes for this request's KV, of any of its choices. In the
+        background: the client is gone or has its answer, and P's lease is the safety net."""
+        for remote_request_id in facts.held_request_ids:
             self.spawn(self._abort(instance, remote_request_id))
 
     async def _abort(self, instance: Instance, remote_request_id: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from mooncake_proxy.app import Application
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.client import Origin
+from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.instances import InstanceSpec, Role
 
 Json = dict[str, Any]
@@ -173,9 +173,9 @@ class FakeInstance:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             answer.cancel()
-            held = f"{self.name}:{seen.headers.get('x-request-id', '')}"
-            if held in self.holding:  # an aborted request holds nothing, answered or not
-                self.holding.remove(held)
+            for held in self._held_ids(seen):
+                if held in self.holding:  # an aborted request holds nothing, answered or not
+                    self.holding.remove(held)
             self.cut_off.append(seen.headers.get("x-request-id", ""))
         gone.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -287,9 +287,17 @@ class FakeInstance:
             "kv_transfer_params": None,
         }
         if behaviour.has_params and not behaviour.stops_at_first:
-            params = answer["kv_transfer_params"] = self._params(seen)
-            self.holding.append(params["remote_request_id"])
+            parts = [self._params(seen, held) for held in self._held_ids(seen)]
+            several = {"choices": parts} if count > 1 else {}
+            answer["kv_transfer_params"] = parts[0] | several
+            self.holding += self._held_ids(seen)
         return answer
+
+    def _held_ids(self, seen: Seen) -> list[str]:
+        """Under which ids the KV of a prefill is held, one per choice."""
+        held = f"{self.name}:{seen.headers.get('x-request-id', '')}"
+        count = seen.body.get("n") or 1
+        return [held] if count == 1 else [f"{held}/{index}" for index in range(count)]
 
     def _with_ids(self, seen: Seen, choice: Json, positions: range) -> Json:
         """The choice with its token ids, if they were asked for."""
@@ -299,12 +307,12 @@ class FakeInstance:
             choice["token_ids"] = [token_id(position) for position in positions]
         return choice
 
-    def _params(self, seen: Seen) -> Json:
+    def _params(self, seen: Seen, held: str) -> Json:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.name,
-            "remote_request_id": f"{self.name}:{seen.headers['x-request-id']}",
+            "remote_request_id": held,
             "remote_host": "127.0.0.1",
             "remote_port": 1,
             "remote_block_ids": [[1, 2]],

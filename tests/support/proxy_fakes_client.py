@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
 from support.proxy_fakes import Stand
 
-BODY: dict[str, Any] = {"model": "m", "prompt": "once upon a time", "max_tokens": 5}
-CHAT: dict[str, Any] = {
+Json = dict[str, Any]
+BODY: Json = {"model": "m", "prompt": "once upon a time", "max_tokens": 5}
+STREAM: Json = BODY | {"stream": True}
+CHAT: Json = {
     "model": "m",
     "messages": [{"role": "user", "content": "hi"}],
     "max_tokens": 5,
@@ -33,6 +36,18 @@ def streamed_text(events: list[Any]) -> str:
     return "".join(pieces)
 
 
-async def post(s: Stand, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+async def post(s: Stand, body: Json, path: str = "/v1/completions") -> httpx.Response:
     async with httpx.AsyncClient(base_url=s.url) as client:
         return await client.post(path, json=body, headers={"x-request-id": "abc"})
+
+
+async def send_raw(s: Stand, body: Json) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A completion on a connection of its own, which the test may cut at any moment."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
+    writer.write(head.encode() + data)
+    return reader, writer

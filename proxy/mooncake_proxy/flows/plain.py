@@ -7,7 +7,7 @@ from collections.abc import Callable
 from mooncake_proxy.call import Call, plain_body
 from mooncake_proxy.flows.recompute import RecordingRelay
 from mooncake_proxy.flows.relay import StreamRelay, check_status, check_streams
-from mooncake_proxy.http1.client import Connection
+from mooncake_proxy.http1.connection import Connection
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.router import Router
 

@@ -20,7 +20,7 @@ from mooncake_proxy.errors import MalformedAnswer, Recomputed, Rejected, Upstrea
 from mooncake_proxy.flows.plain import generate, plain
 from mooncake_proxy.flows.recompute import next_call, record_for
 from mooncake_proxy.flows.relay import check_status
-from mooncake_proxy.http1.client import Connection
+from mooncake_proxy.http1.connection import Connection
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import Answer, HandOver
 from mooncake_proxy.router import Router
@@ -107,8 +107,10 @@ class Held:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._call.is_committed and not self.is_taken:
-            self._router.release(self.prefilled.instance, self.prefilled.facts.remote_request_id)
+        # D may have begun with one choice and not have fetched the others.
+        is_in_doubt = not self._call.is_committed or self.prefilled.facts.choices is not None
+        if is_in_doubt and not self.is_taken:
+            self._router.release(self.prefilled.instance, self.prefilled.facts)
 
 
 # ---------------------------------------------------------------- before
@@ -190,7 +192,7 @@ async def _release_late_answer(router: Router, instance: Instance, answer: Conne
         return  # aborted there, as it should be: nothing is held
     finally:
         answer.finish()
-    router.release(instance, prefilled.facts.remote_request_id)
+    router.release(instance, prefilled.facts)
 
 
 def understand(instance: Instance, body: bytes) -> Prefilled:
@@ -216,8 +218,7 @@ def understand(instance: Instance, body: bytes) -> Prefilled:
 def _answer_from_prefill(router: Router, call: Call, prefilled: Prefilled) -> None:
     """P's first token was the last: its answer is the answer."""
     router.metrics.first_token_seconds.observe(router.now() - call.arrival)
-    if prefilled.facts.do_remote_prefill:
-        router.release(prefilled.instance, prefilled.facts.remote_request_id)
+    router.release(prefilled.instance, prefilled.facts)
     if not call.streams:
         call.exchange.respond(200, prefilled.body, "application/json", call.reply_headers)
         return

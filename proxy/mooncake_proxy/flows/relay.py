@@ -17,7 +17,7 @@ from mooncake_proxy.errors import (
     Recomputed,
     Rejected,
 )
-from mooncake_proxy.http1.client import Connection
+from mooncake_proxy.http1.connection import Connection
 from mooncake_proxy.openai import ABSENT, is_null
 from mooncake_proxy.sse import EventFramer, EventTooLong, split_events
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import httptools
 
 from mooncake_proxy.http1 import wire
+from mooncake_proxy.openai import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -378,7 +379,5 @@ class ServerProtocol(asyncio.Protocol):
 
 
 def _refusal_body(status: int, message: str) -> bytes:
-    from mooncake_proxy.openai import error_body
-
     code = {413: "body_too_large", 431: "headers_too_large", 408: "timeout"}.get(status)
     return error_body(message, "invalid_request_error", code=code, param=None)

@@ -46,6 +46,9 @@ def test_pull(name: str) -> None:
     assert events_of(events) == case["first_events"]
     sent = decode_body(call, answer.kv_transfer_params, delivered=True)
     assert json.loads(sent) == case["to_decode"]
+    # D writes `created` of its own chunks from the parameters: one answer, one time.
+    created = json.loads(sent)["kv_transfer_params"]["created"]
+    assert {event["created"] for event in events_of(events)} == {created}
 
 
 def test_finished_on_prefill() -> None:

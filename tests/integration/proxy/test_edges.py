@@ -15,7 +15,7 @@ from support.proxy_fakes import Stand, stand, text_of
 from support.proxy_fakes_client import BODY, events_of, post, streamed_text
 
 from mooncake_proxy.config import AdmissionConfig, TlsConfig
-from mooncake_proxy.http1.client import Origin
+from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.http1.server import ServerLimits
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 import uvloop
 from support.proxy_fakes import FakeInstance, Stand, stand, text_of
 from support.proxy_fakes_client import BODY, events_of, post, streamed_text
@@ -166,3 +167,26 @@ def _api(pods: list[dict[str, Any]]) -> Any:
         writer.close()
 
     return serve
+
+
+@pytest.mark.parametrize("operation", ["resume", "add"])
+def test_without_checks_an_ejected_instance_stays_out_until_told_back(operation: str) -> None:
+    async def main() -> None:
+        settings: dict[str, Any] = {"eject_after": 2, "admin_keys": frozenset({"secret"})}
+        async with stand(num_decodes=2, **settings) as s:
+            broken = s.decodes[0]
+            broken.behaviour.drops = True
+            for _ in range(20):
+                await post(s, BODY)
+            assert len(broken.generated) == 2
+            broken.behaviour.drops = False
+            for _ in range(20):
+                await post(s, BODY)
+            assert len(broken.generated) == 2
+            told = await change(s, operation=operation, url=broken.url, role="decode")
+            assert told.json()["instance"] | {"state": "up", "error": ""} == told.json()["instance"]
+            for _ in range(40):
+                assert (await post(s, BODY)).status_code == 200
+            assert len(broken.generated) > 2
+
+    uvloop.run(main())

@@ -6,19 +6,24 @@ Named after the defects seen in the field's example proxies, each of which has a
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import httpx
 import pytest
 import uvloop
 from support.proxy_fakes import Stand, stand, text_of, word
-from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
+from support.proxy_fakes_client import (
+    BODY,
+    CHAT,
+    STREAM,
+    events_of,
+    post,
+    send_raw,
+    streamed_text,
+)
 
 from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.client import ClientLimits
-
-STREAM: dict[str, Any] = BODY | {"stream": True}
+from mooncake_proxy.http1.connection import ClientLimits
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -241,7 +246,7 @@ def test_a_client_that_leaves_cancels_both_sides_within_100_ms(stage: str) -> No
                 s.decode.behaviour.hang_after = 2
             else:
                 waiting_at.behaviour.hangs = True
-            reader, writer = await _ask_raw(s, STREAM)
+            reader, writer = await send_raw(s, STREAM)
             await waiting_at.wait_for(lambda: bool(waiting_at.generated))
             if stage == "decode":
                 await reader.readuntil(word(2).encode())
@@ -256,19 +261,6 @@ def test_a_client_that_leaves_cancels_both_sides_within_100_ms(stage: str) -> No
             assert s.count("disconnects", "prefill" if stage == "prefill" else "decode") == 1
 
     uvloop.run(main())
-
-
-async def _ask_raw(
-    s: Stand, body: dict[str, Any]
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
-    data = json.dumps(body).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: abc\r\n"
-        f"content-length: {len(data)}\r\n\r\n"
-    )
-    writer.write(head.encode() + data)
-    return reader, writer
 
 
 def test_no_key_means_no_authorization_header() -> None:

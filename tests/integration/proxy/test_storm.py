@@ -19,7 +19,7 @@ from support.proxy_fakes import FakeInstance, Stand, stand, text_of
 from support.proxy_fakes_client import events_of, streamed_text
 
 from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.client import ClientLimits
+from mooncake_proxy.http1.connection import ClientLimits
 
 NUM_STREAMS = 2000
 NUM_AT_ONCE = 64

@@ -18,7 +18,8 @@ from mooncake_proxy.errors import (
     UpstreamTimeout,
 )
 from mooncake_proxy.health import PassiveHealth, Track
-from mooncake_proxy.http1.client import ClientContext, Origin
+from mooncake_proxy.http1.connection import ClientContext
+from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.instances import Fleet, InstanceSpec, Role
 from mooncake_proxy.membership import plan
 from mooncake_proxy.metrics import Counter, Histogram, Metrics, label_text
@@ -47,6 +48,15 @@ def test_hysteresis() -> None:
     assert verdicts == [True, None, None, False, None, True, None]
 
 
+def test_an_ejected_instance_needs_its_row_of_good_checks_again() -> None:
+    track = Track()
+    for _ in range(9):
+        track.observe(good=True, rise=2, fall=3)
+    assert track.says_up
+    track.note_ejection()
+    assert [track.observe(good=True, rise=2, fall=3) for _ in range(2)] == [None, True]
+
+
 def test_passive_ejection_counts_failures_in_a_row_and_no_error_statuses() -> None:
     health = PassiveHealth(2)
     refused, timeout = ConnectFailed("a", "no"), UpstreamTimeout("a", "silent")
@@ -55,6 +65,7 @@ def test_passive_ejection_counts_failures_in_a_row_and_no_error_statuses() -> No
     assert not health.failed("a", refused)
     assert not health.failed("a", Rejected("a", 500, {}, b""))
     assert health.failed("a", timeout)
+    assert not health.failed("a", timeout)  # whoever comes back starts anew
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=2000), st.binary(max_size=2000))

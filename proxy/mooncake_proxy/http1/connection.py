@@ -1,24 +1,15 @@
-"""The instance side of the proxy: keep-alive connections and a pool of them per instance."""
+"""The instance side of the proxy: one keep-alive connection, one exchange at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, cast
-from urllib.parse import urlsplit
 
 import httptools
 
-from mooncake_proxy.errors import (
-    ConfigError,
-    ConnectFailed,
-    ConnectionLost,
-    MalformedAnswer,
-    UpstreamError,
-    UpstreamTimeout,
-)
+from mooncake_proxy.errors import ConnectionLost, MalformedAnswer, UpstreamError
 
 
 class Sink(Protocol):
@@ -26,41 +17,6 @@ class Sink(Protocol):
 
     def feed(self, data: bytes) -> None:
         """The next bytes. An UpstreamError raised here ends the exchange."""
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where an instance listens. `prefix` is a path in front of `/v1/...`, usually empty."""
-
-    scheme: str
-    host: str
-    port: int
-    prefix: str = ""
-
-    @classmethod
-    def parse(cls, url: str) -> Origin:
-        """`http://host:port[/prefix]`, `https://...`, or `host:port`; IPv6 in brackets."""
-        text = url if "://" in url else f"http://{url}"
-        try:
-            parts = urlsplit(text)
-            port = parts.port
-        except ValueError as exc:
-            raise ConfigError(f"instance URL {url!r}: {exc}; wanted http://HOST:PORT") from exc
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ConfigError(f"instance URL {url!r}: wanted http://HOST:PORT or https://HOST:PORT")
-        if parts.username or parts.query or parts.fragment:
-            raise ConfigError(f"instance URL {url!r}: user, query and fragment have no place in it")
-        default = 443 if parts.scheme == "https" else 80
-        return cls(parts.scheme, parts.hostname, port or default, parts.path.rstrip("/"))
-
-    @property
-    def authority(self) -> str:
-        """`host:port` as it stands in URLs and Host headers."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.authority}{self.prefix}"
 
 
 @dataclass(slots=True)
@@ -85,6 +41,24 @@ class ClientContext:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
 
+class Home(Protocol):
+    """Where a connection belongs between two exchanges."""
+
+    @property
+    def name(self) -> str:
+        """The instance's name, for errors."""
+
+    @property
+    def context(self) -> ClientContext:
+        """What all connections share."""
+
+    def give_back(self, connection: Connection) -> None:
+        """An exchange ended well: the connection waits for the next one."""
+
+    def forget(self, connection: Connection) -> None:
+        """The other side closed it."""
+
+
 class Connection(asyncio.Protocol):
     """One connection to an instance; carries one exchange at a time."""
 
@@ -93,12 +67,12 @@ class Connection(asyncio.Protocol):
         "_failure",
         "_has_head",
         "_headers",
+        "_home",
         "_is_complete",
         "_is_head_wanted",
         "_is_hung_up",
         "_parser",
         "_parts",
-        "_pool",
         "_sink",
         "_transport",
         "_waiter",
@@ -111,9 +85,9 @@ class Connection(asyncio.Protocol):
         "status",
     )
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._context = pool.context
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._context = home.context
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -131,7 +105,7 @@ class Connection(asyncio.Protocol):
         self.reusable = True
         self.deadline = 0.0
         self.last_deadline = 0.0
-        self.name = pool.name
+        self.name = home.name
 
     # ------------------------------------------------ one exchange
 
@@ -206,7 +180,7 @@ class Connection(asyncio.Protocol):
         is_usable = self.reusable and self._transport is not None and not self._is_hung_up
         if self._is_complete and is_usable:
             self._parts = []
-            self._pool.give_back(self)
+            self._home.give_back(self)
         else:
             self.close()
 
@@ -267,7 +241,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The instance closed, or died."""
         self._transport = None
-        self._pool.forget(self)
+        self._home.forget(self)
         if self._is_complete:
             return
         if self._has_head and self._ends_with_connection():
@@ -339,129 +313,3 @@ class Connection(asyncio.Protocol):
         self.reusable = self._parser.should_keep_alive() and self._transport is not None
         self._is_complete = True
         self._wake()
-
-
-class Upstream:
-    """`async with pool.send(payload, deadline) as connection:` — status known inside.
-
-    Leaving the block gives a finished connection back and closes an unfinished one.
-    """
-
-    __slots__ = ("_connection", "_deadline", "_lingers", "_payload", "_pool", "left")
-
-    def __init__(self, pool: Pool, payload: bytes, deadline: float, *, lingers: bool) -> None:
-        self._lingers = lingers
-        # The connection when the block was cancelled: the caller may still hang up politely.
-        self.left: Connection | None = None
-        self._pool = pool
-        self._payload = payload
-        self._deadline = deadline
-        self._connection: Connection | None = None
-
-    async def __aenter__(self) -> Connection:
-        connection = self._pool.take_idle()
-        is_reused = connection is not None
-        while True:
-            if connection is None:
-                connection = await self._pool.connect(self._deadline)
-            self._connection = connection
-            try:
-                connection.send(self._payload, self._deadline)
-                waiter = connection.head_waiter()
-                if waiter is not None:
-                    await waiter
-                connection.check()
-            except ConnectionLost:
-                connection.finish()
-                # A server may close an idle connection just as it is used again; that no byte
-                # came back tells it from a crash in the middle.
-                if connection.num_received or not is_reused:
-                    raise
-                connection, is_reused = None, False
-            except BaseException as error:
-                self._leave(connection, error)
-                raise
-            else:
-                return connection
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._connection is not None:
-            self._leave(self._connection, error)
-
-    def _leave(self, connection: Connection, error: BaseException | None) -> None:
-        if self._lingers and isinstance(error, asyncio.CancelledError):
-            self.left = connection
-        else:
-            connection.finish()
-
-
-class Pool:
-    """Connections to one instance. The latest used is taken first, so that spare ones time out."""
-
-    def __init__(self, origin: Origin, context: ClientContext) -> None:
-        self.origin = origin
-        self.context = context
-        self.name = str(origin)
-        self._idle: list[Connection] = []
-        self._is_closed = False
-
-    def send(self, payload: bytes, deadline: float, *, lingers: bool = False) -> Upstream:
-        """An exchange as an async context manager; `deadline` in loop time.
-
-        With `lingers`, a cancelled exchange is handed to the caller in `left` instead of closed.
-        """
-        return Upstream(self, payload, deadline, lingers=lingers)
-
-    def take_idle(self) -> Connection | None:
-        """An open connection, if there is one."""
-        return self._idle.pop() if self._idle else None
-
-    def give_back(self, connection: Connection) -> None:
-        """Keep for the next exchange."""
-        if self._is_closed or len(self._idle) >= self.context.limits.max_idle:
-            connection.close()
-        else:
-            self._idle.append(connection)
-
-    def forget(self, connection: Connection) -> None:
-        """An idle connection was closed from the other side."""
-        if connection in self._idle:
-            self._idle.remove(connection)
-
-    def close(self) -> None:
-        """Close the idle ones; busy ones end with their exchange."""
-        self._is_closed = True
-        for connection in self._idle:
-            connection.close()
-        self._idle.clear()
-
-    async def connect(self, deadline: float) -> Connection:
-        """A new connection, or ConnectFailed."""
-        limit = self.context.limits.connect_timeout_s
-        timeout = max(0.0, min(limit, deadline - self.context.loop.time()))
-        try:
-            _, connection = await asyncio.wait_for(self._create(), timeout)
-        except asyncio.TimeoutError as exc:
-            raise ConnectFailed(self.name, f"no connection within {timeout:.1f} s") from exc
-        except (OSError, ssl.SSLError) as exc:
-            raise ConnectFailed(self.name, f"no connection: {exc}") from exc
-        return connection
-
-    async def _create(self) -> tuple[asyncio.BaseTransport, Connection]:
-        origin = self.origin
-        tls = self.context.tls or ssl.create_default_context() if origin.scheme == "https" else None
-        return await self.context.loop.create_connection(
-            lambda: Connection(self), origin.host, origin.port, ssl=tls
-        )
-
-
-def sweep_timeouts(context: ClientContext) -> None:
-    """Fail every exchange whose deadline has passed; called a few times a second."""
-    now = context.loop.time()
-    for connection in [c for c in context.busy if c.deadline < now]:
-        connection.fail(UpstreamTimeout(connection.name, "silent for longer than its limit"))

@@ -1,0 +1,73 @@
+"""KV that nobody comes for is released under every id that P holds it by, one per choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand
+from support.proxy_fakes_client import BODY, STREAM, post, send_raw
+
+from mooncake_proxy.openai import HandOver, hand_over_decoder
+
+HELD = [f"p0:abc/{index}" for index in range(3)]
+
+
+async def all_released(s: Stand) -> None:
+    await s.prefill.wait_for(lambda: sorted(s.prefill.released) == HELD)
+
+
+@pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
+def test_no_decode_instance_reached(body: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            await s.decode.kill()
+            await post(s, body | {"n": 3})
+            await all_released(s)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("stage", ["gap", "decode"])
+def test_a_client_that_leaves(stage: str) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            behaviour = s.decode.behaviour
+            behaviour.hangs, behaviour.hang_after = (stage == "gap"), 2
+            reader, writer = await send_raw(s, STREAM | {"n": 3})
+            await s.decode.wait_for(lambda: bool(s.decode.generated))
+            if stage == "decode":
+                await reader.readuntil(b" t1")
+            writer.transport.abort()
+            await all_released(s)
+            await s.decode.wait_for(lambda: s.decode.cut_off == ["abc"])
+
+    uvloop.run(main())
+
+
+def test_whole_answers_release_nothing() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            answer = await post(s, BODY | {"n": 3})
+            assert len(answer.json()["choices"]) == 3
+            await s.app.router.close()
+            assert s.prefill.released == []
+
+    uvloop.run(main())
+
+
+def facts(text: bytes) -> HandOver:
+    found = hand_over_decoder.decode(text)
+    assert found is not None
+    return found
+
+
+def test_which_ids_are_held() -> None:
+    one = b'{"do_remote_prefill": true, "remote_request_id": "a"%b}'
+    ended = b'{"do_remote_prefill": false, "finished_update": {}}'
+    other = b'{"do_remote_prefill": true, "remote_request_id": "b"}'
+    assert facts(one % b"").held_request_ids == ("a",)
+    several = one % (b', "choices": [%b, %b, %b]' % (one % b"", ended, other))
+    assert facts(several).held_request_ids == ("a", "b")
+    assert facts(ended).held_request_ids == ()
