@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _LANES = 16
 _DTYPES = (torch.bfloat16, torch.float32)
+# most heads that share a pass: fewer give more threads work, more read the latents less often
+_MLA_HEADS = 32
 # below this many elements a second thread costs more to wake than it saves
 _PARALLEL_ELEMENTS = 1 << 16
 
@@ -61,12 +63,12 @@ class NativeOps(TorchOps):
         """See ``Ops``."""
         tokens, heads, dim = key.shape
         same = key.dtype == value.dtype == key_cache.dtype == value_cache.dtype
-        if not same or key.stride(2) != 1 or value.stride(2) != 1 or value.shape[2] != dim:
+        if not same or key.stride(2) != 1 or value.stride(2) != 1:
             super().write_kv(key, value, key_cache, value_cache, slot_mapping)
             return
         layout = _write_layout(
             key.stride() + value.stride() + key_cache.stride() + value_cache.stride(),
-            (tokens, heads, key_cache.shape[1], dim),
+            (tokens, heads, key_cache.shape[1], dim, value.shape[2]),
             key.element_size(),
         )
         self._library.write_kv(
@@ -134,6 +136,38 @@ class NativeOps(TorchOps):
             scale,
             query.dtype is torch.bfloat16,
             _threads(query.numel() * 16),
+        )
+        return out
+
+    def mla_decode_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        if not _fits_latents(query, latent_cache, rope_cache):
+            return super().mla_decode_attention(query, latent_cache, rope_cache, batch, scale)
+        sequences, heads, _ = query.shape
+        latent_dim = latent_cache.shape[3]
+        out = torch.empty((sequences, heads, latent_dim), dtype=query.dtype)
+        groups = _head_groups(heads)
+        context_tokens = sum(batch.host_context_lens[:sequences])
+        shape = (sequences, heads, groups, latent_dim, latent_cache.shape[1], rope_cache.shape[3])
+        self._library.mla_decode_attention(
+            out.data_ptr(),
+            query.data_ptr(),
+            latent_cache.data_ptr(),
+            rope_cache.data_ptr(),
+            batch.block_tables.data_ptr(),
+            batch.context_lens.data_ptr(),
+            _attention_strides(query, latent_cache, rope_cache, batch.block_tables),
+            _int64s(shape),
+            scale,
+            query.dtype is torch.bfloat16,
+            _threads(context_tokens * query.shape[1] * latent_dim),
         )
         return out
 
@@ -222,6 +256,20 @@ def _fits(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     return same and dtype in _DTYPES and dim % _LANES == 0 and query.stride(2) == 1
 
 
+def _fits_latents(query: Tensor, latent_cache: Tensor, rope_cache: Tensor) -> bool:
+    """Whether the kernel for latents takes these tensors."""
+    dtype, dims = query.dtype, (latent_cache.shape[3], rope_cache.shape[3])
+    same = latent_cache.dtype == rope_cache.dtype == dtype and sum(dims) == query.shape[2]
+    whole = all(dim % _LANES == 0 for dim in dims)
+    return same and whole and dtype in _DTYPES and query.stride(2) == 1
+
+
+def _head_groups(heads: int) -> int:
+    """Groups of equal size that share a pass over the latents; the size depends on heads alone."""
+    size = next(size for size in range(min(heads, _MLA_HEADS), 0, -1) if heads % size == 0)
+    return heads // size
+
+
 def _threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= _PARALLEL_ELEMENTS else 1
 
@@ -259,10 +307,11 @@ def _attention_shape(
 
 @lru_cache(maxsize=4096)
 def _write_layout(
-    strides: tuple[int, ...], shape: tuple[int, int, int, int], element_bytes: int
+    strides: tuple[int, ...], shape: tuple[int, int, int, int, int], element_bytes: int
 ) -> ctypes.Array[ctypes.c_int64]:
     """Strides are those of key, value (3 each) and of the two caches (4 each), in elements."""
-    tokens, heads, block_size, dim = shape
+    tokens, heads, block_size, *dims = shape
     wanted = (*strides[0:2], *strides[3:5], *strides[6:9], *strides[10:13])
     in_bytes = [stride * element_bytes for stride in wanted]
-    return _int64s((*in_bytes, tokens, heads, block_size, dim * element_bytes))
+    widths = [dim * element_bytes for dim in dims]
+    return _int64s((*in_bytes, tokens, heads, block_size, *widths))

@@ -17,9 +17,10 @@ FLAGS = (
     "-fno-math-errno",
     "-Wno-psabi",  # 64-byte vectors stay inside one translation unit
 )
-_FILES = ("simd.h", "decode.cpp", "prefill.cpp", "elementwise.cpp")
+_FILES = ("simd.h", "decode.cpp", "latent.cpp", "prefill.cpp", "elementwise.cpp")
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "decode_attention": (*(c_void_p,) * 8, c_float, c_int, c_int),
+    "mla_decode_attention": (*(c_void_p,) * 8, c_float, c_int, c_int),
     "prefill_attention": (*(c_void_p,) * 9, c_float, c_int, c_int),
     "rms_norm": (*(c_void_p,) * 3, *(c_int64,) * 5, c_float, c_int, c_int),
     "add_rms_norm": (*(c_void_p,) * 3, *(c_int64,) * 2, c_float, c_int, c_int),

@@ -235,8 +235,9 @@ static void attend_any(const Batch& d, const T* query, const Part& part, float* 
   }
 }
 
-template <typename T>
-static void decode(const Batch& d, const T* query, T* out, int threads) {
+// Cut the batch into parts, let `attend(part, scores, partial)` compute each, and merge them.
+template <typename T, typename Attend>
+static void decode_with(const Batch& d, T* out, int threads, const Attend& attend) {
   const int group = d.heads / d.kv_heads;
   std::vector<Part> parts;
   std::vector<size_t> first_part;  // of each (sequence, KV head); one more at the end
@@ -254,12 +255,19 @@ static void decode(const Batch& d, const T* query, T* out, int threads) {
     std::vector<float> scores((size_t)group * TILE);
 #pragma omp for schedule(dynamic)
     for (size_t p = 0; p < parts.size(); p++)
-      attend_any(d, query, parts[p], scores.data(), partials.get() + p * size);
+      attend(parts[p], scores.data(), partials.get() + p * size);
 #pragma omp for schedule(static)
     for (int i = 0; i < d.sequences * d.kv_heads; i++)
       merge(d, partials.get() + first_part[i] * size, (int)(first_part[i + 1] - first_part[i]),
             out + (int64_t)i * group * d.head_dim);
   }
+}
+
+template <typename T>
+static void decode(const Batch& d, const T* query, T* out, int threads) {
+  decode_with(d, out, threads, [&](const Part& part, float* scores, float* partial) {
+    attend_any(d, query, part, scores, partial);
+  });
 }
 
 // strides: block, token, head of the key cache, then of the value cache, in bytes; then the

@@ -134,15 +134,15 @@ void silu_mul(const void* x, void* out, int64_t rows, int64_t stride, int64_t ha
 void write_kv(const char* key, const char* value, char* key_cache, char* value_cache,
               const int64_t* slots, const int64_t* layout, int threads) {
   const int64_t tokens = layout[10], heads = layout[11], block_size = layout[12];
-  const size_t nbytes = layout[13];
+  const size_t key_bytes = layout[13], value_bytes = layout[14];
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tokens; t++) {
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
     char* k = key_cache + block * layout[4] + offset * layout[5];
     char* v = value_cache + block * layout[7] + offset * layout[8];
     for (int64_t h = 0; h < heads; h++) {
-      std::memcpy(k + h * layout[6], key + t * layout[0] + h * layout[1], nbytes);
-      std::memcpy(v + h * layout[9], value + t * layout[2] + h * layout[3], nbytes);
+      std::memcpy(k + h * layout[6], key + t * layout[0] + h * layout[1], key_bytes);
+      std::memcpy(v + h * layout[9], value + t * layout[2] + h * layout[3], value_bytes);
     }
   }
 }
