@@ -3,7 +3,7 @@ MODEL ?= examples/tiny-llama
 ARGS ?=
 PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: help up test check bench install test-rdma test-grid test-faults test-proxy \
+.PHONY: help up test test-models check bench install test-rdma test-grid test-faults test-proxy \
     bench-transfer bench-connectors bench-proxy check-deploy test-cuda test-ascend wheels
 
 help:  ## this list
@@ -16,6 +16,10 @@ up:  ## serve MODEL with a prefill instance, a decode instance and a proxy; Ctrl
 test:  ## all tests that need no accelerator
 	@ci/install dev
 	@ci/test-cpu $(ARGS)
+
+test-models:  ## every architecture against transformers
+	@ci/install dev
+	@ci/test-cpu tests/integration/models $(ARGS)
 
 check:  ## lint, types, architecture, versions
 	@ci/install dev

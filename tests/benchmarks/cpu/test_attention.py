@@ -66,6 +66,11 @@ SMALL = {
 }
 
 
+def latents(dtype: str, heads: int) -> Shape:
+    """DeepSeek's cache, under some of its heads."""
+    return Shape(dtype, heads=heads, kv_heads=1, head_dim=512, rope_dim=64)
+
+
 @pytest.mark.parametrize(
     ("case", "wanted"),
     [
@@ -106,6 +111,28 @@ def test_decode_against_reading_the_kv(benchmark: Any, native: NativeOps, case: 
     context = f"{kv_bytes / ours / 1e9:.1f} of {kv_bytes / reading / 1e9:.1f} GB/s"
     name = f"cpu decode attention / reading, {label(case)}"
     record(benchmark, Figure(name, reading / ours, 0.5, "times", context=context))
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        pytest.param((latents("bfloat16", 16), [(1, 2048)] * 8), 2.0, id="bf16-8x2048-16"),
+        pytest.param((latents("float32", 16), [(1, 2048)] * 8), 1.2, id="fp32-8x2048-16"),
+        pytest.param((latents("bfloat16", 128), [(1, 2048)] * 8), 1.0, id="bf16-8x2048-128"),
+    ],
+    indirect=["case"],
+)
+def test_decode_over_latents_against_matrix_products(
+    benchmark: Any, native: NativeOps, case: Case, wanted: float
+) -> None:
+    """As many heads as a rank of eight has, and as a rank alone."""
+    ours, theirs = best_of(
+        call(native.mla_decode_attention, case), call(TorchOps().mla_decode_attention, case)
+    )
+    benchmark.pedantic(call(native.mla_decode_attention, case), rounds=ROUNDS)
+    context = f"{ours * 1e3:.2f} ms against {theirs * 1e3:.2f} ms"
+    name = f"cpu MLA decode attention / matmul, {case.shape.heads} heads, {label(case)}"
+    record(benchmark, Figure(name, theirs / ours, wanted, "times", context=context))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,12 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 DEEPSEEK_YARN = {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.2}
+PUBLISHED_WIDTHS = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_key_value_heads": 1}),
@@ -59,6 +65,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
     ("deepseek_v2", {"rope_parameters": DEEPSEEK_YARN, "attention_bias": True}),
     ("deepseek_v3", {}),
+    ("deepseek_v3", PUBLISHED_WIDTHS),
     ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False}),
     (
         "deepseek_v3",
