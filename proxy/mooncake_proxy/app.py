@@ -189,6 +189,8 @@ class Application:
         try:
             check_key(exchange.headers, self.config.api_keys)
             call = self._call(exchange, endpoint, request_id, arrival)
+            if self.router.tokenize is not None:
+                await self.router.read_prompt(call, self.router.tokenize)
             self.router.budget.deposit()
             if not self.admission.enter():
                 await self.admission.queue()

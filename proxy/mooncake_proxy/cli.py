@@ -82,6 +82,9 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--prefill-policy", choices=tuple(POLICIES))
     choice.add_argument("--decode-policy", choices=tuple(POLICIES))
     choice.add_argument(
+        "--tokenizer", metavar="DIR", help="the model's folder: prefix policy by token ids"
+    )
+    choice.add_argument(
         "--max-attempts", type=int, default=3, help="per step, on one instance each"
     )
     choice.add_argument("--retry-ratio", type=float, default=0.2, help="retries per request")
@@ -138,6 +141,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         instances=_instances(args),
         prefill_policy=args.prefill_policy or policy,
         decode_policy=args.decode_policy or policy,
+        tokenizer=args.tokenizer,
         api_keys=read_keys(args.api_key_file),
         admin_keys=read_keys(args.admin_key_file),
         pool_file=args.pool_file,

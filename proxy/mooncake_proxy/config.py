@@ -43,6 +43,8 @@ class ProxyConfig:
     instances: tuple[InstanceSpec, ...] = ()
     prefill_policy: str = "least-loaded"
     decode_policy: str = "least-loaded"
+    # A model's folder; only the prefix policy reads prompts.
+    tokenizer: str | None = None
     api_keys: frozenset[str] = frozenset()
     admin_keys: frozenset[str] = frozenset()
     upstream_key: str | None = None
@@ -71,6 +73,11 @@ class ProxyConfig:
         self._check_choice("--prefill-policy", self.prefill_policy, tuple(POLICIES))
         self._check_choice("--decode-policy", self.decode_policy, tuple(POLICIES))
         self._check_choice("--access-log", self.access_log, ("off", "errors", "all"))
+        if self.tokenizer and "prefix" not in (self.prefill_policy, self.decode_policy):
+            raise ConfigError(
+                f"--tokenizer {self.tokenizer}: only the prefix policy reads prompts; "
+                "add --policy prefix or --prefill-policy prefix"
+            )
         if (
             self.flow == "push"
             and self.advertise_url is None

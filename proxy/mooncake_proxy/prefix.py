@@ -1,27 +1,41 @@
-"""Which instance has seen which prompt prefix: chained block hashes, no tokenizer needed."""
+"""Which instance has seen which prompt prefix: chained block hashes.
+
+Of token ids where they are known, from the request itself or by `--tokenizer`: then a prompt is the
+same prompt however it was written. Of bytes otherwise.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from zlib import crc32
 
-# Bytes per hashed block of text, and how many blocks of a prompt are looked at.
-BLOCK_BYTES = 256
-MAX_BLOCKS = 256
+# What a block stands for, and how many blocks of a prompt are looked at.
+TOKENS_PER_BLOCK = 64
 BYTES_PER_TOKEN = 4
+MAX_BLOCKS = 256
+BLOCK_BYTES = TOKENS_PER_BLOCK * BYTES_PER_TOKEN
+# Text and token ids of equal bytes are different prompts.
+_TEXT, _TOKENS = 0, 1
 
 
-def block_hashes(prompt: bytes) -> tuple[int, ...]:
-    """A hash per whole block, each covering everything before it too.
+def text_hashes(prompt: bytes) -> tuple[int, ...]:
+    """A hash per whole block of about so many tokens, each covering everything before it too."""
+    return _chain(prompt, _TEXT)
 
-    32 bits: a collision costs one worse choice, never a wrong answer.
-    """
+
+def token_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The same for blocks of exactly so many tokens."""
+    first = [token & 0xFFFFFFFF for token in token_ids[: MAX_BLOCKS * TOKENS_PER_BLOCK]]
+    return _chain(array("I", first).tobytes(), _TOKENS)
+
+
+def _chain(data: bytes, value: int) -> tuple[int, ...]:
+    """32 bits: a collision costs one worse choice, never a wrong answer."""
     hashes = []
-    value = 0
-    for start in range(
-        0, min(len(prompt), MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES
-    ):
-        value = crc32(prompt[start : start + BLOCK_BYTES], value)
+    for start in range(0, min(len(data), MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        value = crc32(data[start : start + BLOCK_BYTES], value)
         hashes.append(value)
     return tuple(hashes)
 
@@ -55,7 +69,7 @@ class PrefixIndex:
             if not holders or not still:
                 break
             for name in still:
-                found[name] = position * BLOCK_BYTES // BYTES_PER_TOKEN
+                found[name] = position * TOKENS_PER_BLOCK
         return found
 
     def forget(self, name: str) -> None:

@@ -19,12 +19,21 @@ from mooncake_proxy.instances import Fleet, Instance, Role
 from mooncake_proxy.metrics import Metrics
 from mooncake_proxy.openai import Endpoint, HandOver, encode
 from mooncake_proxy.policy import NOTHING_CACHED, POLICIES, Hint
-from mooncake_proxy.prefix import PrefixIndex, block_hashes
+from mooncake_proxy.prefix import PrefixIndex, text_hashes, token_hashes
 from mooncake_proxy.rendezvous import PATH, Rendezvous
+from mooncake_proxy.tokenizing import (
+    MAX_CHARACTERS,
+    Tokenize,
+    given_token_ids,
+    load_tokenizer,
+    prompt_text,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ABORT_TIMEOUT_S = 5.0
+# Tokenising less than this takes less than handing it to a thread.
+INLINE_CHARACTERS = 1000
 
 
 @dataclass(slots=True)
@@ -66,6 +75,9 @@ class Router:
         policies = (config.prefill_policy, config.decode_policy)
         self._wants_session = "session" in policies
         self._wants_prefix = "prefix" in policies
+        self.tokenize: Tokenize | None = None
+        if config.tokenizer is not None:
+            self.tokenize = load_tokenizer(config.tokenizer)
         self._background: set[asyncio.Task[None]] = set()
 
     def listens_at(self, url: str) -> None:
@@ -78,11 +90,30 @@ class Router:
             given = call.exchange.headers.get(b"x-session-id")
             call.session = given.decode("latin-1") if given else call.ask.user
         if self._wants_prefix:
-            is_chat = call.endpoint is Endpoint.CHAT
-            call.prefix_blocks = block_hashes(
-                bytes(call.ask.messages if is_chat else call.ask.prompt)
-            )
-            call.cached_tokens = self.prefixes.cached_tokens(call.prefix_blocks)
+            ids = given_token_ids(call.ask)
+            if ids is not None:
+                self._expect_hits(call, token_hashes(ids))
+            elif self.tokenize is None:
+                is_chat = call.endpoint is Endpoint.CHAT
+                prompt = call.ask.messages if is_chat else call.ask.prompt
+                self._expect_hits(call, text_hashes(bytes(prompt)))
+
+    async def read_prompt(self, call: Call, tokenize: Tokenize) -> None:
+        """The rest of `prepare` where there is a tokenizer: text becomes token ids."""
+        text = prompt_text(call.endpoint, call.ask)
+        if text is None:
+            return
+        if len(text) < INLINE_CHARACTERS:
+            ids = tokenize(text)
+        else:
+            ids = await self.client.loop.run_in_executor(None, tokenize, text)
+        if len(text) < MAX_CHARACTERS:
+            call.prompt_tokens = max(1, len(ids))
+        self._expect_hits(call, token_hashes(ids))
+
+    def _expect_hits(self, call: Call, hashes: tuple[int, ...]) -> None:
+        call.prefix_blocks = hashes
+        call.cached_tokens = self.prefixes.cached_tokens(hashes)
 
     def note_verdict(self, instance: Instance) -> None:
         """Health has changed: a restarted instance has an empty cache."""

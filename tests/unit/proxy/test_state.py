@@ -24,7 +24,7 @@ from mooncake_proxy.instances import Fleet, InstanceSpec, Role
 from mooncake_proxy.membership import plan
 from mooncake_proxy.metrics import Counter, Histogram, Metrics, label_text
 from mooncake_proxy.poolfile import parse_pool_file
-from mooncake_proxy.prefix import BLOCK_BYTES, PrefixIndex, block_hashes
+from mooncake_proxy.prefix import BLOCK_BYTES, PrefixIndex, text_hashes
 
 
 @given(st.lists(st.booleans(), max_size=300), st.floats(0, 1), st.integers(0, 20))
@@ -70,7 +70,7 @@ def test_passive_ejection_counts_failures_in_a_row_and_no_error_statuses() -> No
 
 @given(st.binary(max_size=2000), st.binary(max_size=2000), st.binary(max_size=2000))
 def test_prompts_share_exactly_their_common_blocks(head: bytes, one: bytes, two: bytes) -> None:
-    first, second = block_hashes(head + one), block_hashes(head + two)
+    first, second = text_hashes(head + one), text_hashes(head + two)
     num_common = len(head) // BLOCK_BYTES
     assert first[:num_common] == second[:num_common]
     assert len(first) == len(head + one) // BLOCK_BYTES
@@ -79,7 +79,7 @@ def test_prompts_share_exactly_their_common_blocks(head: bytes, one: bytes, two:
 def test_the_index_knows_who_holds_a_prefix() -> None:
     index = PrefixIndex(capacity=100)
     prompt = bytes(range(256)) * 4
-    hashes = block_hashes(prompt)
+    hashes = text_hashes(prompt)
     index.record(hashes, "a")
     index.record(hashes[:2], "b")
     assert index.cached_tokens(hashes) == {"a": 256, "b": 128}

@@ -1,0 +1,47 @@
+"""Prefix affinity over real sockets: a prompt goes where its beginning was prefilled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand
+from support.proxy_fakes_client import BODY, post
+
+from mooncake_proxy.tokenizing import load_tokenizer
+
+MODEL = str(Path(__file__).parents[3] / "examples" / "tiny-llama")
+PAGE = (Path(MODEL) / "page.txt").read_text("utf-8")
+OTHER = PAGE[::-1]
+
+
+async def prefillers(s: Stand, prompt: str | list[int], times: int) -> set[str]:
+    """Who prefilled these."""
+    before = {fake.name: len(fake.generated) for fake in s.prefills}
+    for _ in range(times):
+        assert (await post(s, BODY | {"prompt": prompt})).status_code == 200
+    return {fake.name for fake in s.prefills if len(fake.generated) > before[fake.name]}
+
+
+@pytest.mark.parametrize("tokenizer", [None, MODEL], ids=["bytes", "tokens"])
+@pytest.mark.parametrize("prompt", [PAGE, PAGE[:600], [7] * 900], ids=["long", "short", "ids"])
+def test_the_same_beginning_goes_to_the_same_instance(prompt: Any, tokenizer: str | None) -> None:
+    async def main() -> None:
+        async with stand(num_prefills=3, prefill_policy="prefix", tokenizer=tokenizer) as s:
+            [home] = await prefillers(s, prompt, 1)
+            more = prompt + (" and more" if isinstance(prompt, str) else [8, 9])
+            assert await prefillers(s, more, 12) == {home}
+
+    uvloop.run(main())
+
+
+def test_text_and_token_ids_are_the_same_prompt() -> None:
+    async def main() -> None:
+        async with stand(num_prefills=3, prefill_policy="prefix", tokenizer=MODEL) as s:
+            [home] = await prefillers(s, PAGE, 1)
+            assert await prefillers(s, list(load_tokenizer(MODEL)(PAGE)), 12) == {home}
+            assert await prefillers(s, OTHER, 1)
+
+    uvloop.run(main())
