@@ -241,7 +241,6 @@ def compare(proxy: str, prefill: str, decode: str) -> int:
     """Ask one instance alone, then the proxy, whole and streamed."""
     num_wrong = 0
     alone = {name: ask(prefill, *case) for name, case in cases().items()}
-    # Same prompts, other words first: D's own prefix cache must not be what answers.
     for name, (path, body) in cases().items():
         for is_streamed in (False, True):
             seen = ask(proxy, path, body | ({"stream": True} if is_streamed else {}))
