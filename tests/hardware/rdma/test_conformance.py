@@ -1,0 +1,33 @@
+"""The transport suite over real verbs: soft-RoCE in the VM of ``make test-rdma``, or a real NIC."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_hal.testing.transports import TransportConformance
+from mooncake_hal.testing.transports_process import TransportProcessConformance
+from mooncake_hal.transports.rdma import plugin
+
+AVAILABLE = plugin.probe()
+
+pytestmark = [
+    pytest.mark.rdma,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not AVAILABLE.ok, reason=f"rdma: {AVAILABLE.reason}"),
+]
+
+LOADER = "mooncake_hal.transports.rdma.plugin:load"
+
+
+class TestRdma(TransportConformance):
+    """Between two endpoints of one process."""
+
+    loader = LOADER
+    timeout = 120.0
+
+
+class TestRdmaProcesses(TransportProcessConformance):
+    """Between two processes."""
+
+    loader = LOADER
+    timeout = 120.0
