@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -179,9 +178,10 @@ def test_an_aborted_prefill_tells_the_decode_instance(model: Path, gate: Gate) -
 
         async def go_away(key: str, params: KVTransferParams) -> None:
             """A proxy that asks for the prefill, and leaves before it is over."""
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(ask(both.prefill, LONG, GREEDY, params), 0.3)
-            assert gate.num_held > 0
+            asking = asyncio.create_task(ask(both.prefill, LONG, GREEDY, params))
+            await wait_until(lambda: gate.num_held > 0, 10)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
             gate.open()
 
         both.metaserver.dispatch = go_away
