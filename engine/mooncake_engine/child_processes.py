@@ -54,8 +54,7 @@ class Child:
     async def stop(self) -> None:
         """Ask it to end, and see to it that it has, with everything that it started."""
         self._signal_group(signal.SIGTERM)
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self.ended), _STOP_S)
+        await asyncio.wait({self.ended}, timeout=_STOP_S)
         self._signal_group(signal.SIGKILL)
         await self.ended
         self._log.flush()

@@ -8,6 +8,7 @@ from collections import deque
 
 from mooncake_proxy.config import AdmissionConfig
 from mooncake_proxy.errors import Overloaded
+from mooncake_proxy.timing import timeout
 
 
 class Admission:
@@ -53,16 +54,17 @@ class Admission:
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
-            await asyncio.wait_for(turn, config.max_wait_s)
-        except asyncio.TimeoutError as exc:
+            async with timeout(config.max_wait_s):
+                await turn
+        except (asyncio.TimeoutError, asyncio.CancelledError) as exc:
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            if isinstance(exc, asyncio.CancelledError):
+                raise
             raise Overloaded(
                 f"waited {config.max_wait_s:g} s for a place (--max-wait)",
                 retry_after_s=self._retry_after(),
             ) from exc
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave()
-            raise
         finally:
             if turn in self._waiting:
                 self._waiting.remove(turn)

@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import uvloop
@@ -23,6 +24,7 @@ from mooncake_proxy.http1.server import ServerLimits
 from mooncake_proxy.instances import InstanceSpec, Role
 from mooncake_proxy.policy import POLICIES
 from mooncake_proxy.share import Share
+from mooncake_proxy.timing import timeout
 from mooncake_proxy.workers import Parent
 
 
@@ -217,10 +219,9 @@ async def serve(config: ProxyConfig, share: Share | None = None) -> None:
     try:
         while not stop.is_set():
             app.poll()
-            try:
-                await asyncio.wait_for(stop.wait(), 1.0)
-            except asyncio.TimeoutError:
-                continue
+            with suppress(asyncio.TimeoutError):
+                async with timeout(1.0):
+                    await stop.wait()
     finally:
         await app.close()
 

@@ -11,6 +11,7 @@ import msgspec
 
 from mooncake_engine.errors import KVTransferError
 from mooncake_engine.messages import KVTransferParams
+from mooncake_engine.timing import timeout
 
 POST_TIMEOUT_S = 5.0
 ACCEPTED = (200, 202)
@@ -29,7 +30,8 @@ async def post_params(url: str, params: KVTransferParams) -> None:
         KVTransferError: it is unreachable, silent, or answered anything but 200 or 202.
     """
     try:
-        status, body = await asyncio.wait_for(_exchange(url, params), POST_TIMEOUT_S)
+        async with timeout(POST_TIMEOUT_S):
+            status, body = await _exchange(url, params)
     except asyncio.TimeoutError as exc:
         raise KVTransferError(
             f"metaserver {url} did not answer within {POST_TIMEOUT_S:g} s"

@@ -8,6 +8,7 @@ import logging
 from mooncake_engine.errors import KVTransferError
 from mooncake_engine.kv_transfer.peers import PeerAddress, PeerBook
 from mooncake_engine.kv_transfer.protocol import Ping, Pong
+from mooncake_engine.timing import timeout
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +22,8 @@ async def is_gone(peer: PeerAddress, book: PeerBook) -> bool:
     dead, whoever is merely silent is not.
     """
     try:
-        connecting = asyncio.open_connection(peer.host, peer.port)
-        _, stream = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+        async with timeout(CONNECT_TIMEOUT_S):
+            _, stream = await asyncio.open_connection(peer.host, peer.port)
         stream.close()
     except ConnectionRefusedError:
         book.forget(peer, "nobody listens there")

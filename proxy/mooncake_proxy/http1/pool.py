@@ -9,6 +9,7 @@ from types import TracebackType
 from mooncake_proxy.errors import ConnectFailed, ConnectionLost, UpstreamTimeout
 from mooncake_proxy.http1.connection import ClientContext, Connection
 from mooncake_proxy.http1.origin import Origin
+from mooncake_proxy.timing import timeout
 
 
 class Upstream:
@@ -112,12 +113,13 @@ class Pool:
 
     async def connect(self, deadline: float) -> Connection:
         """A new connection, or ConnectFailed."""
-        limit = self.context.limits.connect_timeout_s
-        timeout = max(0.0, min(limit, deadline - self.context.loop.time()))
+        remaining = max(0.0, deadline - self.context.loop.time())
+        limit = min(self.context.limits.connect_timeout_s, remaining)
         try:
-            _, connection = await asyncio.wait_for(self._create(), timeout)
+            async with timeout(limit):
+                _, connection = await self._create()
         except asyncio.TimeoutError as exc:
-            raise ConnectFailed(self.name, f"no connection within {timeout:.1f} s") from exc
+            raise ConnectFailed(self.name, f"no connection within {limit:.1f} s") from exc
         except (OSError, ssl.SSLError) as exc:
             raise ConnectFailed(self.name, f"no connection: {exc}") from exc
         return connection
