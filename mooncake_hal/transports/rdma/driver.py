@@ -29,7 +29,7 @@ from mooncake_hal.transports.rdma.keys import KeyTables
 from mooncake_hal.transports.rdma.lane import Lane
 from mooncake_hal.transports.rdma.memory import NicMemory
 from mooncake_hal.transports.rdma.peer import RdmaPeer
-from mooncake_hal.transports.rdma.plugin import active_ports
+from mooncake_hal.transports.rdma.ports import active_ports
 from mooncake_hal.transports.rdma.progress import Progress
 from mooncake_hal.transports.rdma.rail import QueuePair, Rail
 from mooncake_hal.transports.rdma.settings import RdmaSettings

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from mooncake_hal.hookspecs import hookimpl
 from mooncake_hal.specs import API_VERSION, Availability, TransportSpec
+from mooncake_hal.transports.rdma.ports import DEVICES, active_ports
 
 if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
 
 PRIORITY = 50
 """Above tcp, below what stays inside one host or one super-node."""
-
-DEVICES = Path("/sys/class/infiniband")
 
 
 def probe(devices: Path = DEVICES) -> Availability:
@@ -40,16 +39,6 @@ def probe(devices: Path = DEVICES) -> Availability:
             "release as libibverbs (not PyPI's), and make it visible to this interpreter",
         )
     return Availability(True, ", ".join(ports))
-
-
-def active_ports(devices: Path = DEVICES) -> list[str]:
-    """Return ``device:port`` of every port that is up, in the order of their names."""
-    states = sorted(devices.glob("*/ports/*/state"))
-    return [
-        f"{state.parents[2].name}:{state.parent.name}"
-        for state in states
-        if state.read_text().endswith("ACTIVE\n")
-    ]
 
 
 def load() -> Transport:
