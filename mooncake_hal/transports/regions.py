@@ -65,7 +65,13 @@ class RegionTable:
         self.index = RegionIndex.of({})
 
     def add(self, key: int, region: MemoryRegion) -> None:
-        """Add a region.
+        """Add a region; raises ValueError, see ``require_room``."""
+        self.require_room(region)
+        self._regions[key] = region
+        self.index = RegionIndex.of(self._regions)
+
+    def require_room(self, region: MemoryRegion) -> None:
+        """Refuse a region that can't be added.
 
         Raises:
             ValueError: it is empty, leaves the address space, or overlaps another one.
@@ -81,8 +87,6 @@ class RegionTable:
             raise ValueError(
                 f"[{start:#x}, {end:#x}) overlaps a registered region; revoke that one first"
             )
-        self._regions[key] = region
-        self.index = RegionIndex.of(self._regions)
 
     def revoke(self, key: int) -> MemoryRegion:
         """Take a region out and remember that it was there.

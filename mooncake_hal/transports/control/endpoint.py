@@ -34,7 +34,6 @@ from mooncake_hal.transports.control.messages import (
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import Deployment, decode_address, encode, fresh_epoch
-from mooncake_hal.transports.regions import ADDRESS_LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -148,18 +147,13 @@ class ControlledEndpoint:
 
     def register(self, region: MemoryRegion) -> int:
         """See ``Endpoint``."""
-        if region.nbytes <= 0 or region.address + region.nbytes > ADDRESS_LIMIT:
-            raise ValueError(f"a region must have 1 or more bytes of memory, this is {region}")
         with self._lock:
             self._require_open()
+            self._local.require_room(region)
             self._next_key += 1
             key = self._next_key
             attachment = self._driver.attach(key, region)
-            try:
-                self._local.add(key, region, attachment)
-            except ValueError:
-                self._driver.detach(key)
-                raise
+            self._local.add(key, region, attachment)
             self._live[key] = Registered(
                 key, region.address, region.nbytes, region.device, attachment
             )

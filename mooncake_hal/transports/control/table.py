@@ -23,6 +23,11 @@ class AttachedRegions:
         self._attachments: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
+    def require_room(self, region: MemoryRegion) -> None:
+        """Refuse a region that can't be added: raises ValueError, see ``RegionTable``."""
+        with self._lock:
+            self._table.require_room(region)
+
     def add(self, key: int, region: MemoryRegion, attachment: bytes) -> None:
         """Add a region.
 
