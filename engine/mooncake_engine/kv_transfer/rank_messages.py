@@ -1,4 +1,4 @@
-"""What a connector's two halves say to each other: the core's side and each rank's worker side."""
+"""What the core's side and each rank's worker side say to each other, whichever way KV moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mooncake_engine.kv_transfer.facts import RankFacts
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: an instance to read from, as it described itself."""
+    """Core to rank: an instance to read from or write to, as it described itself."""
 
     engine_id: str
     ranks: tuple[RankFacts, ...]
@@ -20,50 +20,7 @@ class ForgetPeer(msgspec.Struct, frozen=True, tag=True):
     engine_id: str
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: read the KV of prompt tokens ``[start, stop)``."""
-
-    request_id: str
-    engine_id: str
-    local_blocks: tuple[int, ...]
-    remote_blocks: tuple[int, ...]
-    start: int
-    stop: int
-    spread: int
-
-
-class CancelLoad(msgspec.Struct, frozen=True, tag=True):
-    """Core to rank: end that load, drain it, and report as usual."""
-
-    request_id: str
-
-
-ToRank = ConnectPeer | ForgetPeer | Load | CancelLoad
-
-
 class RankReady(msgspec.Struct, frozen=True, tag=True):
     """Rank to core, once: what I hold, where, and how to reach me."""
 
     facts: RankFacts
-
-
-class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: a load is over and drained.
-
-    Args:
-        request_id: which.
-        error: None if every byte has arrived.
-        nbytes, seconds: what was moved, and how long it took from command to report.
-    """
-
-    request_id: str
-    error: str | None
-    nbytes: int
-    seconds: float
-
-
-FromRank = RankReady | LoadReport
-
-encode = msgspec.msgpack.Encoder().encode
-to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

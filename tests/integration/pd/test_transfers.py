@@ -23,7 +23,7 @@ from support.pd import (
 from support.pd_transport import Gate
 
 from mooncake_engine.config import LoadFailurePolicy, Role
-from mooncake_engine.kv_transfer.pull_worker import PullWorker
+from mooncake_engine.kv_transfer.pull.worker import PullWorker
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.scheduling.plan import StepPlan
 

@@ -83,7 +83,7 @@ def test_a_refusal_fails_the_request_where_nothing_is_recomputed(model: Path) ->
 def test_a_silent_metaserver_ends_at_its_deadline(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mooncake_engine.kv_transfer.metaserver.POST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mooncake_engine.kv_transfer.push.metaserver.POST_TIMEOUT_S", 0.2)
 
     async def scenario(expected: list[int], both: PushPair) -> None:
         await expect_failure(both, "did not answer within 0.2 s", ask_pushed(both, PROMPT))

@@ -12,7 +12,7 @@ import pytest
 from support.pd import GREEDY, Answer, Instance, ask, instance, prompt_of
 from support.push import PushPair, ask_pushed, push_pair
 
-from mooncake_engine.kv_transfer.push_worker import PushWorker
+from mooncake_engine.kv_transfer.push.worker import PushWorker
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
 

@@ -12,16 +12,14 @@ from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.extension import ExtensionContext, LayerDone
 from mooncake_engine.kv_transfer.endpoints import RankEndpoints
 from mooncake_engine.kv_transfer.facts import RankFacts
-from mooncake_engine.kv_transfer.rank_messages import (
+from mooncake_engine.kv_transfer.pull.rank_messages import (
     CancelLoad,
-    ConnectPeer,
-    ForgetPeer,
     Load,
     LoadReport,
-    RankReady,
     encode,
     to_rank,
 )
+from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer, RankReady
 from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_hal.errors import HalError, PeerLost, TransferCancelled, TransferError
 from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer

@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import given, settings, strategies as st
 
-from mooncake_engine.kv_transfer.push_session import Portion, PromptProgress, merge_portions
+from mooncake_engine.kv_transfer.push.session import Portion, PromptProgress, merge_portions
 
 LAYERS = (2, 6)
 

@@ -16,11 +16,11 @@ from mooncake_engine.kv_transfer.connector_core import ConnectorCore
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.facts import check_fit
 from mooncake_engine.kv_transfer.params import TransferMode, build_push_params, parse_handoff
-from mooncake_engine.kv_transfer.presence import is_gone
 from mooncake_engine.kv_transfer.protocol import AnyMessage, Ping, Pong, PushedToken
-from mooncake_engine.kv_transfer.push_decode_side import PushDecodeSide
-from mooncake_engine.kv_transfer.push_prefill_side import PushPrefillSide, RankGroup
-from mooncake_engine.kv_transfer.push_rank_messages import (
+from mooncake_engine.kv_transfer.push.decode_side import PushDecodeSide
+from mooncake_engine.kv_transfer.push.prefill_side import PushPrefillSide, RankGroup
+from mooncake_engine.kv_transfer.push.presence import is_gone
+from mooncake_engine.kv_transfer.push.rank_messages import (
     EndPush,
     MeetRanks,
     PushReport,
@@ -39,7 +39,7 @@ class MooncakeLayerwiseConnector(ConnectorCore):
     """
 
     mode = TransferMode.PUSH
-    worker = "mooncake_engine.kv_transfer.push_worker:PushWorker"
+    worker = "mooncake_engine.kv_transfer.push.worker:PushWorker"
 
     def __init__(self, setup: ConnectorSetup) -> None:
         self._group = RankGroup(setup.config.tp_size, setup.send)

@@ -13,13 +13,14 @@ from typing import Any
 from mooncake_engine.kv_transfer.base import ConnectorSetup
 from mooncake_engine.kv_transfer.connector_core import ConnectorCore
 from mooncake_engine.kv_transfer.context import SideContext
-from mooncake_engine.kv_transfer.decode_side import DecodeSide
 from mooncake_engine.kv_transfer.facts import check_fit
 from mooncake_engine.kv_transfer.params import TransferMode, build_params, parse_handoff
-from mooncake_engine.kv_transfer.prefill_side import PrefillSide
 from mooncake_engine.kv_transfer.protocol import AnyMessage, LeaseStatus
-from mooncake_engine.kv_transfer.rank_loads import RankLoads
-from mooncake_engine.kv_transfer.rank_messages import LoadReport, RankReady, from_rank
+from mooncake_engine.kv_transfer.pull.decode_side import DecodeSide
+from mooncake_engine.kv_transfer.pull.prefill_side import PrefillSide
+from mooncake_engine.kv_transfer.pull.rank_loads import RankLoads
+from mooncake_engine.kv_transfer.pull.rank_messages import LoadReport, from_rank
+from mooncake_engine.kv_transfer.rank_messages import RankReady
 from mooncake_engine.messages import KVTransferParams
 from mooncake_engine.scheduling.request import FirstToken, Request
 
@@ -32,7 +33,7 @@ class MooncakeConnector(ConnectorCore):
     """
 
     mode = TransferMode.PULL
-    worker = "mooncake_engine.kv_transfer.pull_worker:PullWorker"
+    worker = "mooncake_engine.kv_transfer.pull.worker:PullWorker"
 
     def __init__(self, setup: ConnectorSetup) -> None:
         self._loads = RankLoads(setup.config.tp_size, setup.send)

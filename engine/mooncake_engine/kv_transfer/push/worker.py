@@ -10,9 +10,9 @@ from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.extension import ExtensionContext, LayerDone
 from mooncake_engine.kv_transfer.endpoints import RankEndpoints
 from mooncake_engine.kv_transfer.facts import RankFacts
-from mooncake_engine.kv_transfer.push_lane import Due, LaneServices, PushLane, PushSession
-from mooncake_engine.kv_transfer.push_plan import PushSides, plan_push
-from mooncake_engine.kv_transfer.push_rank_messages import (
+from mooncake_engine.kv_transfer.push.lane import Due, LaneServices, PushLane, PushSession
+from mooncake_engine.kv_transfer.push.plan import PushSides, plan_push
+from mooncake_engine.kv_transfer.push.rank_messages import (
     EndPush,
     MeetRanks,
     PushReport,
@@ -21,7 +21,7 @@ from mooncake_engine.kv_transfer.push_rank_messages import (
     encode,
     to_rank,
 )
-from mooncake_engine.kv_transfer.push_session import Portion, PromptProgress
+from mooncake_engine.kv_transfer.push.session import Portion, PromptProgress
 from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer, RankReady
 from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_hal.errors import PeerLost

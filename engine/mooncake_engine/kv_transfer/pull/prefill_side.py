@@ -9,7 +9,6 @@ from mooncake_engine.errors import HandshakeRefused
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LeaseEnded
 from mooncake_engine.kv_transfer.facts import check_fit
-from mooncake_engine.kv_transfer.leases import NOBODY, LeaseTable
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
     Done,
@@ -23,6 +22,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Welcome,
     check_version,
 )
+from mooncake_engine.kv_transfer.pull.leases import NOBODY, LeaseTable
 
 logger = logging.getLogger(__name__)
 

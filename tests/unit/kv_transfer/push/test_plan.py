@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mooncake_engine.kv_transfer.push_plan import PushSides, expected_bytes, plan_push
+from mooncake_engine.kv_transfer.push.plan import PushSides, expected_bytes, plan_push
 from mooncake_hal.errors import PlanError
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import KV_LAYOUTS, make_layout

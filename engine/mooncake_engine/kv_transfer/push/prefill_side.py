@@ -23,8 +23,8 @@ from mooncake_engine.kv_transfer.protocol import (
     Status,
     Writer,
 )
-from mooncake_engine.kv_transfer.push_decode_side import heartbeat_s, spread_of
-from mooncake_engine.kv_transfer.push_rank_messages import (
+from mooncake_engine.kv_transfer.push.decode_side import heartbeat_s, spread_of
+from mooncake_engine.kv_transfer.push.rank_messages import (
     EndPush,
     PushReport,
     StartPush,

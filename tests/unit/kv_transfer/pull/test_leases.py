@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mooncake_engine.kv_transfer.leases import REMEMBERED_ENDINGS, LeaseTable
 from mooncake_engine.kv_transfer.protocol import LeaseStatus
+from mooncake_engine.kv_transfer.pull.leases import REMEMBERED_ENDINGS, LeaseTable
 
 DURATION_S = 10.0
 

@@ -10,12 +10,12 @@ from typing import Any
 import zmq.asyncio
 
 from mooncake_engine.kv_transfer.context import SideContext
-from mooncake_engine.kv_transfer.decode_side import DecodeSide
 from mooncake_engine.kv_transfer.events import Event, LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts
 from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.peers import PeerBook
-from mooncake_engine.kv_transfer.rank_loads import RankLoads
+from mooncake_engine.kv_transfer.pull.decode_side import DecodeSide
+from mooncake_engine.kv_transfer.pull.rank_loads import RankLoads
 from mooncake_hal.backend import DeploymentConstraints
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry

@@ -29,7 +29,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Welcome,
     Writer,
 )
-from mooncake_engine.kv_transfer.push_decode_side import MAX_LOAD_S, PushDecodeSide
+from mooncake_engine.kv_transfer.push.decode_side import MAX_LOAD_S, PushDecodeSide
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.request import FirstToken
 from mooncake_hal.deployment import Hardware

@@ -15,8 +15,8 @@ from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.peers import Peer, PeerBook
 from mooncake_engine.kv_transfer.protocol import LeaseStatus
-from mooncake_engine.kv_transfer.rank_loads import RankLoads
-from mooncake_engine.kv_transfer.rank_messages import Load
+from mooncake_engine.kv_transfer.pull.rank_loads import RankLoads
+from mooncake_engine.kv_transfer.pull.rank_messages import Load
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from mooncake_engine.kv_transfer.push_rank_messages import StartPush
-from mooncake_engine.kv_transfer.push_session import Portion, PromptProgress, merge_portions
+from mooncake_engine.kv_transfer.push.rank_messages import StartPush
+from mooncake_engine.kv_transfer.push.session import Portion, PromptProgress, merge_portions
 from mooncake_hal.backend import Event
 from mooncake_hal.errors import HalError
 from mooncake_hal.kv.plan import Movement, PeerSpans

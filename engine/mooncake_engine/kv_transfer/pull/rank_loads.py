@@ -7,7 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake_engine.errors import KVTransferError
-from mooncake_engine.kv_transfer.rank_messages import CancelLoad, Load, LoadReport, ToRank, encode
+from mooncake_engine.kv_transfer.pull.rank_messages import (
+    CancelLoad,
+    Load,
+    LoadReport,
+    ToRank,
+    encode,
+)
 
 SendToRank = Callable[[int, bytes], None]
 

@@ -13,7 +13,6 @@ from mooncake_engine.errors import HandshakeRefused, KVTransferError
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
-from mooncake_engine.kv_transfer.metaserver import post_params
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
     Hello,
@@ -30,8 +29,9 @@ from mooncake_engine.kv_transfer.protocol import (
     Writer,
     check_version,
 )
-from mooncake_engine.kv_transfer.push_plan import expected_bytes
-from mooncake_engine.kv_transfer.push_reservations import Reservation, ReservationTable, Stage
+from mooncake_engine.kv_transfer.push.metaserver import post_params
+from mooncake_engine.kv_transfer.push.plan import expected_bytes
+from mooncake_engine.kv_transfer.push.reservations import Reservation, ReservationTable, Stage
 from mooncake_engine.messages import KVTransferParams, TokenLogprobs
 from mooncake_engine.scheduling.request import FirstToken
 from mooncake_hal.errors import PlanError

@@ -7,7 +7,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mooncake_engine.kv_transfer.protocol import LeaseStatus, Writer
-from mooncake_engine.kv_transfer.push_reservations import ReservationTable, Stage
+from mooncake_engine.kv_transfer.push.reservations import ReservationTable, Stage
 
 ONE = Writer("p-1", "a", "127.0.0.1", 1)
 TWO = Writer("p-2", "b", "127.0.0.1", 2)

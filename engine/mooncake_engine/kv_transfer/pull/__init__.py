@@ -1,0 +1,1 @@
+"""MooncakeConnector: the decode side pulls."""

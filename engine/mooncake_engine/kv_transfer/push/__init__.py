@@ -1,0 +1,1 @@
+"""MooncakeLayerwiseConnector: the prefill side pushes, layer by layer."""
