@@ -35,6 +35,12 @@ def check_request(request: EngineRequest, facts: EngineFacts, mode: TransferMode
     _check_named_tokens(request.sampling, facts)
     handoff = parse_handoff(request.kv_transfer_params, len(prompt))
     _check_mode(handoff.mode, mode)
+    if request.sampling.prompt_logprobs is not None and handoff.mode is not TransferMode.NONE:
+        raise InvalidRequest(
+            "log probabilities of the prompt are computed with the prompt: one instance has to "
+            "serve the whole request; leave kv_transfer_params out",
+            param="prompt_logprobs",
+        )
     if handoff.first_token and not 0 <= handoff.first_token.token_id < facts.vocab_size:
         raise InvalidRequest(
             f"last_token_id must be in [0, {facts.vocab_size}), got {handoff.first_token.token_id}",

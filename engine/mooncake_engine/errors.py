@@ -8,6 +8,7 @@ EngineError
 │   └── PromptTooLong
 ├── Overloaded             the engine's queue is full; try again later
 ├── RequestFailed          a request that was accepted and could not be finished
+│   └── DeadlineExceeded   it was not finished within its own time limit
 ├── KVTransferError        KV did not come across; the request says what happens next
 │   ├── HandshakeRefused   the peer's facts contradict ours
 │   └── LeaseLost          the peer no longer holds the KV that it promised
@@ -58,6 +59,10 @@ class Overloaded(EngineError):
 
 class RequestFailed(EngineError):
     """A request that was accepted and could not be finished."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """A request that was not finished within its own time limit."""
 
 
 class KVTransferError(EngineError):

@@ -18,6 +18,7 @@ class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TIMEOUT = "timeout"
     ERROR = "error"
 
 
@@ -32,6 +33,7 @@ class EngineRequest:
         kv_transfer_params: with ``do_remote_decode`` the core keeps the KV for a peer and ends
             after the first token; with ``do_remote_prefill`` it loads the prompt's KV from one.
         priority: lower is sooner; equal priorities are served first come, first served.
+        timeout_s: the request ends with TIMEOUT if it takes longer; None for no limit.
     """
 
     request_id: str
@@ -39,6 +41,23 @@ class EngineRequest:
     sampling: SamplingParams
     kv_transfer_params: KVTransferParams | None = None
     priority: int = 0
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When a request came on, in seconds of the core's clock (``time.monotonic``).
+
+    Args:
+        arrived: taken in by the core.
+        load_started, loaded: its KV began to come from a peer, and was there; None if it did not.
+        scheduled: its first step began; None if none did.
+    """
+
+    arrived: float
+    load_started: float | None = None
+    loaded: float | None = None
+    scheduled: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +67,13 @@ class TokenLogprobs:
     Args:
         token_id, logprob: the chosen token.
         top: the most probable tokens and their log probabilities, best first.
+        rank: of the chosen token, from 1; None where a peer has not told.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +87,12 @@ class TokenUpdate:
         logprobs: one per new token, if asked for.
         finish: set on the last update of a request, and only there.
         stop_token_id: the stop token that ended it, if one did (also in ``token_ids``).
-        error: words for the client when ``finish`` is ERROR.
+        error: words for the client when ``finish`` is ERROR or TIMEOUT.
         num_cached_tokens: prompt tokens that needed no computing here or at the prefill instance.
         kv_transfer_params: with ``finish`` on a prefill instance, what the decode instance needs.
+        prompt_logprobs: of the next prompt tokens, from the second one on, if asked for; all of
+            them come before the first token.
+        times: with ``finish``.
     """
 
     request_id: str
@@ -79,6 +103,8 @@ class TokenUpdate:
     error: str | None = None
     num_cached_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ class SamplingParams:
         max_tokens: length limit of the answer; None means up to the context's end.
         min_tokens: no end by EOS or stop token before that many.
         logprobs: None is off; k returns the chosen token's and the k most probable ones.
+        prompt_logprobs: the same for every prompt token but the first; such a prompt is computed
+            afresh, because cached KV has no probabilities.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string.
         logit_bias: added to the logits of these tokens.
@@ -47,6 +49,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -68,8 +71,9 @@ class SamplingParams:
                     f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",
                     param="min_tokens",
                 )
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, 128)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _check_range(name, count, 0, 128)
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         if any(not text for text in self.stop):

@@ -8,6 +8,7 @@ from torch import Tensor
 from mooncake_engine.execution.batch import StepInputs, make_inputs
 from mooncake_engine.execution.extension import LayerDone
 from mooncake_engine.execution.kv_pool import KVPool
+from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.models.catalog import Model
@@ -59,7 +60,8 @@ class ModelRunner:
             plan.sequences, states, self._requests.tables, self._pool.block_size, self._device
         )
         hidden = self._forward(inputs, layer_done)
-        return StepResult(plan.step, self._sample(hidden, inputs))
+        scores = score_prompts(hidden, plan.sequences, states, self._model.logits)
+        return StepResult(plan.step, self._sample(hidden, inputs), scores)
 
     def _state_of(self, sequence: ScheduledSequence) -> RequestState:
         state = self._requests[sequence.request_id]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mooncake_engine.execution.logprobs import describe_tokens
 from mooncake_engine.execution.randomness import uniform
 from mooncake_engine.execution.request_state import RequestState
 from mooncake_engine.messages import TokenLogprobs
@@ -201,13 +202,8 @@ def _logprobs(
     """Log probabilities of the rows that ask, from unmodified logits."""
     rows = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]
     asked = [states[row].sampling.logprobs or 0 for row in rows]
-    logprobs = logits[rows].log_softmax(dim=-1)
-    ids = torch.tensor([token_ids[row] for row in rows], device=logits.device).unsqueeze(1)
-    chosen = logprobs.gather(1, ids).squeeze(1).tolist()
-    best = logprobs.topk(min(max(asked), logits.shape[1]), dim=-1)
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     found: list[TokenLogprobs | None] = [None] * len(states)
-    for row, count, logprob, (top_ids, top_values) in zip(rows, asked, chosen, tops, strict=True):
-        top = tuple(zip(top_ids[:count], top_values[:count], strict=True))
-        found[row] = TokenLogprobs(token_ids[row], logprob, top)
+    described = describe_tokens(logits[rows], [token_ids[row] for row in rows], asked)
+    for row, logprobs in zip(rows, described, strict=True):
+        found[row] = logprobs
     return found

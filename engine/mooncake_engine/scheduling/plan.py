@@ -7,7 +7,7 @@ plan, and every rank samples the same tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
@@ -89,7 +89,14 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a plan: a token for every sequence that sampled, keyed by request id."""
+    """What came of a plan, keyed by request id.
+
+    Args:
+        step: the plan's.
+        tokens: one for every sequence that sampled.
+        prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
+    """
 
     step: int
     tokens: dict[str, SampledToken]
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from mooncake_engine.messages import EngineRequest, TokenLogprobs
+from mooncake_engine.messages import EngineRequest, RequestTimes, TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
 
 
@@ -60,8 +60,12 @@ class Request:
     num_computed: int = 0
     num_published: int = 0
     num_cached_tokens: int = 0
+    num_scored: int = 0
     last_logprobs: TokenLogprobs | None = None
     deadline: float | None = None
+    load_started: float | None = None
+    loaded: float | None = None
+    scheduled: float | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
@@ -73,6 +77,16 @@ class Request:
     def request_id(self) -> str:
         """The engine's key."""
         return self.spec.request_id
+
+    @property
+    def expiry(self) -> float | None:
+        """When its time is up; None if it has all the time in the world."""
+        return None if self.spec.timeout_s is None else self.arrival + self.spec.timeout_s
+
+    @property
+    def times(self) -> RequestTimes:
+        """How it has come on."""
+        return RequestTimes(self.arrival, self.load_started, self.loaded, self.scheduled)
 
     @property
     def loads_kv(self) -> bool:
@@ -93,6 +107,13 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether log probabilities of the prompt are still to be computed: a cached prefix has
+        none. ``num_scored`` of them have been reported; the first token has none."""
+        is_asked = self.sampling.prompt_logprobs is not None
+        return is_asked and self.num_scored < self.num_prompt_tokens - 1
 
     @property
     def num_pending(self) -> int:

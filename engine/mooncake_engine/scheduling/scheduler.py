@@ -8,8 +8,9 @@ over. Pure: no torch, no clock, no I/O; a connector that moves KV is an argument
 
 from __future__ import annotations
 
+import heapq
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake_engine.config import LoadFailurePolicy
 from mooncake_engine.messages import FinishReason, TokenUpdate
@@ -73,7 +74,9 @@ class Scheduler:
         self._updates: list[TokenUpdate] = []
         self._worker_knows: set[str] = set()
         self._retired: list[str] = []
+        self._expiries: list[tuple[float, str]] = []  # a heap; requests that ended stay in it
         self._step = 0
+        self._now = 0.0
 
     @property
     def num_running(self) -> int:
@@ -101,6 +104,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Take a request in. Its id is not in use, its prompt fits the model."""
         self._requests[request.request_id] = request
+        if request.expiry is not None:
+            heapq.heappush(self._expiries, (request.expiry, request.request_id))
         if request.loads_kv:
             self._expect_kv(request)
             return
@@ -118,12 +123,24 @@ class Scheduler:
             self._connector.withdraw(request_id)
 
     def expire(self, now: float) -> None:
-        """Fail the requests that waited too long for blocks to load KV into."""
+        """End the requests whose time is up; fail those that waited too long for blocks to load
+        KV into. To be called before every step: ``now`` is when it begins."""
+        self._now = now
+        self._end_overdue()
         for request in [r for r in self._preallocating if r.deadline and now > r.deadline]:
             self._give_up_load(
                 request,
                 f"no KV blocks came free for a load within {self.limits.load_timeout_s:g} s",
             )
+
+    def _end_overdue(self) -> None:
+        while self._expiries and self._expiries[0][0] <= self._now:
+            expiry, request_id = heapq.heappop(self._expiries)
+            request = self._requests.get(request_id)
+            if request is not None and request.expiry == expiry:
+                words = f"not finished within {request.spec.timeout_s:g} s, the request's own limit"
+                update = TokenUpdate(request_id, finish=FinishReason.TIMEOUT, error=words)
+                self._finish(request, update)
 
     def load_ended(
         self,
@@ -182,6 +199,7 @@ class Scheduler:
                 continue
             request.num_computed = sequence.start + sequence.count
             self.blocks.publish(request)
+            self._report_scores(request, sequence.start, result)
             if sequence.is_sampling:
                 self._append(request, result.tokens[sequence.request_id])
         return self.take_updates()
@@ -243,7 +261,8 @@ class Scheduler:
         num_tokens = len(request.token_ids)
         if request.block_ids:
             return self.blocks.grow(request, num_tokens) is not None
-        if not self.blocks.begin(request, num_tokens, cacheable=num_tokens - 1):
+        cacheable = 0 if request.awaits_scores else num_tokens - 1
+        if not self.blocks.begin(request, num_tokens, cacheable=cacheable):
             return False
         if not request.num_output_tokens:
             request.num_cached_tokens = request.num_computed
@@ -251,6 +270,7 @@ class Scheduler:
 
     def _run(self, request: Request, step: StepBuilder) -> None:
         request.state = RequestState.RUNNING
+        request.scheduled = request.scheduled or self._now
         self._running.append(request)
         self._running.sort(key=urgency)
         self._worker_knows.add(request.request_id)
@@ -294,6 +314,7 @@ class Scheduler:
                 return
             self._preallocating.remove(request)
             request.state = RequestState.TRANSFERRING
+            request.load_started = self._now
             self._transferring[request.request_id] = request
             assert self._connector is not None
             self._connector.load(request, request.num_computed)
@@ -301,6 +322,7 @@ class Scheduler:
     def _mark_loaded(self, request: Request, first_token: FirstToken | None) -> None:
         self._leave_queue(request)
         request.num_computed = request.num_prompt_tokens
+        request.loaded = self._now
         self.blocks.publish(request)
         request.state = RequestState.WAITING
         self._ready.push(request)
@@ -331,6 +353,14 @@ class Scheduler:
         request.token_ids.append(token.token_id)
         request.last_logprobs = token.logprobs
         self._report(request, token)
+
+    def _report_scores(self, request: Request, start: int, result: StepResult) -> None:
+        """Tell of the prompt tokens after ``start``, but not again after a preemption."""
+        scores = result.prompt_logprobs.get(request.request_id, ())
+        fresh = scores[request.num_scored - start :]
+        if fresh:
+            request.num_scored += len(fresh)
+            self._updates.append(TokenUpdate(request.request_id, prompt_logprobs=fresh))
 
     def _report(self, request: Request, token: SampledToken) -> None:
         """Tell of the newest token, and end the request if it was the last."""
@@ -380,7 +410,7 @@ class Scheduler:
         else:
             self.blocks.release(request)
             self._connector_cancel(request)
-        self._updates.append(update)
+        self._updates.append(replace(update, times=request.times))
 
     def _is_complete(self, request: Request, update: TokenUpdate) -> bool:
         """Whether a peer needs the KV; one that awaits it hears of an answer that ends, too."""

@@ -8,7 +8,13 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from mooncake_engine.errors import EngineDead, InvalidRequest, Overloaded, PromptTooLong
+from mooncake_engine.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+)
 from mooncake_engine.server.streams import RequestAborted
 
 _RETRY_AFTER_S = 1
@@ -47,6 +53,8 @@ def to_api_error(exc: Exception) -> ApiError:
         return ApiError(429, str(exc), "overloaded_error", code="overloaded")
     if isinstance(exc, EngineDead):
         return ApiError(503, str(exc), "server_error", code="engine_dead")
+    if isinstance(exc, DeadlineExceeded):
+        return ApiError(504, str(exc), "timeout", code="deadline_exceeded")
     if isinstance(exc, RequestAborted):
         return ApiError(409, str(exc), "aborted_error", code="aborted")
     return ApiError(500, str(exc) or type(exc).__name__, "server_error")

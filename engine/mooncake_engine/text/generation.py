@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import RequestFailed
+from mooncake_engine.errors import DeadlineExceeded, RequestFailed
 from mooncake_engine.kv_transfer.base import Topology
 from mooncake_engine.messages import (
     EngineFacts,
@@ -16,6 +16,7 @@ from mooncake_engine.messages import (
     EngineStats,
     FinishReason,
     KVTransferParams,
+    RequestTimes,
     TokenLogprobs,
     TokenUpdate,
 )
@@ -72,6 +73,8 @@ class TextUpdate:
         stop_reason: the client's stop string or stop token that ended the answer; None for EOS.
         num_cached_tokens: prompt tokens that needed no computing.
         kv_transfer_params: for the peer, if the answer goes on there.
+        prompt_logprobs: of the next prompt tokens, from the second one on.
+        times: how the request came on; with the engine's last update.
     """
 
     text: str
@@ -82,6 +85,8 @@ class TextUpdate:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    times: RequestTimes | None = None
 
 
 class AnswerText:
@@ -97,9 +102,12 @@ class AnswerText:
 
         Raises:
             RequestFailed: the engine could not finish the request.
+            DeadlineExceeded: not in time.
         """
         if update.finish is FinishReason.ERROR:
             raise RequestFailed(update.error or "the engine failed the request without saying why")
+        if update.finish is FinishReason.TIMEOUT:
+            raise DeadlineExceeded(update.error or "the request's time is up")
         text, offsets = self._push(update)
         stop_string = self._detokenizer.stop_string
         if stop_string is None and update.finish is not None and not is_handed_over(update):
@@ -114,6 +122,8 @@ class AnswerText:
             stop_reason=stop_string if ends_here else self._shown_stop_token(update),
             num_cached_tokens=update.num_cached_tokens,
             kv_transfer_params=update.kv_transfer_params,
+            prompt_logprobs=update.prompt_logprobs,
+            times=update.times,
         )
 
     def _shown_stop_token(self, update: TokenUpdate) -> int | None:
@@ -158,7 +168,7 @@ async def generate_text(
 
     Raises:
         InvalidRequest, Overloaded, EngineDead: the engine does not take the request.
-        RequestFailed: it could not be finished.
+        RequestFailed: it could not be finished; DeadlineExceeded: not in time.
     """
     answer = AnswerText(tokenizer, request.sampling)
     async with aclosing(engine.generate(request)) as updates:

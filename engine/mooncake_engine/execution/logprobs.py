@@ -1,0 +1,86 @@
+"""Log probabilities of sampled tokens, and of the tokens of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.execution.request_state import RequestState
+from mooncake_engine.messages import TokenLogprobs
+from mooncake_engine.scheduling.plan import ScheduledSequence
+
+_ROWS = 128
+"""Logits of a prompt are computed so many tokens at a time: 78 MB for a vocabulary of 152,000."""
+
+
+def describe_tokens(
+    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log probabilities of one token per row, and of the most probable ones beside it.
+
+    Args:
+        logits: [rows, vocab] float32, unmodified.
+        token_ids: one per row.
+        num_top: how many of the most probable tokens each row shows.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    ids = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    chosen = logprobs.gather(1, ids)
+    ranks = (logprobs > chosen).sum(dim=-1).add_(1).tolist()
+    best = logprobs.topk(min(max(num_top), logits.shape[1]), dim=-1)
+    rows = zip(token_ids, chosen.squeeze(1).tolist(), ranks, num_top, strict=True)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    described = []
+    for (token_id, logprob, rank, count), (top_ids, values) in zip(rows, tops, strict=True):
+        top = tuple(zip(top_ids[:count], values[:count], strict=True))
+        described.append(TokenLogprobs(token_id, logprob, top, rank))
+    return described
+
+
+def score_prompts(
+    hidden: Tensor,
+    sequences: Sequence[ScheduledSequence],
+    states: Sequence[RequestState],
+    to_logits: Callable[[Tensor], Tensor],
+) -> dict[str, tuple[TokenLogprobs, ...]]:
+    """Log probabilities of the prompt tokens that follow those of this step, where asked for.
+
+    Args:
+        hidden: [tokens, hidden] of the whole step, sequence after sequence.
+        sequences, states: the step's.
+        to_logits: [rows, hidden] to [rows, vocab]; every rank calls it equally often.
+    """
+    scores: dict[str, tuple[TokenLogprobs, ...]] = {}
+    if all(state.sampling.prompt_logprobs is None for state in states):
+        return scores
+    row = 0
+    for sequence, state in zip(sequences, states, strict=True):
+        count = _num_scored(sequence, state)
+        if count:
+            rows = hidden[row : row + count]
+            targets = state.token_ids[sequence.start + 1 : sequence.start + 1 + count]
+            num_top = state.sampling.prompt_logprobs or 0
+            scores[state.request_id] = _score(rows, targets, num_top, to_logits)
+        row += sequence.count
+    return scores
+
+
+def _num_scored(sequence: ScheduledSequence, state: RequestState) -> int:
+    """How many of the sequence's tokens are followed by a prompt token that wants a score."""
+    if state.sampling.prompt_logprobs is None:
+        return 0
+    last = min(sequence.start + sequence.count, state.num_prompt_tokens - 1)
+    return max(last - sequence.start, 0)
+
+
+def _score(
+    hidden: Tensor, targets: Sequence[int], num_top: int, to_logits: Callable[[Tensor], Tensor]
+) -> tuple[TokenLogprobs, ...]:
+    scores: list[TokenLogprobs] = []
+    for start in range(0, len(targets), _ROWS):
+        part = targets[start : start + _ROWS]
+        logits = to_logits(hidden[start : start + _ROWS])
+        scores += describe_tokens(logits, part, [num_top] * len(part))
+    return tuple(scores)
