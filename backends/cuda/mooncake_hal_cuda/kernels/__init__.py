@@ -1,0 +1,5 @@
+"""Triton kernels, one per file. Importing them needs triton, but neither a driver nor a device.
+
+Numbers that change from call to call carry ``do_not_specialize``: Triton would otherwise compile
+the kernel anew for 1 and for multiples of 16.
+"""

@@ -1,0 +1,271 @@
+"""The ops of the CUDA backend: Triton kernels, and cuBLAS through torch for ``linear``.
+
+Nothing here waits for the device. Outputs come from torch's caching allocator, which a captured
+graph may use too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mooncake_hal.backend import AttentionBatch
+from mooncake_hal_cuda import experts
+from mooncake_hal_cuda.attention import Attention, attend_grouped, attend_latent
+from mooncake_hal_cuda.kernels.move_blocks import move_blocks
+from mooncake_hal_cuda.kernels.rms_norm import rms_norm
+from mooncake_hal_cuda.kernels.rope import rope
+from mooncake_hal_cuda.kernels.silu_mul import silu_mul
+from mooncake_hal_cuda.kernels.write_kv import write_kv
+from mooncake_hal_cuda.tuning import WIDTH, Tuning, power_of_two
+
+_ROPE_ELEMENTS = 2048
+_MOVED_ELEMENTS = 4096
+
+
+class CudaOps:
+    """See ``Ops``.
+
+    Args:
+        tuning: of the device that the process computes on.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """See ``Ops``."""
+        tokens, heads, key_dim = key.shape
+        if tokens == 0:
+            return
+        key, value, value_dim = _dense_rows(key), _dense_rows(value), value.shape[2]
+        write_kv[(tokens,)](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            HEADS=heads,
+            HEADS_PADDED=power_of_two(heads),
+            KEY_DIM=key_dim,
+            KEY_PADDED=power_of_two(key_dim),
+            VALUE_DIM=value_dim,
+            VALUE_PADDED=power_of_two(value_dim),
+            BLOCK_SIZE=key_cache.shape[1],
+            num_warps=4,
+        )
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        call = Attention.of_decodes(query, (key_cache, value_cache), batch, scale)
+        return attend_grouped(call, self._tuning)
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        call = Attention.of_prompts(query, (key_cache, value_cache), batch, scale)
+        return attend_grouped(call, self._tuning)
+
+    def mla_decode_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        call = Attention.of_decodes(query, (latent_cache, rope_cache), batch, scale)
+        return attend_latent(call, self._tuning)
+
+    def mla_prefill_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """See ``Ops``."""
+        call = Attention.of_prompts(query, (latent_cache, rope_cache), batch, scale)
+        return attend_latent(call, self._tuning)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Ops``."""
+        rows = x if x.dim() <= 3 and x.stride(-1) == 1 else x.contiguous().view(-1, x.shape[-1])
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _normalise(out, rows, None, weight, eps)
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Ops``. Works in place: the norm takes x's memory, the sum the residual's."""
+        x, residual = x.contiguous(), residual.contiguous()
+        _normalise(x, x.view(-1, x.shape[-1]), residual, weight, eps)
+        return x, residual
+
+    def rope(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Ops``. Works in place."""
+        query, key, half = _dense_rows(query), _dense_rows(key), cos_sin.shape[1] // 2
+        tokens, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
+        if tokens == 0:
+            return query, key
+        together = max(1, min(power_of_two(heads), _ROPE_ELEMENTS // power_of_two(half)))
+        rope[(tokens, -(-heads // together) + -(-kv_heads // together))](
+            query,
+            key,
+            positions,
+            cos_sin.contiguous(),
+            *query.stride()[:2],
+            *key.stride()[:2],
+            QUERY_HEADS=heads,
+            KEY_HEADS=kv_heads,
+            HALF=half,
+            HALF_PADDED=power_of_two(half),
+            HEADS=together,
+            num_warps=4,
+        )
+        return query, key
+
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """See ``Ops``. cuBLAS takes it as it is."""
+        return weight.contiguous()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Ops``."""
+        return functional.linear(x, weight, bias)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """See ``Ops``."""
+        half = x.shape[-1] // 2
+        rows = x.reshape(-1, 2 * half)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+        if len(rows):
+            silu_mul[(len(rows), -(-half // WIDTH))](
+                out, rows, rows.stride(0), HALF=half, WIDTH=WIDTH, num_warps=4
+            )
+        return out
+
+    def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """See ``Ops``. One dense tensor, [experts, out, in]."""
+        return (weights.contiguous(),)
+
+    def moe(
+        self,
+        x: Tensor,
+        gate_up: tuple[Tensor, ...],
+        down: tuple[Tensor, ...],
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+    ) -> Tensor:
+        """See ``Ops``."""
+        if len(x) == 0:
+            return torch.empty_like(x)
+        count, chosen = len(gate_up[0]), expert_ids.shape[1]
+        tile = experts.tile_for(x, chosen, count, self._tuning)
+        grouping = experts.group_by_expert(expert_ids, count, tile)
+        inner = self.silu_mul(experts.multiply(x, gate_up[0], grouping, chosen, x.dtype))
+        parts = experts.multiply(inner, down[0], grouping, 1, torch.float32)
+        return experts.combine(parts, expert_weights, x.dtype)
+
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        """See ``Ops``. No block may be both a source and a target."""
+        _move(cache, cache, source, target)
+
+    def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+        """See ``Ops``."""
+        _move(cache, staging, block_ids, None)
+
+    def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+        """See ``Ops``."""
+        _move(staging, cache, None, block_ids)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _normalise(
+    out: Tensor,
+    x: Tensor,  # one to three dimensions, the last dense
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+) -> None:
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    if rows == 0:
+        return
+    inner = x.shape[1] if x.dim() == 3 else 1
+    outer_stride = x.stride(0) if x.dim() > 1 else 0
+    padded = power_of_two(dim)
+    rms_norm[(rows,)](
+        out,
+        x,
+        out if residual is None else residual,
+        weight,
+        eps,
+        inner,
+        outer_stride,
+        x.stride(1) if x.dim() == 3 else 0,
+        DIM=dim,
+        DIM_PADDED=padded,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(16, max(1, padded // 512)),
+    )
+
+
+def _move(
+    source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None
+) -> None:
+    ids = target_ids if source_ids is None else source_ids
+    if ids is None or len(ids) == 0:
+        return
+    _, block_size, heads, dim = source.shape
+    padded = power_of_two(dim)
+    rows = min(power_of_two(block_size * heads), max(1, _MOVED_ELEMENTS // padded))
+    move_blocks[(len(ids), -(-block_size * heads // rows))](
+        source,
+        target,
+        ids if source_ids is None else source_ids,
+        ids if target_ids is None else target_ids,
+        *source.stride()[:3],
+        *target.stride()[:3],
+        HAS_SOURCE_IDS=source_ids is not None,
+        HAS_TARGET_IDS=target_ids is not None,
+        BLOCK_SIZE=block_size,
+        HEADS=heads,
+        DIM=dim,
+        DIM_PADDED=padded,
+        ROWS=rows,
+        num_warps=4,
+    )

@@ -1,0 +1,134 @@
+"""How kernels are launched on each generation: the one place where generations differ.
+
+Tiles are as large as registers and shared memory allow without spilling; the compile proof
+(``make test-cuda-compile``) holds every one of them to that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mooncake_hal.errors import CapabilityError
+
+SHARED_BYTES = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_103": 232_448,
+    "sm_120": 101_376,
+}
+"""Shared memory that one program may have, per generation (CUDA C Programming Guide)."""
+
+_ROOMY_BYTES = 160_000
+WIDTH = 1024
+"""Elements per program of the kernels that work element by element."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """How an attention kernel is launched.
+
+    Args:
+        rows: query rows per program.
+        tokens: KV tokens per step.
+        warps, stages: per program.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """How the grouped matrix product is launched: output tile, depth per step, warps, stages."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How a decode's context is cut: no split below ``min_tokens``, no more than ``most``."""
+
+    min_tokens: int
+    most: int
+
+    def count(self, capacity: int) -> int:
+        """Splits that a launch needs for contexts of up to ``capacity`` tokens."""
+        return max(1, min(self.most, -(-capacity // self.min_tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Launch parameters for one device.
+
+    Args:
+        generation: such as ``"sm_90"``.
+        processors: streaming multiprocessors.
+
+    Raises:
+        CapabilityError: the generation is unknown, or older than the kernels can be.
+    """
+
+    generation: str
+    processors: int
+
+    def __post_init__(self) -> None:
+        if self.generation not in SHARED_BYTES:
+            raise CapabilityError(
+                f"the cuda backend has launch parameters for {sorted(SHARED_BYTES)}, this device "
+                f"is {self.generation}; bfloat16 needs sm_80 or newer"
+            )
+
+    @property
+    def _is_roomy(self) -> bool:
+        return SHARED_BYTES[self.generation] >= _ROOMY_BYTES
+
+    def decode(self, group: int, dim: int, element_bytes: int) -> AttentionTile:
+        """For grouped heads with one new token per sequence: reading KV is all that matters."""
+        tokens = 64 if dim * element_bytes <= 256 else 32
+        return AttentionTile(max(16, power_of_two(group)), tokens, 4, 3 if self._is_roomy else 2)
+
+    def prefill(self, group: int, dim: int, element_bytes: int) -> AttentionTile:
+        """For grouped heads over many new tokens: matrix products are all that matters."""
+        if element_bytes == 4:
+            return AttentionTile(16, 32, 4, 1)
+        rows, stages = (128, 3) if self._is_roomy else (64, 2)
+        return AttentionTile(rows, 64 if dim <= 128 else 32, 8 if rows == 128 else 4, stages)
+
+    def latent(self, rows: int, dim: int, element_bytes: int) -> AttentionTile:
+        """For latents; ``rows`` is heads times new tokens, ``dim`` the latent's width."""
+        if element_bytes == 4:
+            return AttentionTile(16, 16, 8, 1)
+        most = 64 if self._is_roomy else 16
+        return AttentionTile(max(16, min(most, power_of_two(rows))), 32, 8, 1)
+
+    def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
+        """For experts; ``rows`` is how many an expert has on average."""
+        if element_bytes == 4:
+            return MatmulTile(16, 64, 32, 4, 1)
+        height = max(16, min(128, power_of_two(rows)))
+        if height <= 32:
+            return MatmulTile(height, 128, 64, 4, 4 if self._is_roomy else 3)
+        return MatmulTile(height, 128, 64, 8, 3)
+
+    def splitting(self, programs: int, min_tokens: int) -> Splitting:
+        """Cut so that one sequence alone fills the device.
+
+        Args:
+            programs: that one sequence has without splits.
+            min_tokens: below which a split costs more to merge than it saves.
+        """
+        return Splitting(min_tokens, min(256, power_of_two(2 * self.processors // programs or 1)))
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is not below ``value``."""
+    return 1 << max(0, value - 1).bit_length()

@@ -1,0 +1,67 @@
+"""Triton's interpreter, repaired: it keeps bfloat16 as bit patterns, and computes with those.
+
+In 3.7.1, ``tl.dot`` of bfloat16 multiplies the patterns as integers, silently. Import this in a
+process that runs with TRITON_INTERPRET=1, before any kernel runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_ARITHMETIC = ("add", "sub", "mul", "div")
+_EXTREMES = ("maximumf", "minimumf", "maxnumf", "minnumf")
+_COMPARISONS = ("OLT", "OGT", "OLE", "OGE", "OEQ", "UNE")
+_BINARY = (
+    *(f"create_f{name}" for name in _ARITHMETIC),
+    *(f"create_{name}" for name in _EXTREMES),
+    *(f"create_fcmp{name}" for name in _COMPARISONS),
+)
+
+
+def repair() -> None:
+    """Make products and arithmetic of bfloat16 right; once per process."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("run with TRITON_INTERPRET=1, or kernels are compiled for a device")
+    builder = interpreter.InterpreterBuilder
+    if not hasattr(builder, "get_bf16"):
+        builder.get_bf16 = lambda self, value: self.create_fp_trunc(
+            self.get_fp32(value), tl.bfloat16
+        )
+    builder.create_dot = _dot_of_values(builder.create_dot)
+    for name in _BINARY:
+        setattr(builder, name, _rounded(getattr(builder, name)))
+
+
+def _is_bfloat16(handle: Any) -> bool:
+    return getattr(handle.dtype, "scalar", None) == tl.bfloat16
+
+
+def _widened(handle: Any) -> Any:
+    if not _is_bfloat16(handle):
+        return handle
+    values = (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(values, tl.float32)
+
+
+def _dot_of_values(dot: Callable[..., Any]) -> Callable[..., Any]:
+    def create_dot(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        return dot(self, _widened(left), _widened(right), *rest)
+
+    return create_dot
+
+
+def _rounded(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        if not (_is_bfloat16(left) and _is_bfloat16(right)):
+            return operation(self, left, right, *rest)
+        result = operation(self, _widened(left), _widened(right), *rest)
+        wide = result.data.dtype == np.float32
+        return self.create_fp_trunc(result, tl.bfloat16) if wide else result
+
+    return apply
