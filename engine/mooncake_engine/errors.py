@@ -11,7 +11,8 @@ EngineError
 │   └── DeadlineExceeded   it was not finished within its own time limit
 ├── KVTransferError        KV did not come across; the request says what happens next
 │   ├── HandshakeRefused   the peer's facts contradict ours
-│   └── LeaseLost          the peer no longer holds the KV that it promised
+│   ├── LeaseLost          the peer no longer holds the KV that it promised
+│   └── PeerGone           that incarnation of the peer is dead for certain
 └── EngineDead             a background task died; every request fails, health turns red
 """
 
@@ -75,6 +76,10 @@ class HandshakeRefused(KVTransferError):
 
 class LeaseLost(KVTransferError):
     """The peer no longer holds, or never held, the KV that it promised."""
+
+
+class PeerGone(KVTransferError):
+    """That incarnation of a peer is dead for certain: nothing of it writes any more."""
 
 
 class EngineDead(EngineError):

@@ -16,7 +16,7 @@ import msgspec
 from mooncake_engine.errors import HandshakeRefused, KVTransferError
 from mooncake_engine.kv_transfer.facts import InstanceFacts
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 _MAC_BYTES = sha256().digest_size
 
@@ -49,16 +49,6 @@ class Welcome(Message, frozen=True):
     """The answer: who I am, and where my KV lies."""
 
     facts: InstanceFacts
-
-
-class Ping(Message, frozen=True):
-    """Who are you?"""
-
-
-class Pong(Message, frozen=True):
-    """The answer: this incarnation."""
-
-    engine_id: str
 
 
 class Renew(Message, frozen=True):
@@ -154,6 +144,30 @@ class PushFailed(Message, frozen=True):
     reason: str
 
 
+class Inquire(Message, frozen=True):
+    """Decode to prefill: nothing is heard of these pushes; who are you, and how do they stand?
+
+    Args:
+        request_ids: the writer's own names.
+    """
+
+    request_ids: tuple[str, ...]
+
+
+class Standing(Message, frozen=True):
+    """The answer. What is named neither way is over: nothing is written there, nor will be.
+
+    Args:
+        engine_id: this incarnation.
+        running: those under way, by the writer's own names.
+        endings: how others ended, as it has been said or is about to be.
+    """
+
+    engine_id: str
+    running: tuple[str, ...]
+    endings: tuple[Pushed | PushFailed, ...]
+
+
 class Status(Message, frozen=True):
     """The answer to Done, Failed, PushOpen, Pushed and PushFailed."""
 
@@ -166,10 +180,10 @@ class Reject(Message, frozen=True):
     reason: str
 
 
-PushMessage = PushOpen | Pushed | PushFailed
+PushMessage = PushOpen | Pushed | PushFailed | Inquire
 PullMessage = Done | Failed
-Question = Hello | Ping | Renew | PullMessage | PushMessage
-AnyMessage = Question | Welcome | Pong | Renewed | Status | Reject
+Question = Hello | Renew | PullMessage | PushMessage
+AnyMessage = Question | Welcome | Renewed | Standing | Status | Reject
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -55,7 +55,7 @@ def test_the_wire_form_is_fixed() -> None:
         "request_id": "cmpl-1",
         "reader": "d1/r",
     }
-    assert PROTOCOL_VERSION == 1
+    assert PROTOCOL_VERSION == 2
 
 
 def test_another_secret_is_told_apart() -> None:
@@ -129,5 +129,5 @@ def _is_huge(value: object) -> bool:
 
 def test_another_version_is_refused_with_both_named() -> None:
     check_version(PROTOCOL_VERSION)
-    with pytest.raises(HandshakeRefused, match="protocol 2, this instance 1"):
-        check_version(2)
+    with pytest.raises(HandshakeRefused, match="protocol 3, this instance 2"):
+        check_version(3)

@@ -168,7 +168,7 @@ def test_a_malformed_message_gets_a_typed_reject() -> None:
             await stranger.send(sealed(b"\xc1"))
             answer = unseal(await stranger.recv(), SECRET)
             assert isinstance(answer, Reject)
-            assert "not a message of protocol 1" in answer.reason
+            assert "not a message of protocol 2" in answer.reason
             stranger.close(linger=0)
 
     asyncio.run(main())

@@ -16,10 +16,10 @@ from mooncake_engine.kv_transfer.connector_core import ConnectorCore
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.facts import check_fit
 from mooncake_engine.kv_transfer.params import TransferMode, build_push_params, parse_handoff
-from mooncake_engine.kv_transfer.protocol import AnyMessage, Ping, Pong, PushedToken
+from mooncake_engine.kv_transfer.protocol import AnyMessage, Inquire, PushedToken
 from mooncake_engine.kv_transfer.push.decode_side import PushDecodeSide
 from mooncake_engine.kv_transfer.push.prefill_side import PushPrefillSide, RankGroup
-from mooncake_engine.kv_transfer.push.presence import is_gone
+from mooncake_engine.kv_transfer.push.presence import inquire
 from mooncake_engine.kv_transfer.push.rank_messages import (
     EndPush,
     MeetRanks,
@@ -62,12 +62,14 @@ class MooncakeLayerwiseConnector(ConnectorCore):
         self._group.tell_all(MeetRanks(context.facts.ranks))
         address = (self._holder.host, self._holder.port)
         self._prefill = PushPrefillSide(context, self._group, self._peers, address)
-        self._decode = PushDecodeSide(context, lambda writer: is_gone(writer, self._peers))
+        self._decode = PushDecodeSide(
+            context, lambda writer, names: inquire(writer, names, self._peers)
+        )
         return [self._prefill.keep_in_touch(), self._decode.sweep()]
 
     def _handle(self, message: AnyMessage) -> AnyMessage:
-        if isinstance(message, Ping):
-            return Pong(message.ticket, self._setup.engine_id)
+        if isinstance(message, Inquire):
+            return self._prefill.standing(message)
         return self._decode.handle(message)
 
     async def _drain(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from zlib import crc32
 
-from mooncake_engine.errors import HandshakeRefused, KVTransferError
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
@@ -24,6 +24,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Reject,
     Renew,
     Renewed,
+    Standing,
     Status,
     Welcome,
     Writer,
@@ -45,7 +46,11 @@ MAX_LOAD_S = 300.0
 SILENT_INTERVALS = 3
 """After so many missed signs of life a writer is looked for."""
 
-IsGone = Callable[[Writer], Awaitable[bool]]
+Inquirer = Callable[[Writer, list[str]], Awaitable[Standing]]
+"""Asks a writer's instance about pushes, by its own names; raises as ``presence.inquire``."""
+
+Post = Callable[[str, KVTransferParams], Awaitable[None]]
+"""Asks for a prefill, at that address; raises as ``metaserver.post_params``."""
 
 
 @dataclass(slots=True)
@@ -77,17 +82,21 @@ class PushDecodeSide:
 
     Args:
         context: what both halves work with.
-        is_gone: whether a writer's incarnation is dead for certain.
+        inquire: how to look for a writer of whom nothing is heard.
+        post: how to ask for a prefill.
     """
 
-    def __init__(self, context: SideContext, is_gone: IsGone) -> None:
+    def __init__(
+        self, context: SideContext, inquire: Inquirer, post: Post = post_params
+    ) -> None:
         self.counts = ReceiveCounts()
         self._facts = context.facts
         self._lease_s = context.lease_s
         self._sink = context.sink
         self._spawn = context.spawn
         self._clock = context.clock
-        self._is_gone = is_gone
+        self._inquire = inquire
+        self._post = post
         silence_s = SILENT_INTERVALS * heartbeat_s(context.lease_s)
         self._table = ReservationTable(context.lease_s, silence_s)
         self._writers: OrderedDict[str, InstanceFacts] = OrderedDict()
@@ -115,7 +124,7 @@ class PushDecodeSide:
 
     async def _ask(self, request_id: str, metaserver: str, params: KVTransferParams) -> None:
         try:
-            await post_params(metaserver, params)
+            await self._post(metaserver, params)
         except KVTransferError as exc:
             held = self._table.get(request_id)
             if held is not None and held.stage is Stage.OFFERED:  # else somebody came nevertheless
@@ -215,16 +224,17 @@ class PushDecodeSide:
 
     def look_around(self) -> None:
         """Give up what nobody came for, and look for writers of whom nothing is heard."""
-        silent: defaultdict[Writer, list[Reservation]] = defaultdict(list)
+        silent: defaultdict[tuple[str, str, int], list[Reservation]] = defaultdict(list)
         for held in self._table.overdue(self._clock()):
-            if held.writer is None:
+            writer = held.writer
+            if writer is None:
                 self._table.end(held.request_id, None, LeaseStatus.EXPIRED)
                 reason = f"no prefill instance came within {self._lease_s:g} s"
                 self._finish(held.request_id, reason)
             else:
-                silent[held.writer].append(held)
-        for writer, group in silent.items():
-            self._spawn(self._look_for(writer, group))
+                silent[writer.engine_id, writer.host, writer.port].append(held)
+        for group in silent.values():
+            self._spawn(self._look_for(group))
         self._give_up_overlong()
 
     def _give_up_overlong(self) -> None:
@@ -239,19 +249,41 @@ class PushDecodeSide:
             else:
                 self._give_up(request_id, reason)
 
-    async def _look_for(self, writer: Writer, group: list[Reservation]) -> None:
-        """A dead writer frees its blocks; of a silent one the request is freed, not the blocks."""
-        is_gone = await self._is_gone(writer)
+    async def _look_for(self, group: list[Reservation]) -> None:
+        """Ask one instance for what it should have said; a dead one frees its blocks."""
+        named = [(held, held.writer) for held in group if held.writer is not None]
+        try:
+            standing = await self._inquire(named[0][1], [writer.request_id for _, writer in named])
+        except PeerGone as exc:
+            for held, writer in named:
+                self._end(held, writer, str(exc))
+        except KVTransferError as exc:
+            logger.info("nothing is known of %d pushes: %s", len(named), exc)
+            self._lose_patience(group)
+        else:
+            for ending in standing.endings:
+                self.handle(ending)
+            for held, writer in named:
+                if writer.request_id in standing.running:
+                    self._table.renew([held.request_id], self._clock())
+                else:
+                    reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
+                    self._end(held, writer, reason)
+
+    def _end(self, held: Reservation, writer: Writer, reason: str) -> None:
+        """Nobody writes there any more, and it is not complete; unless it has ended otherwise."""
+        if self._table.get(held.request_id) is held:
+            self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
+            self._finish(held.request_id, reason)
+
+    def _lose_patience(self, group: list[Reservation]) -> None:
+        """Of a writer that is silent for too long the requests are freed, not the blocks."""
         now = self._clock()
         for held in group:
-            if self._table.get(held.request_id) is not held:
-                continue
-            if is_gone:
-                self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
-                self._finish(held.request_id, f"prefill instance {writer.engine_id} is gone")
-            elif held.stage is Stage.GRANTED and now - held.last_heard > self._lease_s:
+            is_waiting = self._table.get(held.request_id) is held and held.stage is Stage.GRANTED
+            if is_waiting and held.writer and now - held.last_heard > self._lease_s:
                 self._table.revoke(held.request_id, now)
-                reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
+                reason = f"nothing heard of prefill instance {held.writer.engine_id} for too long"
                 self._give_up(held.request_id, reason)
 
     # --- endings -----------------------------------------------------------------------------

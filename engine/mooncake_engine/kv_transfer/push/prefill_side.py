@@ -15,11 +15,13 @@ from mooncake_engine.kv_transfer.params import PushTarget, RemoteKV
 from mooncake_engine.kv_transfer.peers import Peer, PeerBook
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
+    Inquire,
     LeaseStatus,
     Pushed,
     PushedToken,
     PushFailed,
     PushOpen,
+    Standing,
     Status,
     Writer,
 )
@@ -165,7 +167,7 @@ class PushPrefillSide:
         send.reports[rank] = report
         if report.error is not None:
             self._fail(report.request_id, send, report.error)
-        if len(send.reports) == self._ranks.tp_size:
+        if self._is_drained(send):
             self._spawn(self._tell(report.request_id, send))
             self._settle(report.request_id, send)
 
@@ -176,8 +178,7 @@ class PushPrefillSide:
 
     def _settle(self, request_id: str, send: _Send) -> None:
         """Free the blocks once all ranks are drained; forget the rest once the peer is told."""
-        is_drained = len(send.reports) == self._ranks.tp_size
-        if send.has_ended and is_drained:
+        if send.has_ended and self._is_drained(send):
             self._sink(LeaseEnded(request_id))
             if send.is_told:
                 self._sends.pop(request_id, None)
@@ -189,7 +190,6 @@ class PushPrefillSide:
             peer = self._peers.get(send.remote)
             await peer.shake_hands(self._facts, self._ranks)
             self._peers.forget_predecessors(send.remote)
-            peer.check_told(send.remote)
             peer.check_told(send.remote)
             status = await self._ask(
                 peer, lambda ticket: PushOpen(ticket, send.remote.request_id, send.writer)
@@ -224,7 +224,20 @@ class PushPrefillSide:
                 if send.is_told:
                     logger.warning("could not tell the end of %s: %s", request_id, exc)
                     self._peers.forget(send.remote, "it could not be told how a push ended")
+                else:  # an address that is none fails at once
+                    await asyncio.sleep(heartbeat_s(self._lease_s))
         self._settle(request_id, send)
+
+    def standing(self, message: Inquire) -> Standing:
+        """What a decode instance wants to know that has not heard of its pushes for a while."""
+        known = [name for name in message.request_ids if name in self._sends]
+        ended = [name for name in known if self._is_drained(self._sends[name])]
+        endings = (_ending(self._sends[name])(message.ticket) for name in ended)
+        running = tuple(name for name in known if name not in ended)
+        return Standing(message.ticket, self._facts.engine_id, running, tuple(endings))
+
+    def _is_drained(self, send: _Send) -> bool:
+        return len(send.reports) == self._ranks.tp_size
 
     async def _ask(self, peer: Peer, make: Callable[[int], AnyMessage]) -> LeaseStatus:
         return (await peer.client.ask(make, Status)).status
@@ -258,7 +271,7 @@ class PushPrefillSide:
             send.last_heard = self._clock()
         for remote_id in lost:
             name = names[remote_id]
-            if len(group[name].reports) < self._ranks.tp_size:
+            if not self._is_drained(group[name]):
                 self._fail(name, group[name], "the decode instance no longer waits for it")
 
     def _drop_silent(self, group: dict[str, _Send], reason: str) -> None:
@@ -293,7 +306,7 @@ def _start_order(request_id: str, send: _Send) -> StartPush:
     )
 
 
-def _ending(send: _Send) -> Callable[[int], AnyMessage]:
+def _ending(send: _Send) -> Callable[[int], Pushed | PushFailed]:
     """From ticket to the message that says how a push ended."""
     name = send.remote.request_id
     if send.error is not None:

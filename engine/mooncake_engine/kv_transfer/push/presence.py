@@ -1,42 +1,50 @@
-"""Whether an incarnation of a peer is dead for certain, so that nothing of it writes any more."""
+"""Looks for a writer of whom nothing is heard: is it dead for certain, and if not, what it says."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections.abc import Sequence
 
-from mooncake_engine.errors import KVTransferError
+from mooncake_engine.errors import KVTransferError, PeerGone
 from mooncake_engine.kv_transfer.peers import PeerAddress, PeerBook
-from mooncake_engine.kv_transfer.protocol import Ping, Pong
+from mooncake_engine.kv_transfer.protocol import Inquire, Standing
 from mooncake_engine.timing import timeout
-
-logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
 
 
-async def is_gone(peer: PeerAddress, book: PeerBook) -> bool:
-    """True if nobody listens at its address, or somebody else; False if that can't be known.
+async def inquire(writer: PeerAddress, request_ids: Sequence[str], book: PeerBook) -> Standing:
+    """Ask an instance how its pushes stand.
 
-    A side channel listens for as long as its process may write: whoever refuses a connection is
-    dead, whoever is merely silent is not.
+    Args:
+        writer: the incarnation, and its side channel.
+        request_ids: its own names for them.
+        book: of all peers.
+
+    Raises:
+        PeerGone: nobody listens at its address, or somebody else. A side channel listens for as
+            long as its process may write: who refuses a connection is dead, who is silent is not.
+        KVTransferError: it can't be known.
     """
     try:
-        async with timeout(CONNECT_TIMEOUT_S):
-            _, stream = await asyncio.open_connection(peer.host, peer.port)
-        stream.close()
-    except ConnectionRefusedError:
-        book.forget(peer, "nobody listens there")
-        return True
+        await _knock(writer)
+    except ConnectionRefusedError as exc:
+        book.forget(writer, "nobody listens there")
+        raise PeerGone(f"instance {writer.engine_id} is gone: nobody listens there") from exc
     except (OSError, asyncio.TimeoutError) as exc:
-        logger.info("instance %s can't be reached: %r", peer.engine_id, exc)
-        return False
-    try:
-        answer = await book.get(peer).client.ask(Ping, Pong, tries=1)
-    except KVTransferError as exc:
-        logger.info("instance %s does not say who it is: %s", peer.engine_id, exc)
-        return False
-    if answer.engine_id != peer.engine_id:
-        book.forget(peer, f"{answer.engine_id} listens there now")
-        return True
-    return False
+        raise KVTransferError(f"instance {writer.engine_id} can't be reached: {exc!r}") from exc
+    named = tuple(request_ids)
+    standing = await book.get(writer).client.ask(
+        lambda ticket: Inquire(ticket, named), Standing, tries=1
+    )
+    if standing.engine_id != writer.engine_id:
+        book.forget(writer, f"{standing.engine_id} listens there now")
+        raise PeerGone(f"instance {writer.engine_id} is gone: {standing.engine_id} listens there")
+    return standing
+
+
+async def _knock(writer: PeerAddress) -> None:
+    """Connect and hang up: a kernel answers for a process that lives, however busy."""
+    async with timeout(CONNECT_TIMEOUT_S):
+        _, stream = await asyncio.open_connection(writer.host, writer.port)
+    stream.close()

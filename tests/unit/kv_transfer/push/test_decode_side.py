@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_engine.errors import HandshakeRefused
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import Event, LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts
@@ -25,6 +25,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Reject,
     Renew,
     Renewed,
+    Standing,
     Status,
     Welcome,
     Writer,
@@ -59,11 +60,12 @@ class Desk:
         self.events: list[Event] = []
         self.tasks: list[Coroutine[Any, Any, None]] = []
         self.is_writer_dead = False
+        self.standing: Standing | None = None
         self.now = 0.0
         context = SideContext(
             facts("d"), 6.0, self.events.append, self._keep, clock=lambda: self.now
         )
-        self.side = PushDecodeSide(context, self._is_gone)
+        self.side = PushDecodeSide(context, self._inquire)
         self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size)))
 
     def load(self, num_tokens: int = 10) -> None:
@@ -99,9 +101,13 @@ class Desk:
     def _keep(self, task: Coroutine[Any, Any, None]) -> Any:
         self.tasks.append(task)
 
-    async def _is_gone(self, writer: Writer) -> bool:
-        assert writer == ONE
-        return self.is_writer_dead
+    async def _inquire(self, writer: Writer, names: list[str]) -> Standing:
+        assert (writer, names) == (ONE, ["a"])
+        if self.is_writer_dead:
+            raise PeerGone("prefill instance p-1 is gone")
+        if self.standing is None:
+            raise KVTransferError("no answer")
+        return self.standing
 
 
 @pytest.fixture
@@ -253,6 +259,35 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> Non
     desk.failed()
     assert [e.is_drained for e in desk.events if isinstance(e, LoadEnded)] == [False, True]
     assert desk.side.counts.failures == 1
+
+
+def test_a_writer_that_says_that_it_is_at_work_is_waited_for(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    desk.standing = Standing(1, "p-1", ("a",), ())
+    for second in (3.0, 6.0, 9.0, 12.0):
+        assert desk.look_around(second) == []
+    desk.standing = None
+    assert desk.look_around(15.0) == []
+    assert desk.look_around(18.1) == ["nothing heard of prefill instance p-1 for too long"]
+
+
+def test_an_ending_that_had_to_be_asked_for_counts_like_any_other(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    pushed = Pushed(1, "r", ONE, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
+    desk.standing = Standing(1, "p-1", (), (pushed,))
+    assert desk.look_around(3.0) == [None]
+    assert desk.events == [LoadEnded("r", None, FIRST)]
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+
+
+def test_the_ending_of_another_attempt_ends_nothing_well(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    foreign = Pushed(1, "r", TWO, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
+    desk.standing = Standing(1, "p-1", (), (foreign,))
+    assert desk.look_around(3.0) == ["prefill instance p-1 knows nothing of it any more"]
 
 
 def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -> None:

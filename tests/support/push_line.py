@@ -1,0 +1,311 @@
+"""Both halves of pushing, talking over a line that loses what they say; nothing else is real.
+
+Runs in virtual time (``support.virtual_time``). The ranks are the least that keeps their promise:
+one report per push, and no byte written after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
+from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.events import Event, LeaseEnded, LoadEnded
+from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts
+from mooncake_engine.kv_transfer.params import PushTarget, RemoteKV
+from mooncake_engine.kv_transfer.protocol import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Hello,
+    Inquire,
+    PushedToken,
+    Reject,
+    Renew,
+    Renewed,
+    Standing,
+    Writer,
+)
+from mooncake_engine.kv_transfer.push.decode_side import PushDecodeSide
+from mooncake_engine.kv_transfer.push.prefill_side import PushPrefillSide, RankGroup
+from mooncake_engine.kv_transfer.push.rank_messages import (
+    EndPush,
+    PushReport,
+    StartPush,
+    StopPush,
+    to_rank,
+)
+from mooncake_engine.messages import KVTransferParams
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.layout import make_layout
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
+TOKEN_BYTES = 2 * 4 * 32 * 4
+NUM_TOKENS = 10
+TOKEN = PushedToken(5, None, 0)
+TRY_S = 2.0
+TRIES = 3
+P_ADDRESS = ("p", 1)
+D_ADDRESS = ("d", 2)
+
+Fate = Callable[[str], float | None]
+"""From a message's kind to how long it takes; None loses it."""
+
+
+def facts_of(engine_id: str) -> InstanceFacts:
+    """An instance of one rank."""
+    shard = shard_of(GEOMETRY, 1, 0)
+    rank = RankFacts(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {})
+    return InstanceFacts(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), (rank,))
+
+
+def deliver(kind: str) -> float | None:
+    """Everything, at once."""
+    return 0.0
+
+
+def losing(*kinds: str) -> Fate:
+    """Everything but these."""
+    return lambda kind: None if kind in kinds else 0.0
+
+
+def unreliable(seed: int) -> Fate:
+    """Two of three are lost, the rest late; but hands are shaken, or nothing would ever begin."""
+    numbers = random.Random(seed)
+
+    def fate(kind: str) -> float | None:
+        is_lost = kind not in ("Hello", "Welcome") and numbers.random() < 0.67
+        return None if is_lost else numbers.uniform(0.0, 3.0)
+
+    return fate
+
+
+@dataclass
+class Line:
+    """What stands for the side channel. ``is_cut`` answers as a dead host does."""
+
+    fate: Fate = deliver
+    is_cut: bool = False
+
+    async def ask(
+        self,
+        handle: Callable[[AnyMessage], AnyMessage],
+        make: Callable[[int], AnyMessage],
+        tries: int = TRIES,
+        try_timeout_s: float | None = None,
+    ) -> AnyMessage:
+        """As ``SideChannelClient.ask``: repeated until answered; late answers count."""
+        answer: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
+        for _ in range(tries):
+            self._send(make(1), lambda question: self._answer(handle, question, answer))
+            done, _pending = await asyncio.wait({answer}, timeout=try_timeout_s or TRY_S)
+            if done:
+                return answer.result()
+        raise KVTransferError("no answer")
+
+    def _answer(
+        self,
+        handle: Callable[[AnyMessage], AnyMessage],
+        question: AnyMessage,
+        answer: asyncio.Future[AnyMessage],
+    ) -> None:
+        try:
+            said = handle(question)
+        except HandshakeRefused as exc:
+            said = Reject(question.ticket, str(exc))
+        self._send(said, lambda message: answer.done() or answer.set_result(message))
+
+    def _send(self, message: AnyMessage, receive: Callable[[AnyMessage], object]) -> None:
+        delay = None if self.is_cut else self.fate(type(message).__name__)
+        if delay is not None:
+            asyncio.get_running_loop().call_later(delay, receive, message)
+
+
+class RankOfOne:
+    """A prefill instance's only rank: writes when it may and should, then reports once."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        self.writing: set[str] = set()
+        self.report: Callable[[int, PushReport], None]
+        self._numbers = numbers
+        self._ends: set[str] = set()
+        self._reported: set[str] = set()
+
+    def send(self, rank: int, message: bytes) -> None:
+        """A message of the core's side."""
+        order = to_rank.decode(message)
+        assert isinstance(order, StartPush | StopPush | EndPush)
+        name = order.request_id
+        if isinstance(order, StartPush):
+            self.writing.add(name)
+        if isinstance(order, StopPush) or (isinstance(order, EndPush) and not order.is_complete):
+            self._finish(name, "stopped")
+        if isinstance(order, EndPush) and order.is_complete:
+            self._ends.add(name)
+        if name in self._ends & self.writing:
+            self._finish(name, None)
+
+    def _finish(self, name: str, error: str | None) -> None:
+        delay = self._numbers.uniform(0.0, 1.0)
+        asyncio.get_running_loop().call_later(delay, self._drained, name, error)
+
+    def _drained(self, name: str, error: str | None) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            self.writing.discard(name)
+            written = {} if error else {0: NUM_TOKENS * TOKEN_BYTES}
+            self.report(0, PushReport(name, error, written, 0.1))
+
+
+@dataclass
+class Talk:
+    """A prefill instance ``p``, a decode instance ``d``, and what their cores were told.
+
+    Args:
+        numbers: for all that is random.
+        lease_s: of each.
+    """
+
+    numbers: random.Random
+    lease_s: tuple[float, float] = (6.0, 6.0)
+    line: Line = field(default_factory=Line)
+    is_p_dead: bool = False
+    ended: defaultdict[str, list[LoadEnded]] = field(default_factory=lambda: defaultdict(list))
+    freed: Counter[str] = field(default_factory=Counter)
+    asked: list[str] = field(default_factory=list)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _tasks_of_p: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Begin to live; on the loop."""
+        loop = asyncio.get_running_loop()
+        self.rank = RankOfOne(self.numbers)
+        p = SideContext(facts_of("p"), self.lease_s[0], self._p_hears, self._spawn_p, loop.time)
+        d = SideContext(facts_of("d"), self.lease_s[1], self._d_hears, self._spawn, loop.time)
+        group = RankGroup(1, self.rank.send)
+        self.p = PushPrefillSide(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line
+        self.d = PushDecodeSide(d, self._inquire, self._post)
+        self.rank.report = self.p.report
+        self._spawn_p(self.p.keep_in_touch())
+        self._spawn(self.d.sweep())
+
+    def kill_p(self) -> None:
+        """End it as SIGKILL does."""
+        self.is_p_dead = True
+        self.rank.writing.clear()
+        for task in self._tasks_of_p:
+            task.cancel()
+
+    def load(self, name: str) -> None:
+        """A request comes to ``d``."""
+        self.d.load(name, "http://proxy", {"num_prompt_tokens": 10, "remote_cached_tokens": 0})
+
+    def begin(self, name: str) -> None:
+        """Its prefill comes to ``p``."""
+        remote = RemoteKV("d", name, *D_ADDRESS, (0,), NUM_TOKENS)
+        self.p.begin(f"p-{name}", PushTarget(remote, 0))
+
+    def complete(self, name: str) -> None:
+        """Its prefill is complete."""
+        self.p.complete(EndPush(f"p-{name}", True, (0,), NUM_TOKENS), TOKEN)
+
+    def handle_d(self, message: AnyMessage) -> AnyMessage:
+        """``d`` is asked something."""
+        self.asked.append(type(message).__name__)
+        return self.d.handle(message)
+
+    def _handle_p(self, message: AnyMessage) -> AnyMessage:
+        assert isinstance(message, Inquire)
+        self.asked.append("Inquire")
+        return self.p.standing(message)
+
+    async def _inquire(self, writer: Writer, names: list[str]) -> Standing:
+        if self.is_p_dead:
+            raise PeerGone("instance p is gone")
+        ask = self.line.ask(self._handle_p, lambda ticket: Inquire(ticket, tuple(names)), tries=1)
+        answer = await ask
+        assert isinstance(answer, Standing)
+        return answer
+
+    async def _post(self, url: str, params: KVTransferParams) -> None:
+        """Somebody else brings the prefill to ``p``, or nobody."""
+
+    def _p_hears(self, event: Event) -> None:
+        assert isinstance(event, LeaseEnded)
+        assert event.request_id not in self.rank.writing, "freed under its own writer"
+        self.freed[event.request_id] += 1
+
+    def _d_hears(self, event: Event) -> None:
+        assert isinstance(event, LoadEnded)
+        if event.is_drained:
+            assert f"p-{event.request_id}" not in self.rank.writing, "freed under the writer"
+        self.ended[event.request_id].append(event)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.ensure_future(coroutine))
+        return self._tasks[-1]
+
+    def _spawn_p(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._tasks_of_p.append(self._spawn(coroutine))
+        return self._tasks_of_p[-1]
+
+    def check_tasks(self) -> None:
+        """None has died."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+
+@dataclass
+class Book:
+    """``p``'s book of peers: there is one."""
+
+    talk: Talk
+
+    def get(self, remote: RemoteKV) -> Book:
+        """That one."""
+        return self
+
+    @property
+    def client(self) -> Book:
+        """Asks it."""
+        return self
+
+    def forget(self, remote: RemoteKV, reason: str) -> None:
+        """The line stays."""
+
+    def forget_predecessors(self, remote: RemoteKV) -> None:
+        """There are none."""
+
+    def check_told(self, remote: RemoteKV) -> None:
+        """It fits."""
+
+    async def ask(
+        self,
+        make: Callable[[int], AnyMessage],
+        kind: type[Any],
+        *,
+        tries: int = TRIES,
+        try_timeout_s: float | None = None,
+    ) -> Any:
+        """As ``SideChannelClient.ask``."""
+        answer = await self.talk.line.ask(self.talk.handle_d, make, tries, try_timeout_s)
+        if isinstance(answer, Reject):
+            raise HandshakeRefused(answer.reason)
+        assert isinstance(answer, kind)
+        return answer
+
+    async def shake_hands(self, own: InstanceFacts, ranks: RankGroup) -> None:
+        """Hello."""
+        await self.ask(lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), object)
+
+    async def renew(self, names: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
+        """As ``Peer.renew``."""
+        make = lambda ticket: Renew(ticket, names)  # noqa: E731
+        answer = await self.ask(make, Renewed, tries=1, try_timeout_s=timeout_s)
+        return tuple(answer.lost)
