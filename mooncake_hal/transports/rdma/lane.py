@@ -89,6 +89,7 @@ class Lane:
 
     def open(self) -> LaneFacts:
         """Make a fresh queue pair; return what the other end needs to connect."""
+        self.state = LaneState.REOPENING
         self._pair = QueuePair(self.rail, sends=True)
         self._post = self._pair.poster()
         return self._pair.facts()
@@ -100,6 +101,7 @@ class Lane:
 
     def close(self) -> None:
         """Destroy the queue pair: nothing in flight touches memory here any more."""
+        self.state = LaneState.DOWN
         if self._pair is not None:
             self._pair.close()
             self._pair = None
@@ -107,7 +109,6 @@ class Lane:
     def go_down(self, now: float) -> None:
         """Take it out of use for a while, longer each time in a row."""
         self.close()
-        self.state = LaneState.DOWN
         self.retry_at = now + self._cooldown
         self._cooldown = min(2 * self._cooldown, MAX_COOLDOWN_SECONDS)
 

@@ -40,6 +40,7 @@ from mooncake_hal.transports.transfers import (
     DONE,
     FinishedTransfer,
     RunningTransfer,
+    deadline_after,
 )
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class RdmaPeer:
         check_spans(spans)
         if not len(spans):
             return DONE
-        deadline = time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         local, local_at = self._endpoint.local.locate(spans.local, spans.nbytes)
         local_keys = self._endpoint.local_keys.of(local.keys)
         try:
@@ -182,8 +183,7 @@ class RdmaPeer:
             local_keys,
             remote_keys,
         )
-        left = deadline - time.monotonic()
-        work.transfer = RunningTransfer(1, left, lambda: self._cancel(work), _ignore)
+        work.transfer = RunningTransfer(1, deadline, lambda: self._cancel(work))
         return self._submit(work)
 
     def _submit(self, work: Work) -> Transfer:
@@ -379,7 +379,3 @@ class RdmaPeer:
             decode_region_keys(data) if data else None
             for data in self._session.regions.attachments(regions)
         ]
-
-
-def _ignore(transfer: RunningTransfer) -> None:
-    """Nothing else depends on the end of a transfer."""

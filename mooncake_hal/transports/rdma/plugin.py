@@ -14,8 +14,8 @@ from mooncake_hal.transports.rdma.ports import DEVICES, active_ports
 if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
 
-PRIORITY = 50
-"""Above tcp, below what stays inside one host or one super-node."""
+PRIORITY = 40
+"""Above tcp and the adapters, below what stays inside one host or one super-node."""
 
 
 def probe(devices: Path = DEVICES) -> Availability:
