@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mooncake_engine.llm import LLM
+    from mooncake_engine.llm_engine import LLMEngine
     from mooncake_engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "LLMEngine", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from mooncake_engine.llm import LLM
 
         return LLM
+    if name == "LLMEngine":
+        from mooncake_engine.llm_engine import LLMEngine
+
+        return LLMEngine
     if name == "SamplingParams":
         from mooncake_engine.sampling_params import SamplingParams
 

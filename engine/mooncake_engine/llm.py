@@ -1,27 +1,23 @@
-"""Offline generation: ``LLM`` over the same engine that serves."""
+"""Offline generation: ``LLM`` over the engine's own steps."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import InvalidRequest
-from mooncake_engine.messages import EngineRequest, FinishReason, TokenLogprobs
+from mooncake_engine.llm_engine import AnswerUpdate, LLMEngine
+from mooncake_engine.messages import FinishReason, TokenLogprobs
 from mooncake_engine.progress import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.text.generation import Engine, TextUpdate, generate_text
-from mooncake_engine.text.limits import answer_sampling, check_prompt
+from mooncake_engine.text.answers import Answer
 from mooncake_engine.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +49,14 @@ class RequestOutput:
         prompt_token_ids: as the model saw it.
         outputs: ``n`` answers.
         num_cached_tokens: prompt tokens that needed no computing.
+        prompt_logprobs: one per prompt token from the second one on, if asked for.
     """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     num_cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class LLM:
@@ -75,33 +73,26 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._attach(*_load(EngineConfig(model=Path(model), **options)))
+        self._engine = LLMEngine.from_config(EngineConfig(model=Path(model), **options))
+        self._num_prompts = 0
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
         """An LLM for a complete configuration; raises like the constructor."""
-        return cls.from_engine(*_load(config))
+        return cls.from_engine(LLMEngine.from_config(config))
 
     @classmethod
-    def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> LLM:
-        """An LLM over an engine that has been started, and that it will close."""
+    def from_engine(cls, engine: LLMEngine) -> LLM:
+        """An LLM over an engine that does nothing else, and that it will close."""
         llm = cls.__new__(cls)
-        llm._attach(engine, tokenizer)
+        llm._engine = engine
+        llm._num_prompts = 0
         return llm
-
-    def _attach(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._num_prompts = 0
-        self._loop = asyncio.new_event_loop()
-        # Its own thread, because the caller's may run a loop already (notebooks do).
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
-        self._thread.start()
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's."""
-        return self._tokenizer
+        return self._engine.tokenizer
 
     def generate(
         self,
@@ -122,7 +113,7 @@ class LLM:
             RequestFailed, EngineDead: the engine could not finish; every request is aborted.
         """
         listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._generate(listed, sampling_params, shows_progress)
+        return self._generate(listed, sampling_params, ProgressBar() if shows_progress else None)
 
     def chat(
         self,
@@ -139,18 +130,15 @@ class LLM:
         conversations: Sequence[Any] = messages
         if messages and isinstance(messages[0], Mapping):
             conversations = [messages]
-        texts = [self._tokenizer.render_chat(conversation) for conversation in conversations]
-        prompts = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._generate(list(prompts), sampling_params, shows_progress)
+        texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
+        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self._generate(
+            list(prompts), sampling_params, ProgressBar() if shows_progress else None
+        )
 
     def close(self) -> None:
         """End the engine; idempotent."""
-        if self._loop.is_closed():
-            return
         self._engine.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -167,105 +155,68 @@ class LLM:
         self,
         prompts: list[str | Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        shows_progress: bool,
+        bar: ProgressBar | None,
     ) -> list[RequestOutput]:
-        jobs = [
-            self._job(prompt, wanted)
-            for prompt, wanted in zip(prompts, _per_prompt(sampling, len(prompts)), strict=True)
-        ]
-        return self._run(self._finish_all(jobs, ProgressBar() if shows_progress else None))
+        jobs: dict[str, _Job] = {}
+        try:
+            for prompt, wanted in zip(prompts, _per_prompt(sampling, len(prompts)), strict=True):
+                self._num_prompts += 1
+                request_id = f"llm-{self._num_prompts}"
+                ids = self._engine.add_request(request_id, prompt, wanted)
+                text = prompt if isinstance(prompt, str) else None
+                jobs[request_id] = _Job(text, ids, [Answer() for _ in range(wanted.n)])
+            self._finish(jobs, bar)
+        finally:  # whatever ends it early, Ctrl-C too
+            for request_id in jobs:
+                self._engine.abort_request(request_id)
+        return [job.output() for job in jobs.values()]
 
-    def _job(self, prompt: str | Sequence[int], sampling: SamplingParams) -> _Job:
-        text = prompt if isinstance(prompt, str) else None
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        check_prompt(ids, self._engine.facts, param="prompt")
-        self._num_prompts += 1
-        requests = [
-            EngineRequest(
-                request_id=f"llm-{self._num_prompts}-{index}",
-                prompt_token_ids=ids,
-                sampling=answer_sampling(sampling, index, len(ids), self._engine.facts),
-            )
-            for index in range(sampling.n)
-        ]
-        return _Job(text, ids, tuple(requests))
-
-    async def _finish_all(self, jobs: list[_Job], bar: ProgressBar | None) -> list[RequestOutput]:
-        # As many at a time as the engine queues; more would be refused.
-        room = asyncio.Semaphore(self._engine.config.max_queued_requests)
+    def _finish(self, jobs: dict[str, _Job], bar: ProgressBar | None) -> None:
         num_finished = 0
-
-        async def finish(job: _Job) -> RequestOutput:
-            nonlocal num_finished
-            answers = [_answer(self._stream(request), room) for request in job.requests]
-            collected = await _gather(answers)
-            num_finished += 1
+        while self._engine.has_unfinished_requests:
+            for update in self._engine.step():
+                job = jobs[update.request_id]
+                num_finished += job.add(update)
             if bar is not None:
                 bar("generating", num_finished / len(jobs))
-            return job.output(collected)
-
-        return await _gather([finish(job) for job in jobs])
-
-    def _stream(self, request: EngineRequest) -> AsyncGenerator[TextUpdate, None]:
-        return generate_text(self._engine, self._tokenizer, request)
-
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
 
 
-def _load(config: EngineConfig) -> tuple[Engine, Tokenizer]:
-    from mooncake_engine.async_engine import AsyncEngine
-
-    tokenizer = Tokenizer.load(config.model)
-    return AsyncEngine.start(config, ProgressBar()), tokenizer
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    requests: tuple[EngineRequest, ...]
+    answers: list[Answer]
+    num_finished: int = field(default=0)
 
-    def output(self, answers: list[list[TextUpdate]]) -> RequestOutput:
-        cached = max((update.num_cached_tokens for update in answers[0]), default=0)
-        outputs = tuple(_completion(index, updates) for index, updates in enumerate(answers))
-        return RequestOutput(self.prompt, self.prompt_token_ids, outputs, cached)
+    def add(self, update: AnswerUpdate) -> bool:
+        """Take an update in; whether it was the prompt's last."""
+        if update.error is not None:
+            raise update.error
+        self.answers[update.index].add(update.update)
+        self.num_finished += update.update.finish is not None
+        return self.num_finished == len(self.answers)
+
+    def output(self) -> RequestOutput:
+        first = self.answers[0]
+        return RequestOutput(
+            self.prompt,
+            self.prompt_token_ids,
+            tuple(_completion(index, answer) for index, answer in enumerate(self.answers)),
+            first.num_cached_tokens,
+            tuple(first.prompt_logprobs),
+        )
 
 
-def _completion(index: int, updates: list[TextUpdate]) -> CompletionOutput:
-    last = updates[-1]
-    assert last.finish is not None
+def _completion(index: int, answer: Answer) -> CompletionOutput:
+    assert answer.finish is not None
     return CompletionOutput(
         index=index,
-        text="".join(update.text for update in updates),
-        token_ids=tuple(token_id for update in updates for token_id in update.token_ids),
-        logprobs=tuple(entry for update in updates for entry in update.logprobs),
-        finish_reason=last.finish,
-        stop_reason=last.stop_reason,
+        text=answer.text,
+        token_ids=tuple(answer.token_ids),
+        logprobs=tuple(answer.logprobs),
+        finish_reason=answer.finish,
+        stop_reason=answer.stop_reason,
     )
-
-
-async def _answer(
-    stream: AsyncGenerator[TextUpdate, None], room: asyncio.Semaphore
-) -> list[TextUpdate]:
-    async with room, aclosing(stream) as updates:
-        return [update async for update in updates]
-
-
-async def _gather(work: list[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results in order; the first error ends the others, and they have ended when it is out."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _per_prompt(

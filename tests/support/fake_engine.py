@@ -59,6 +59,7 @@ class FakeEngine:
     refusal: Exception | None = None
     death: EngineDead | None = None
     fail_at: int | None = None
+    late_at: int | None = None
     die_at: int | None = None
     hold_at: int | None = None
     num_cached_tokens: int = 0
@@ -120,7 +121,7 @@ class FakeEngine:
 
     def _plain_updates(self, request: EngineRequest) -> list[TokenUpdate]:
         sampling = request.sampling
-        updates: list[TokenUpdate] = []
+        updates = _prompt_updates(request)
         for position, token_id in enumerate(self.script(request)):
             update = TokenUpdate(
                 request.request_id, (token_id,), num_cached_tokens=self.num_cached_tokens
@@ -132,12 +133,25 @@ class FakeEngine:
                     request.request_id, finish=FinishReason.ERROR, error="bad luck"
                 )
                 return [*updates, failed]
+            if position == self.late_at:
+                late = TokenUpdate(request.request_id, finish=FinishReason.TIMEOUT, error="late")
+                return [*updates, late]
             if token_id == EOS and not sampling.ignore_eos:
                 return [*updates, replace(update, finish=FinishReason.STOP, stop_token_id=EOS)]
             if position + 1 == sampling.max_tokens:
                 return [*updates, replace(update, finish=FinishReason.LENGTH)]
             updates.append(update)
         raise AssertionError("the script must end with EOS")
+
+
+def _prompt_updates(request: EngineRequest) -> list[TokenUpdate]:
+    """Log probabilities of the prompt, in two chunks, as after a chunked prefill."""
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None:
+        return []
+    scores = tuple(_logprobs(token_id, num_top) for token_id in request.prompt_token_ids[1:])
+    chunks = [chunk for chunk in (scores[:2], scores[2:]) if chunk]
+    return [TokenUpdate(request.request_id, prompt_logprobs=chunk) for chunk in chunks]
 
 
 def _handed_over(request: EngineRequest) -> dict[str, Any]:
@@ -158,4 +172,4 @@ def _handed_over(request: EngineRequest) -> dict[str, Any]:
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     """The token itself is the best, its neighbours follow."""
     top = tuple(((token_id + i) % 256, -0.5 - i) for i in range(num_top))
-    return TokenLogprobs(token_id, -0.5, top)
+    return TokenLogprobs(token_id, -0.5, top, rank=1)

@@ -14,9 +14,10 @@ from mooncake_engine.errors import EngineError
 from mooncake_engine.messages import FinishReason, KVTransferParams, TokenLogprobs, TokenUpdate
 from mooncake_engine.server.forms import DONE, ChunkFrame, Form, chunk, sse
 from mooncake_engine.server.handover import handover_params
-from mooncake_engine.server.jobs import Answer, Job, usage
+from mooncake_engine.server.jobs import Job, usage
 from mooncake_engine.server.metrics import RequestClock, ServerMetrics
 from mooncake_engine.server.streams import merge
+from mooncake_engine.text.answers import Answer
 from mooncake_engine.text.generation import AnswerText, Engine, TextUpdate, generate_text
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -35,7 +36,7 @@ class Answerer:
         Raises:
             EngineError: what ``generate_text`` raises; every answer of the job is aborted.
         """
-        answers = [Answer([job.echo_of(index)]) for index in range(len(job.requests))]
+        answers = [Answer() for _ in job.requests]
         async with aclosing(self._updates(job)) as updates:
             async for index, update in updates:
                 answers[index].add(update)
@@ -46,6 +47,7 @@ class Answerer:
             "model": job.model,
             "choices": [form.choice(job, i, answer) for i, answer in enumerate(answers)],
             "usage": _total_usage(job, answers),
+            **form.beside_choices(job, answers),
         }
         if job.handover.is_outgoing:
             body["kv_transfer_params"] = self._handover_params(job, answers)
@@ -70,7 +72,7 @@ class Answerer:
             async with aclosing(merge(streams)) as merged:
                 async for index, update in merged:
                     clocks[index].advance(update, time.perf_counter())
-                    yield index, update
+                    yield index, _without_answer(update) if job.is_prompt_only else update
         except EngineError:
             outcome = FinishReason.ERROR
             raise
@@ -131,16 +133,23 @@ class _EventWriter:
         answer = self._answers[index]
         answer.token_ids.extend(update.token_ids)
         answer.num_cached_tokens = max(answer.num_cached_tokens, update.num_cached_tokens)
-        opening = b""
-        if not self._is_opened[index]:
-            self._is_opened[index] = True
-            opening = self._open(index)
-            update = self._with_echo(index, update)
-        has_details = update.logprobs or (self._job.returns_token_ids and update.token_ids)
-        if update.finish is not None or has_details:
-            choice = self._form.delta(self._job, index, update)
-            return opening + sse(chunk(self._form, self._job, [choice]))
-        return opening + self._frames[index].encode(update.text) if update.text else opening
+        answer.prompt_logprobs.extend(update.prompt_logprobs)
+        if update.prompt_logprobs and update.finish is None:
+            return b""  # more of the prompt follows, or the first token
+        if self._is_opened[index]:
+            return self._delta(index, update, is_first=False)
+        self._is_opened[index] = True
+        update = replace(update, prompt_logprobs=tuple(answer.prompt_logprobs))
+        return self._open(index) + self._delta(index, update, is_first=True)
+
+    def _delta(self, index: int, update: TextUpdate, *, is_first: bool) -> bytes:
+        job = self._job
+        is_first = is_first and not job.handover.is_first_delivered
+        has_details = update.logprobs or (job.returns_token_ids and update.token_ids)
+        if update.finish is not None or has_details or (is_first and job.echo):
+            choice = self._form.delta(job, index, update, is_first=is_first)
+            return sse(chunk(self._form, job, [choice]))
+        return self._frames[index].encode(update.text) if update.text else b""
 
     def closing(self) -> bytes:
         """The events after the last update."""
@@ -159,11 +168,15 @@ class _EventWriter:
             choice["prompt_token_ids"] = job.prompt_of(index).token_ids
         return sse(chunk(self._form, job, [choice]))
 
-    def _with_echo(self, index: int, update: TextUpdate) -> TextUpdate:
-        echo = self._job.echo_of(index)
-        if not echo or self._job.handover.is_first_delivered:
-            return update
-        return replace(update, text=echo + update.text)
+
+def _without_answer(update: TextUpdate) -> TextUpdate:
+    """What is left where no token was asked for."""
+    return TextUpdate(
+        "",
+        finish=update.finish and FinishReason.LENGTH,
+        num_cached_tokens=update.num_cached_tokens,
+        prompt_logprobs=update.prompt_logprobs,
+    )
 
 
 def _finished_update(request_id: str, answer: Answer) -> TokenUpdate:

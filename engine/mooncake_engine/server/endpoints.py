@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from mooncake_engine.errors import EngineDead, EngineError, InvalidRequest
 from mooncake_engine.server.answering import Answerer
 from mooncake_engine.server.decoding import RequestType, decode_request
+from mooncake_engine.server.envelope import Envelope
 from mooncake_engine.server.errors import ApiError, to_api_error
 from mooncake_engine.server.forms import Form
 from mooncake_engine.server.jobs import Job
@@ -25,7 +26,7 @@ from mooncake_engine.server.planning import Planner
 from mooncake_engine.server.prompts import encode, template_messages
 from mooncake_engine.server.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from mooncake_engine.server.reply import Reply
-from mooncake_engine.server.request_ids import LiveRequests, request_id_from
+from mooncake_engine.server.request_ids import LiveRequests
 from mooncake_engine.server.streams import ClientGone, until_disconnect
 
 log = logging.getLogger(__name__)
@@ -57,12 +58,12 @@ class GenerationEndpoint(Generic[RequestType]):
 
     Args:
         request_type: what the body holds.
-        plan: turns a request and its id into a job.
+        plan: turns a request and its envelope into a job.
         form: how answers look.
     """
 
     request_type: type[RequestType]
-    plan: Callable[[RequestType, str], Awaitable[Job]]
+    plan: Callable[[RequestType, Envelope], Awaitable[Job]]
     form: Form
     answerer: Answerer
     live: LiveRequests
@@ -70,12 +71,13 @@ class GenerationEndpoint(Generic[RequestType]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; a client that goes away ends its generation."""
         request = Request(scope, receive)
-        request_id = request_id_from(request.headers.get("x-request-id"))
+        envelope = Envelope.of(request.headers)
+        request_id = envelope.request_id
         reply = Reply(send, request_id)
         try:
             body = await read_body(request)
             with self.live.tracking(request_id) as aborted:
-                await until_disconnect(receive, self._serve(body, request_id, reply), aborted)
+                await until_disconnect(receive, self._serve(body, envelope, reply), aborted)
         except (ClientGone, ClientDisconnect):
             log.info("request %s: the client went away", request_id)
         except EngineError as exc:
@@ -84,8 +86,8 @@ class GenerationEndpoint(Generic[RequestType]):
             log.exception("request %s failed", request_id)
             await reply.fail(to_api_error(exc))
 
-    async def _serve(self, body: bytes, request_id: str, reply: Reply) -> None:
-        job = await self.plan(decode_request(body, self.request_type), request_id)
+    async def _serve(self, body: bytes, envelope: Envelope, reply: Reply) -> None:
+        job = await self.plan(decode_request(body, self.request_type), envelope)
         if not job.is_streamed:
             await reply.whole(await self.answerer.whole(job, self.form))
             return

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from mooncake_engine.server.jobs import Answer, Job
-from mooncake_engine.server.logprobs import TokenBytes, chat_logprobs, completion_logprobs
+from mooncake_engine.server.jobs import Echo, Job
+from mooncake_engine.server.logprobs import (
+    TokenBytes,
+    after_first_token,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from mooncake_engine.text.answers import Answer
 from mooncake_engine.text.generation import TextUpdate
 
 _MARK = "\x00"
@@ -31,11 +39,14 @@ class Form(Protocol):
     def plain_delta(self, index: int, text: str) -> dict[str, Any]:
         """The choice of a chunk that holds text and nothing else."""
 
-    def delta(self, job: Job, index: int, update: TextUpdate) -> dict[str, Any]:
-        """The choice of a chunk in full."""
+    def delta(self, job: Job, index: int, update: TextUpdate, *, is_first: bool) -> dict[str, Any]:
+        """The choice of a chunk in full; the first one of an answer holds its echo."""
 
     def choice(self, job: Job, index: int, answer: Answer) -> dict[str, Any]:
         """A whole answer."""
+
+    def beside_choices(self, job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
+        """What a whole answer has at its top level."""
 
 
 class CompletionForm:
@@ -62,26 +73,46 @@ class CompletionForm:
             "stop_reason": None,
         }
 
-    def delta(self, job: Job, index: int, update: TextUpdate) -> dict[str, Any]:
-        return self._choice(job, index, update)
+    def delta(self, job: Job, index: int, update: TextUpdate, *, is_first: bool) -> dict[str, Any]:
+        return self._choice(job, index, update, is_first=is_first)
 
     def choice(self, job: Job, index: int, answer: Answer) -> dict[str, Any]:
-        choice = self._choice(job, index, answer)
+        choice = self._choice(job, index, answer, is_first=True)
         if job.returns_token_ids:
             choice["prompt_token_ids"] = job.prompt_of(index).token_ids
+        if job.shows_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._token_bytes)
         return choice
 
-    def _choice(self, job: Job, index: int, answer: TextUpdate | Answer) -> dict[str, Any]:
+    def beside_choices(self, job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
+        return {}
+
+    def _choice(
+        self, job: Job, index: int, answer: TextUpdate | Answer, *, is_first: bool
+    ) -> dict[str, Any]:
+        echo = job.echo_of(index)
         choice = self.plain_delta(index, answer.text)
+        if echo is not None and is_first:
+            choice["text"] = echo.text + answer.text
         choice["finish_reason"] = answer.finish
         choice["stop_reason"] = answer.stop_reason
         if job.wants_logprobs(index):
-            choice["logprobs"] = completion_logprobs(
-                answer.logprobs, answer.text_offsets, self._token_bytes
-            )
+            choice["logprobs"] = self._logprobs(answer, echo, is_first=is_first)
         if job.returns_token_ids:
             choice["token_ids"] = answer.token_ids
         return choice
+
+    def _logprobs(
+        self, answer: TextUpdate | Answer, echo: Echo | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        if echo is None:
+            return completion_logprobs(answer.logprobs, answer.text_offsets, self._token_bytes)
+        offsets = [len(echo.text) + offset for offset in answer.text_offsets]
+        if not is_first:
+            return completion_logprobs(answer.logprobs, offsets, self._token_bytes)
+        entries = [*answer.prompt_logprobs, *answer.logprobs]
+        lists = completion_logprobs(entries, [*echo.offsets, *offsets], self._token_bytes)
+        return after_first_token(lists, self._token_bytes(echo.first_token_id))
 
 
 class ChatForm:
@@ -106,7 +137,7 @@ class ChatForm:
         delta = {"content": text}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, job: Job, index: int, update: TextUpdate) -> dict[str, Any]:
+    def delta(self, job: Job, index: int, update: TextUpdate, *, is_first: bool) -> dict[str, Any]:
         choice = self.plain_delta(index, update.text)
         return self._complete(choice, job, index, update)
 
@@ -116,6 +147,12 @@ class ChatForm:
         if job.returns_token_ids:
             choice["prompt_token_ids"] = job.prompt_of(index).token_ids
         return self._complete(choice, job, index, answer)
+
+    def beside_choices(self, job: Job, answers: Sequence[Answer]) -> dict[str, Any]:
+        if not job.shows_prompt_logprobs:
+            return {}
+        entries = answers[0].prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(entries, self._token_bytes)}
 
     def _complete(
         self, choice: dict[str, Any], job: Job, index: int, answer: TextUpdate | Answer

@@ -5,10 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mooncake_engine.messages import EngineRequest, FinishReason, TokenLogprobs
+from mooncake_engine.messages import EngineRequest
 from mooncake_engine.server.handover import Handover
 from mooncake_engine.server.prompts import Prompt
-from mooncake_engine.text.generation import TextUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its answers begin with.
+
+    Args:
+        text: of the prompt.
+        first_token_id: of the prompt; it has no log probability.
+        offsets: per token of the prompt, how many characters precede it.
+    """
+
+    text: str
+    first_token_id: int
+    offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +38,10 @@ class Job:
         handover: what comes from or goes to another instance.
         is_streamed, includes_usage: the form of the answer.
         returns_token_ids: token ids go with the text.
-        echo: texts that the answers begin with, one per prompt; empty for none.
+        echo: what the answers begin with, one per prompt; empty for none.
+        is_prompt_only: the client wants to know about its prompt, and gets no new token.
+        shows_prompt_logprobs: log probabilities of the prompt are an entry of their own.
+        trace_parent: W3C ``traceparent`` of the caller's span.
     """
 
     request_id: str
@@ -36,7 +53,10 @@ class Job:
     is_streamed: bool = False
     includes_usage: bool = False
     returns_token_ids: bool = False
-    echo: tuple[str, ...] = ()
+    echo: tuple[Echo, ...] = ()
+    is_prompt_only: bool = False
+    shows_prompt_logprobs: bool = False
+    trace_parent: str | None = None
 
     @property
     def answers_per_prompt(self) -> int:
@@ -47,43 +67,13 @@ class Job:
         """The prompt of answer ``index``."""
         return self.prompts[index // self.answers_per_prompt]
 
-    def echo_of(self, index: int) -> str:
-        """What the text of answer ``index`` begins with."""
-        return self.echo[index // self.answers_per_prompt] if self.echo else ""
+    def echo_of(self, index: int) -> Echo | None:
+        """What answer ``index`` begins with."""
+        return self.echo[index // self.answers_per_prompt] if self.echo else None
 
     def wants_logprobs(self, index: int) -> bool:
         """Whether answer ``index`` shows log probabilities."""
         return self.requests[index].sampling.logprobs is not None
-
-
-@dataclass(slots=True)
-class Answer:
-    """One answer as it grows."""
-
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text_offsets: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    stop_reason: str | int | None = None
-    num_cached_tokens: int = 0
-    kv_transfer_params: dict[str, Any] | None = None
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.texts)
-
-    def add(self, update: TextUpdate) -> None:
-        """Take an update in."""
-        self.texts.append(update.text)
-        self.token_ids.extend(update.token_ids)
-        self.logprobs.extend(update.logprobs)
-        self.text_offsets.extend(update.text_offsets)
-        self.finish = update.finish
-        self.stop_reason = update.stop_reason
-        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
-        self.kv_transfer_params = update.kv_transfer_params
 
 
 def usage(job: Job, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

@@ -28,6 +28,40 @@ def completion_logprobs(
     }
 
 
+def after_first_token(lists: dict[str, Any], token: bytes) -> dict[str, Any]:
+    """The four lists with a prompt's first token before them: nothing precedes it, so that it has
+    no probability. Its offset is among the offsets already."""
+    return {
+        "tokens": [_name(token), *lists["tokens"]],
+        "token_logprobs": [None, *lists["token_logprobs"]],
+        "top_logprobs": [None, *lists["top_logprobs"]],
+        "text_offset": lists["text_offset"],
+    }
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprobs], token_bytes: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """vLLM's form of ``prompt_logprobs``: per token, by id; null for the first one.
+
+    Args:
+        entries: of the prompt's tokens from the second one on.
+    """
+    return [None, *(_by_id(entry, token_bytes) for entry in entries)]
+
+
+def _by_id(entry: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, Any]:
+    ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(entry.top, 1)]
+    return {
+        str(token_id): {
+            "logprob": _finite(value),
+            "rank": rank,
+            "decoded_token": token_bytes(token_id).decode(errors="replace"),
+        }
+        for token_id, value, rank in [*ranked, (entry.token_id, entry.logprob, entry.rank)]
+    }
+
+
 def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> dict[str, Any]:
     """The form of ``/v1/chat/completions``: one object per token."""
     return {

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineFacts, EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.server.envelope import Envelope
 from mooncake_engine.server.handover import check_same_tokenizer, read_handover
-from mooncake_engine.server.jobs import Job
+from mooncake_engine.server.jobs import Echo, Job
 from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_prompts
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from mooncake_engine.server.request_ids import choice_ids
-from mooncake_engine.server.sampling import chat_sampling, completion_sampling
+from mooncake_engine.server.sampling import chat_sampling, completion_sampling, is_prompt_only
+from mooncake_engine.text.detokenizer import text_offsets
 from mooncake_engine.text.limits import answer_sampling
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -27,20 +29,24 @@ class Planner:
     facts: EngineFacts
     tokenizer: Tokenizer
 
-    async def completion(self, request: CompletionRequest, request_id: str) -> Job:
+    async def completion(self, request: CompletionRequest, envelope: Envelope) -> Job:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
         sampling = completion_sampling(request, self.facts)
         prompts = await completion_prompts(request, self.tokenizer, self.facts)
-        echo = tuple(self._text_of(prompt) for prompt in prompts) if request.echo else ()
-        return self._job(request, request_id, sampling, prompts, echo)
+        job = self._job(request, envelope, sampling, prompts)
+        return replace(
+            job,
+            echo=tuple(self._echo_of(prompt) for prompt in prompts) if request.echo else (),
+            is_prompt_only=is_prompt_only(request),
+        )
 
-    async def chat(self, request: ChatRequest, request_id: str) -> Job:
+    async def chat(self, request: ChatRequest, envelope: Envelope) -> Job:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
         sampling = chat_sampling(request, self.facts)
         prompt = await chat_prompt(request, self.tokenizer, self.facts)
-        return self._job(request, request_id, sampling, [prompt])
+        return self._job(request, envelope, sampling, [prompt])
 
     def check_model(self, model: str | None) -> None:
         """Raises InvalidRequest (404) for a model that is not served here."""
@@ -51,23 +57,26 @@ class Planner:
                 status=404,
             )
 
-    def _text_of(self, prompt: Prompt) -> str:
-        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+    def _echo_of(self, prompt: Prompt) -> Echo:
+        ids = prompt.token_ids
+        text = self.tokenizer.decode(ids) if prompt.text is None else prompt.text
+        return Echo(text, ids[0], text_offsets(self.tokenizer, ids))
 
     def _job(
         self,
         request: GenerationFields,
-        request_id: str,
+        envelope: Envelope,
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
-        echo: tuple[str, ...] = (),
     ) -> Job:
+        request_id = envelope.request_id
         is_streamed = bool(request.stream)
         if request.stream_options is not None and not is_streamed:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         num_answers = len(prompts) * sampling.n
         handover = read_handover(request.kv_transfer_params, num_answers, stream=is_streamed)
         check_same_tokenizer(handover, self.tokenizer.fingerprint)
+        timeout_s = envelope.timeout_s(request.timeout)
         names = choice_ids(request_id, num_answers)
         per_answer = [
             answer_sampling(sampling, index, len(prompt.token_ids), self.facts)
@@ -86,6 +95,7 @@ class Planner:
                     sampling=per_answer[i],
                     kv_transfer_params=handover.params(i),
                     priority=request.priority or 0,
+                    timeout_s=timeout_s,
                 )
                 for i in range(num_answers)
             ),
@@ -93,5 +103,6 @@ class Planner:
             is_streamed=is_streamed,
             includes_usage=bool(request.stream_options and request.stream_options.include_usage),
             returns_token_ids=bool(request.return_token_ids),
-            echo=echo,
+            shows_prompt_logprobs=request.prompt_logprobs is not None,
+            trace_parent=envelope.trace_parent,
         )

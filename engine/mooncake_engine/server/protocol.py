@@ -44,6 +44,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    prompt_logprobs: int | None = None
+    timeout: float | None = None
     kv_transfer_params: dict[str, Any] | None = None
     metadata: None = None
     store: None = None

@@ -6,8 +6,8 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from types import FrameType
 
 import uvicorn
@@ -28,10 +28,6 @@ _GRACE_S = 5
 """How long answers in flight may go on once the server is asked to stop."""
 
 
-class Stopped(BaseException):
-    """The process was asked to end; not an error, and nothing for ``except Exception``."""
-
-
 def check_kv_port(config: EngineConfig) -> None:
     """Raises PortTaken or ConfigError if the side channel can't have the port that it was given."""
     kv_transfer = config.kv_transfer
@@ -40,7 +36,7 @@ def check_kv_port(config: EngineConfig) -> None:
 
 
 def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine) -> None:
-    """Serve until SIGTERM or SIGINT. To be called in the main thread.
+    """Serve until SIGTERM or SIGINT, then answer what runs. To be called in the main thread.
 
     Prints ``ready http://HOST:PORT`` on standard output once requests are taken; ``port`` 0 takes
     a free one.
@@ -50,7 +46,7 @@ def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine)
         CheckpointError, or whatever else keeps the engine from starting.
     """
     check_kv_port(config)
-    with closing(bind(host, port)) as listener, _stop_on_sigterm():
+    with closing(bind(host, port)) as listener:
         tokenizer = Tokenizer.load(config.model)
         with closing(start_engine(config)) as engine:
             url = f"http://{_in_url(host)}:{listener.getsockname()[1]}"
@@ -108,21 +104,15 @@ def _run_server(app: Starlette, listener: socket.socket, url: str) -> None:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    _AnnouncingServer(config, url).run(sockets=[listener])
+    server = _AnnouncingServer(config, url)
 
+    def leave(signum: int, frame: FrameType | None) -> None:
+        server.should_exit = True
 
-@contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """Turns SIGTERM into Stopped, so that loading is left as orderly as serving."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise Stopped
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    # uvicorn puts its own in front of these, and hands what came on to them when it has ended.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+    server.run(sockets=[listener])
 
 
 def _in_url(host: str) -> str:

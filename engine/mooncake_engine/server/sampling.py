@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineFacts
 from mooncake_engine.sampling_params import SamplingParams
@@ -19,6 +21,7 @@ _SAME_NAME = (
     "frequency_penalty",
     "ignore_eos",
     "min_tokens",
+    "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
@@ -37,13 +40,19 @@ def completion_sampling(request: CompletionRequest, facts: EngineFacts) -> Sampl
             "because answers are not ranked here",
             param="best_of",
         )
-    if request.echo and request.logprobs is not None:
-        raise InvalidRequest(
-            "echo with logprobs is not supported: prompt tokens have no log probabilities here",
-            param="echo",
-        )
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
-    return _sampling(request, facts, max_tokens=max_tokens, logprobs=request.logprobs)
+    if is_prompt_only(request):
+        max_tokens = 1  # and nobody sees it
+    sampling = _sampling(request, facts, max_tokens=max_tokens, logprobs=request.logprobs)
+    if not request.echo or request.logprobs is None:
+        return sampling
+    return replace(sampling, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0))
+
+
+def is_prompt_only(request: CompletionRequest) -> bool:
+    """Whether the client wants its prompt told, and no new token: ``max_tokens`` 0."""
+    tells_prompt = request.echo or request.prompt_logprobs is not None
+    return request.max_tokens == 0 and bool(tells_prompt)
 
 
 def chat_sampling(request: ChatRequest, facts: EngineFacts) -> SamplingParams:
@@ -69,6 +78,11 @@ def _sampling(
     logprobs: int | None,
 ) -> SamplingParams:
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest(
+            "prompt_logprobs come with whole answers: use stream: false, or echo with logprobs",
+            param="prompt_logprobs",
+        )
     stop_token_ids = tuple(request.stop_token_ids or ())
     logit_bias = tuple((request.logit_bias or {}).items())
     _check_token_ids("stop_token_ids", stop_token_ids, facts)

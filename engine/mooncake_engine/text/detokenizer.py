@@ -81,3 +81,13 @@ class IncrementalDetokenizer:
         certain = len(known) - self._stops.num_held
         self._held = known[certain:]
         return known[:certain]
+
+
+def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Per token, how many characters of the text are complete before it."""
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams())
+    offsets = []
+    for token_id in token_ids:
+        offsets.append(detokenizer.num_characters)
+        detokenizer.push((token_id,))
+    return tuple(offsets)

@@ -167,7 +167,7 @@ def test_progress_in_a_log_is_a_line_per_quarter(caplog: pytest.LogCaptureFixtur
 
 
 def test_the_public_surface_is_lazy() -> None:
-    assert mooncake_engine.__all__ == ["LLM", "SamplingParams"]
+    assert mooncake_engine.__all__ == ["LLM", "LLMEngine", "SamplingParams"]
     assert mooncake_engine.LLM.__name__ == "LLM"
     assert mooncake_engine.SamplingParams().n == 1
     with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):

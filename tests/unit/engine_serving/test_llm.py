@@ -1,25 +1,35 @@
-"""Offline generation over an engine: order, parameters, errors and the end."""
+"""Offline generation over a real core: order, parameters, errors and the end."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
-from support.fake_engine import EOS, FakeEngine, saying
+from support.fake_engine import EOS, saying
+from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine.errors import EngineDead, InvalidRequest, PromptTooLong
+from mooncake_engine.errors import DeadlineExceeded, EngineDead, InvalidRequest, PromptTooLong
 from mooncake_engine.llm import LLM
+from mooncake_engine.llm_engine import LLMEngine
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
-def llm(engine: FakeEngine, byte_tokenizer: Tokenizer) -> Iterator[LLM]:
-    with LLM.from_engine(engine, byte_tokenizer) as llm:
+def executor() -> ScriptedExecutor:
+    return ScriptedExecutor()
+
+
+@pytest.fixture
+def engine(executor: ScriptedExecutor, byte_tokenizer: Tokenizer) -> LLMEngine:
+    return LLMEngine(scripted_engine(executor), byte_tokenizer)
+
+
+@pytest.fixture
+def llm(engine: LLMEngine) -> Iterator[LLM]:
+    with LLM.from_engine(engine) as llm:
         yield llm
 
 
@@ -44,55 +54,37 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
     assert outputs[1].outputs[0].stop_reason == "LK"
 
 
-def test_several_answers(llm: LLM, engine: FakeEngine) -> None:
-    engine.script = saying("one", "two")
-    engine.num_cached_tokens = 3
-    output = llm.generate("count", SamplingParams(n=2, seed=5, logprobs=0))[0]
+def test_several_answers(llm: LLM, executor: ScriptedExecutor) -> None:
+    executor.script = saying("one", "two")
+    prompt = "count" * 10
+    output = llm.generate(prompt, SamplingParams(n=2, seed=5, logprobs=0))[0]
     assert [answer.text for answer in output.outputs] == ["one", "two"]
     assert [answer.index for answer in output.outputs] == [0, 1]
     assert len(output.outputs[0].logprobs) == len("one") + 1
-    assert sorted(str(request.sampling.seed) for request in engine.seen) == ["5", "6"]
-    assert output.num_cached_tokens == 3
+    assert sorted(str(request.sampling.seed) for request in executor.seen) == ["5", "6"]
+    assert llm.generate(prompt)[0].num_cached_tokens == 48
 
 
-def test_chat_with_one_conversation_or_several(llm: LLM, engine: FakeEngine) -> None:
+def test_chat_with_one_conversation_or_several(llm: LLM, executor: ScriptedExecutor) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     llm.chat(conversation)
     llm.chat([conversation, conversation])
-    prompts = {bytes(request.prompt_token_ids) for request in engine.seen}
+    prompts = {bytes(request.token_ids) for request in executor.seen}
     assert prompts == {b"<|user|>hi\n<|assistant|>"}
-    assert len(engine.seen) == 3
-
-
-def test_no_more_at_once_than_the_engine_queues(
-    engine: FakeEngine, byte_tokenizer: Tokenizer
-) -> None:
-    engine.config = replace(engine.config, max_queued_requests=2)
-    num_live = most = 0
-
-    class Counting(FakeEngine):
-        async def _interfere(self, position: int) -> None:
-            nonlocal num_live, most
-            num_live += position == 0
-            most = max(most, num_live)
-            await asyncio.sleep(0)
-            num_live -= position == 3
-
-    counting = Counting(config=engine.config)
-    with LLM.from_engine(counting, byte_tokenizer) as llm:
-        assert len(llm.generate(["tea"] * 9)) == 9
-    assert most == 2
+    assert len(executor.seen) == 3
 
 
 @pytest.mark.parametrize(
     ("prompts", "error"), [([""], InvalidRequest), (["tea", "x" * 300], PromptTooLong)]
 )
 def test_a_wrong_prompt_runs_nothing(
-    llm: LLM, engine: FakeEngine, prompts: list[str], error: type[Exception]
+    llm: LLM, executor: ScriptedExecutor, prompts: list[str], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
         llm.generate(prompts)
-    assert engine.seen == []
+    assert executor.seen == []
+    assert [output.outputs[0].text for output in llm.generate("tea")] == ["TEA"]
+    assert len(executor.seen) == 1
 
 
 def test_parameters_must_match_the_prompts(llm: LLM) -> None:
@@ -100,11 +92,10 @@ def test_parameters_must_match_the_prompts(llm: LLM) -> None:
         llm.generate(["tea", "milk"], [SamplingParams()])
 
 
-def test_one_failure_ends_the_others(llm: LLM, engine: FakeEngine) -> None:
-    engine.die_at = 1
+def test_death_reaches_the_caller(llm: LLM, executor: ScriptedExecutor) -> None:
+    executor.die_at = 1
     with pytest.raises(EngineDead, match="out of luck"):
         llm.generate(["tea", "milk", "no"])
-    assert len(engine.left_early) == len(engine.seen)
 
 
 def test_progress(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +109,71 @@ def test_progress(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100 % generating" in terminal.getvalue()
 
 
-def test_closing_ends_the_engine_once(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
-    llm = LLM.from_engine(engine, byte_tokenizer)
+def test_closing_ends_the_engine(llm: LLM, executor: ScriptedExecutor) -> None:
     llm.close()
     llm.close()
-    assert engine.is_closed
+    assert executor.is_closed
+
+
+def finish(engine: LLMEngine) -> dict[tuple[str, int], str]:
+    """Step to the end; the text of every answer."""
+    texts: dict[tuple[str, int], str] = {}
+    while engine.has_unfinished_requests:
+        for update in engine.step():
+            if update.error is not None:
+                raise update.error
+            key = (update.request_id, update.index)
+            texts[key] = texts.get(key, "") + update.update.text
+    return texts
+
+
+def test_a_step_tells_what_is_new(engine: LLMEngine) -> None:
+    assert engine.add_request("a", "tea") == tuple(b"tea")
+    engine.add_request("b", "no", SamplingParams(n=2))
+    first = engine.step()
+    assert {(u.request_id, u.index, u.update.text) for u in first} == {
+        ("a", 0, "T"),
+        ("b", 0, "N"),
+        ("b", 1, "N"),
+    }
+    assert finish(engine) == {("a", 0): "EA", ("b", 0): "O", ("b", 1): "O"}
+
+
+def test_an_aborted_request_is_not_heard_of_again(
+    engine: LLMEngine, executor: ScriptedExecutor
+) -> None:
+    engine.add_request("a", "tea")
+    engine.add_request("b", "milk")
+    engine.step()
+    engine.abort_request("a")
+    engine.abort_request("unknown")
+    assert finish(engine) == {("b", 0): "ILK"}
+    assert executor.live.keys() <= {"b-0"}
+    engine.add_request("a", "tea")
+    assert finish(engine) == {("a", 0): "TEA"}
+
+
+def test_an_id_belongs_to_one_live_request(engine: LLMEngine) -> None:
+    engine.add_request("a", "tea")
+    with pytest.raises(InvalidRequest, match="a request 'a' runs already"):
+        engine.add_request("a", "milk")
+    assert finish(engine) == {("a", 0): "TEA"}
+
+
+def test_the_more_urgent_goes_first(byte_tokenizer: Tokenizer) -> None:
+    executor = ScriptedExecutor()
+    engine = LLMEngine(scripted_engine(executor, max_num_seqs=1), byte_tokenizer)
+    engine.add_request("later", "milk", priority=1)
+    engine.add_request("sooner", "tea", priority=-1)
+    finish(engine)
+    assert [request.request_id for request in executor.seen] == ["sooner-0", "later-0"]
+
+
+def test_a_request_past_its_time_ends_with_a_typed_error(engine: LLMEngine) -> None:
+    engine.add_request("a", "tea", timeout_s=1e-9)
+    engine.add_request("b", "no")
+    updates = engine.step()
+    [late] = [update for update in updates if update.request_id == "a"]
+    assert isinstance(late.error, DeadlineExceeded)
+    assert "not finished within 1e-09 s" in str(late.error)
+    assert finish(engine) == {("b", 0): "O"}

@@ -1,0 +1,184 @@
+"""The engine without threads: add requests, step, and look at what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake_engine.admission import check_request
+from mooncake_engine.assembly import Engine, build_engine
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.core import AbortRequest, AddRequest
+from mooncake_engine.errors import InvalidRequest, RequestFailed
+from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.kv_transfer.params import Handoff, TransferMode
+from mooncake_engine.messages import EngineFacts, EngineRequest, TokenUpdate
+from mooncake_engine.progress import ProgressBar
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.text.generation import AnswerText, TextUpdate
+from mooncake_engine.text.limits import answer_sampling, check_prompt
+from mooncake_engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUpdate:
+    """What a step did for one answer.
+
+    Args:
+        request_id: as the request was added.
+        index: which of its ``n`` answers.
+        update: what became certain; with ``finish`` the answer is complete.
+        error: why the engine could not finish it; nothing more comes.
+    """
+
+    request_id: str
+    index: int
+    update: TextUpdate
+    error: RequestFailed | None = None
+
+
+class LLMEngine:
+    """Continuous batching under the caller's control; everything happens in ``step``.
+
+    Not for several threads at once, and for no other work on the same core.
+
+    Args:
+        engine: what ``build_engine`` made, without a connector; ``close`` closes it.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._core = engine.core
+        self._facts = engine.facts
+        self._tokenizer = tokenizer
+        self._live: dict[str, list[str]] = {}  # the core's names of a request's live answers
+        self._answers: dict[str, _Answer] = {}  # by the core's name
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLMEngine:
+        """Load a model; blocks until that is done.
+
+        Raises:
+            ConfigError, CheckpointError: the engine can't be set up like that.
+        """
+        tokenizer, bar = Tokenizer.load(config.model), ProgressBar()
+
+        def report(progress: LoadProgress) -> None:
+            bar("loading weights", progress.fraction)
+
+        return cls(build_engine(config, report), tokenizer)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What is known about the engine."""
+        return self._facts
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._tokenizer
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has something to do."""
+        return bool(self._live)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Take a request in; it runs with the next steps.
+
+        Args:
+            request_id: of no live request; its updates carry it.
+            prompt: a text or token ids.
+            sampling_params: default: ``SamplingParams()``.
+            priority: lower is sooner.
+            timeout_s: it fails if it takes longer.
+
+        Returns:
+            The prompt's token ids.
+
+        Raises:
+            InvalidRequest: it can't be served; nothing has changed.
+        """
+        if request_id in self._live:
+            raise InvalidRequest(f"a request {request_id!r} runs already", param="request_id")
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        check_prompt(ids, self._facts, param="prompt")
+        sampling = sampling_params or SamplingParams()
+        specs = [
+            EngineRequest(
+                f"{request_id}-{index}",
+                ids,
+                answer_sampling(sampling, index, len(ids), self._facts),
+                priority=priority,
+                timeout_s=timeout_s,
+            )
+            for index in range(sampling.n)
+        ]
+        commands = [AddRequest(spec, self._check(spec)) for spec in specs]
+        self._live[request_id] = [spec.request_id for spec in specs]
+        for index, command in enumerate(commands):
+            text = AnswerText(self._tokenizer, command.request.sampling)
+            self._answers[command.request.request_id] = _Answer(request_id, index, text)
+            self._core.post(command)
+        return ids
+
+    def abort_request(self, request_id: str) -> None:
+        """Forget a request: nothing more comes of it, its memory is free with the next step.
+        Unknown ids are normal."""
+        for name in list(self._live.get(request_id, ())):
+            self._core.post(AbortRequest(name))
+            self._forget(name)
+
+    def step(self) -> list[AnswerUpdate]:
+        """Run one step; what it did for whom. Its cost depends on the batch alone.
+
+        Raises:
+            EngineDead: nothing can be run any more.
+        """
+        return [
+            self._advance(self._answers[update.request_id], update)
+            for update in self._core.step()
+            if update.request_id in self._answers
+        ]
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self._core.close()
+
+    def _check(self, spec: EngineRequest) -> Handoff:
+        return check_request(spec, self._facts, TransferMode.NONE)
+
+    def _advance(self, answer: _Answer, update: TokenUpdate) -> AnswerUpdate:
+        try:
+            text_update, error = answer.text.advance(update), None
+        except RequestFailed as exc:
+            text_update, error = TextUpdate("", finish=update.finish), exc
+        if text_update.finish is not None:
+            if update.finish is None:  # by a stop string, which the core does not know of
+                self._core.post(AbortRequest(update.request_id))
+            self._forget(update.request_id)
+        return AnswerUpdate(answer.request_id, answer.index, text_update, error)
+
+    def _forget(self, name: str) -> None:
+        request_id = self._answers.pop(name).request_id
+        names = self._live[request_id]
+        names.remove(name)
+        if not names:
+            del self._live[request_id]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A live answer: whose it is, and its text so far."""
+
+    request_id: str
+    index: int
+    text: AnswerText

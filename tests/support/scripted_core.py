@@ -1,0 +1,72 @@
+"""A real core and scheduler over an executor without a model: it says what it is told to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from support.fake_engine import EOS, Script, upper_case
+
+from mooncake_engine.assembly import Engine
+from mooncake_engine.core import EngineCore
+from mooncake_engine.errors import EngineDead
+from mooncake_engine.messages import EngineFacts, EngineRequest, TokenLogprobs
+from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.plan import AdmittedRequest, SampledToken, StepPlan, StepResult
+from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+
+FACTS = EngineFacts(256, 258, (EOS,), 64, 16, "scripted")
+
+
+@dataclass
+class ScriptedExecutor:
+    """Says ``script(request)``, one token per step.
+
+    Args:
+        script: token ids of the answer, EOS included.
+        die_at: the step in which it breaks.
+    """
+
+    script: Script = upper_case
+    die_at: int | None = None
+    live: dict[str, tuple[AdmittedRequest, list[int]]] = field(default_factory=dict)
+    seen: list[AdmittedRequest] = field(default_factory=list)
+    is_closed: bool = False
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """A token for everybody who samples."""
+        if plan.step == self.die_at:
+            raise EngineDead("rank 0 failed: out of luck")
+        for request_id in plan.retired:
+            self.live.pop(request_id, None)
+        for admitted in plan.admitted:
+            spec = EngineRequest(admitted.request_id, admitted.token_ids, admitted.sampling)
+            self.live[admitted.request_id] = (admitted, list(self.script(spec)))
+            self.seen.append(admitted)
+        sampling = [s.request_id for s in plan.sequences if s.is_sampling]
+        return StepResult(plan.step, {name: self._say(name) for name in sampling})
+
+    def _say(self, request_id: str) -> SampledToken:
+        admitted, words = self.live[request_id]
+        token_id = words.pop(0)
+        asked = admitted.sampling.logprobs is not None
+        return SampledToken(token_id, TokenLogprobs(token_id, -0.5) if asked else None)
+
+    def send(self, message: bytes, rank: int | None = None) -> None:
+        """Nobody listens."""
+
+    def check(self) -> None:
+        """All is well."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+        self.is_closed = True
+
+
+def scripted_engine(executor: ScriptedExecutor, *, max_num_seqs: int = 8) -> Engine:
+    """A core over it, as ``build_engine`` makes them."""
+    limits = SchedulerLimits(max_num_seqs, 64, FACTS.max_model_len, frozenset({EOS}))
+    blocks = BlockManager(FACTS.num_kv_blocks, FACTS.block_size, prefix_caching=True)
+    return Engine(EngineCore(Scheduler(limits, blocks), executor), FACTS)  # type: ignore[arg-type]
