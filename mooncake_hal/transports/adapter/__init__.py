@@ -1,0 +1,1 @@
+"""Transports whose bytes are moved by somebody else's transfer engine."""

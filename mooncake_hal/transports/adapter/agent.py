@@ -1,0 +1,115 @@
+"""What an adapter needs of a transfer engine that is not ours.
+
+Engines know neither our deadlines nor how to end what they have begun. So they are given a transfer
+in slices, one at a time, and an engine that fails or does not finish one is closed: only then is it
+certain that it touches no more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_hal.transport import MemoryRegion, Spans
+from mooncake_hal.transports.splitting import limit_spans, split_spans
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """As much of a transfer as an engine is given at once.
+
+    Args:
+        is_read: whether the bytes come to this process, or leave it.
+        spans: the pieces.
+        local_keys: [n] int64, which of our regions each piece lies in.
+        remote_keys: [n] int64, which of the peer's.
+    """
+
+    is_read: bool
+    spans: Spans
+    local_keys: NDArray[np.int64]
+    remote_keys: NDArray[np.int64]
+
+
+class Agent(Protocol):
+    """One running instance of an engine; no two of its methods are called at once.
+
+    An endpoint has one that serves its peers, and one per peer that it drives.
+    """
+
+    def description(self) -> bytes:
+        """Return what another agent has to know to reach this one. Not empty."""
+        ...
+
+    def register(self, key: int, region: MemoryRegion) -> bytes:
+        """Register memory; return what another agent has to know of it. Not empty.
+
+        Raises:
+            TransportUnavailable: the engine can't take this memory.
+        """
+        ...
+
+    def deregister(self, key: int) -> None:
+        """Withdraw memory that was registered."""
+        ...
+
+    def meet(self, description: bytes) -> None:
+        """Get to know the one agent that this one moves bytes to and from.
+
+        Raises:
+            TransferError: the engine can't reach it.
+        """
+        ...
+
+    def learn(self, key: int, attachment: bytes) -> None:
+        """Get to know a region of that agent, by what its ``register`` returned.
+
+        Raises:
+            TransferError: the engine can't use it.
+        """
+        ...
+
+    def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
+        """Move a slice whole; the bytes have arrived when this returns.
+
+        Args:
+            part: pieces in regions that are registered here, and learnt.
+            must_stop: says when nobody waits for it any more; the agent may go on for a second or
+                two, if it can't stop.
+
+        Raises:
+            TransferError: not all of it was moved. More of it may be, until the agent is closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the engine: nothing moves any more when this returns. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine, as one endpoint uses it.
+
+    Args:
+        name: of the transport.
+        protocol: what the engine speaks; both ends must speak the same.
+        open_agent: starts an agent; with True one that serves peers. Raises TransportUnavailable.
+        max_pieces: pieces in a slice.
+        max_bytes: bytes in a slice, roughly; bounds how long a cancelled transfer drains.
+    """
+
+    name: str
+    protocol: str
+    open_agent: Callable[[bool], Agent]
+    max_pieces: int
+    max_bytes: int = 16 << 20
+
+    def cut(self, spans: Spans) -> list[Spans]:
+        """Cut the spans of a transfer into those of its slices; none is empty."""
+        shares = split_spans(spans, -(-spans.total_bytes // self.max_bytes))
+        return [run for share in shares for run in limit_spans(share, self.max_pieces)]

@@ -1,0 +1,67 @@
+"""What two endpoints of one engine tell each other. Pure."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from mooncake_hal.errors import PeerLost, TransferError
+from mooncake_hal.transports.handshake import UNREADABLE
+
+VERSION = 1
+
+DESCRIBE = b"describe"
+"""The one call: the answer is a Description."""
+
+
+class EngineFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an endpoint publishes: nothing that leads to its engine.
+
+    Args:
+        protocol: what the engine speaks.
+    """
+
+    protocol: str
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to reach an endpoint's engine; told to peers that have proved themselves.
+
+    Args:
+        agent: in the engine's own words.
+        token_address: where in the endpoint's process the token lies.
+        token_attachment: what the engine has to know of that memory.
+        token: random bytes; who reads them there has reached the right engine.
+    """
+
+    agent: bytes
+    token_address: int
+    token_attachment: bytes
+    token: bytes
+
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+def decode_facts(data: bytes) -> EngineFacts:
+    """Read what an endpoint published; raises TransferError if it is something else."""
+    try:
+        return msgspec.msgpack.decode(data, type=EngineFacts)
+    except UNREADABLE as exc:
+        raise TransferError(f"these are no facts of an engine's endpoint: {exc}") from exc
+
+
+def decode_told(data: bytes, kind: type[Struct]) -> Struct:
+    """Read what a peer says on its control connection; raises PeerLost if that is not it."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UNREADABLE as exc:
+        raise PeerLost(f"the peer broke the protocol: wanted {kind.__name__}: {exc}") from exc
+
+
+def why_apart(ours: EngineFacts, theirs: EngineFacts) -> str | None:
+    """Say why two engines can't speak to each other, or None if they may."""
+    if ours.protocol != theirs.protocol:
+        return f"our engine speaks {ours.protocol}, the peer's {theirs.protocol}"
+    return None

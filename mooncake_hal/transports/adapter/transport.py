@@ -1,0 +1,59 @@
+"""The transport around an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mooncake_hal.errors import TransferError
+from mooncake_hal.transport import Endpoint, EndpointOptions
+from mooncake_hal.transports.adapter.agent import Engine
+from mooncake_hal.transports.adapter.driver import AdapterDriver
+from mooncake_hal.transports.adapter.facts import VERSION, decode_facts, why_apart
+from mooncake_hal.transports.control.endpoint import ControlledEndpoint, read_address
+from mooncake_hal.transports.control.table import AttachedRegions
+
+
+class AdapterTransport:
+    """See ``Transport``.
+
+    Args:
+        name: of the transport.
+        configure: makes the engine for an endpoint. Raises ValueError for settings that it does
+            not know, TransportUnavailable if the host lacks what they ask for.
+    """
+
+    can_revoke = False  # what a peer's engine has begun, this side can't stop
+
+    def __init__(self, name: str, configure: Callable[[EndpointOptions], Engine]) -> None:
+        self.name = name
+        self._configure = configure
+
+    def open(self, options: EndpointOptions) -> Endpoint:
+        """See ``Transport``."""
+        local = AttachedRegions("this side")
+        driver = AdapterDriver(self._configure(options), local)
+        try:
+            return ControlledEndpoint(driver, local, options)
+        except BaseException:
+            driver.close()
+            raise
+
+    def reaches(self, local: bytes, remote: bytes) -> str | None:
+        """See ``Transport``: compares what the engines speak."""
+        try:
+            ours, theirs = (read_address(data, self.name, VERSION) for data in (local, remote))
+            return why_apart(decode_facts(ours.facts), decode_facts(theirs.facts))
+        except TransferError as exc:
+            return str(exc)
+
+
+def chosen_settings(name: str, extra: dict[str, str], known: dict[str, str]) -> dict[str, str]:
+    """Return the settings, with the defaults of those that are not given.
+
+    Raises:
+        ValueError: one is not known.
+    """
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise ValueError(f"{name} has no settings {unknown}; it has {sorted(known)}")
+    return {**known, **extra}

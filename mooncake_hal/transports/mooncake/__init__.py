@@ -1,0 +1,1 @@
+"""The ``mooncake`` transport: mooncake-transfer-engine moves the bytes."""

@@ -1,0 +1,1 @@
+"""The ``nixl`` transport: NIXL moves the bytes."""

@@ -1,0 +1,20 @@
+"""The transport suite over other people's engines; run by ci/test-adapters, which installs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_hal.testing.transports import TransportConformance
+from mooncake_hal.testing.transports_process import TransportProcessConformance
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class TestMooncake(TransportConformance, TransportProcessConformance):
+    loader = "mooncake_hal.transports.mooncake.plugin:load"
+    timeout = 60.0
+
+
+class TestNixl(TransportConformance, TransportProcessConformance):
+    loader = "mooncake_hal.transports.nixl.plugin:load"
+    timeout = 60.0
