@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,9 @@ _KV_DEFAULTS = KVTransferConfig()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, 1 for a failure, 2 for a wrong command line or config."""
+    # Until there is something to leave in order, Ctrl-C ends the process as SIGTERM does: at once.
+    # KeyboardInterrupt would get lost when it meets a foreign import or a finaliser.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     args = build_parser().parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(),
@@ -30,15 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream=sys.stderr,
     )
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
-    from mooncake_engine.server.run import Stopped
-
     try:
         return int(args.run(args))
     except (EngineError, HalError) as exc:
         print(f"mooncake-engine: error: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
-    except (Stopped, KeyboardInterrupt):
-        return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
