@@ -92,7 +92,8 @@ def test_the_index_knows_who_holds_a_prefix() -> None:
 
 def test_exposition() -> None:
     counter = Counter("c_total", "Text.", ("name",))
-    counter.add('a"\\\n', by=2)
+    for _ in range(2):
+        counter.add('a"\\\n')
     assert list(counter.lines())[-1] == 'c_total{name="a\\"\\\\\\n"} 2'
     histogram = Histogram("h", "Text.")
     histogram.observe(0.002)
