@@ -36,7 +36,7 @@ test-rdma:  ## the rdma transport over real verbs: this host's device, or soft-R
 	@ci/install dev
 	@ci/test-rdma $(ARGS)
 
-test-grid:  ## every pair of tensor-parallel sizes, both connectors: hours; ARGS narrow it down
+test-grid:  ## every pair of tensor-parallel sizes, both connectors, GQA and MLA; ARGS narrow it down
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_grid.py $(ARGS)
 

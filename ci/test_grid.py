@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Every pair of tensor-parallel sizes, for both connectors, head counts and block sizes.
+"""Every pair of tensor-parallel sizes, for both connectors, all models and block sizes.
 
 Prints one table per setting, and exits 0 only if every pair said what a single instance says.
-The whole grid starts some thousand processes: hours on a small machine. Options narrow it down.
+Ranks are real processes. The decode instances of one model and connector stay up; each prefill
+instance is started once and serves all of them at the same time, every pair with prompts of its
+own. Options narrow it down.
 """
 
 from __future__ import annotations
@@ -14,19 +16,23 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from support.pd import Pair  # noqa: E402  # the path is set above
+from support.pd import Instance, Pair, instance  # noqa: E402  # the path is set above
 from support.pd_grid import (  # noqa: E402
+    MODELS,
     PULL,
     SIZES,
-    Setting,
+    Question,
     check_pair,
-    expected_answers,
+    make_questions,
     side,
     write_grid_model,
 )
@@ -35,23 +41,43 @@ from support.push import LAYERWISE  # noqa: E402
 from mooncake_engine.config import Role  # noqa: E402
 from mooncake_engine.errors import EngineError  # noqa: E402
 
-PAIR_TIMEOUT_S = 180.0
+PAIR_TIMEOUT_S = 300.0
 CONNECTORS = {"pull": PULL, "push": LAYERWISE}
 BLOCK_SIZES = {"16/16": (16, 16), "128/16": (128, 16)}
-KV_HEADS = (24, 2)
+FAILURES = (AssertionError, EngineError, asyncio.TimeoutError)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All pairs of one model and connector.
+
+    Args:
+        model: its directory.
+        connector: by name.
+        prefill_sizes, decode_sizes: tensor-parallel sizes.
+        blocks: names of BLOCK_SIZES.
+        questions: by names of blocks, prefill size and decode size.
+    """
+
+    model: Path
+    connector: str
+    prefill_sizes: Sequence[int]
+    decode_sizes: Sequence[int]
+    blocks: Sequence[str]
+    questions: dict[tuple[str, int, int], list[Question]]
 
 
 def main() -> int:
     """Run the grid that was asked for; the exit status."""
     args = parse_args()
-    settings = itertools.product(args.connector, args.kv_heads, args.blocks)
-    num_failures = 0
     started = time.monotonic()
-    for connector, kv_heads, blocks in settings:
-        setting = Setting(CONNECTORS[connector], kv_heads, BLOCK_SIZES[blocks])
-        print(f"\n{connector}, {kv_heads} kv heads, blocks {blocks} (down: P_tp, across: D_tp)")
-        num_failures += asyncio.run(run_setting(setting, args.sizes))
-    print(f"\n{num_failures} pairs failed, {time.monotonic() - started:.0f} s")
+    num_pairs = num_failures = 0
+    for name in args.model:
+        pairs, failures = asyncio.run(run_model(name, args))
+        num_pairs += pairs
+        num_failures += failures
+    seconds = time.monotonic() - started
+    print(f"\n{num_pairs} pairs, {num_failures} failed, {seconds:.0f} s", flush=True)
     return min(num_failures, 1)
 
 
@@ -59,46 +85,96 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--sizes", type=int, nargs="+", default=SIZES, help="tensor-parallel sizes")
+    add("--prefill", type=int, nargs="+", default=SIZES, help="tensor-parallel sizes")
+    add("--decode", type=int, nargs="+", default=SIZES, help="tensor-parallel sizes")
     add("--connector", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
-    add("--kv-heads", type=int, nargs="+", default=KV_HEADS, help="fewer than ranks: replicas")
+    add("--model", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     add("--blocks", nargs="+", choices=tuple(BLOCK_SIZES), default=tuple(BLOCK_SIZES))
     return parser.parse_args()
 
 
-async def run_setting(setting: Setting, sizes: list[int]) -> int:
-    """One table; how many of its pairs failed."""
-    failures = []
-    print("      " + "".join(f"{size:>6}" for size in sizes), flush=True)
+async def run_model(name: str, args: argparse.Namespace) -> tuple[int, int]:
+    """All tables of one model; how many pairs were tried, and how many failed."""
     with tempfile.TemporaryDirectory() as directory:
-        model = write_grid_model(Path(directory) / "model", setting.kv_heads)
-        expected = await expected_answers(model)
-        for prefill_tp in sizes:
-            print(f"{prefill_tp:>6}", end="", flush=True)
-            for decode_tp in sizes:
-                problem = await run_pair(model, setting, (prefill_tp, decode_tp), expected)
-                print("    ok" if problem is None else "  FAIL", end="", flush=True)
-                if problem is not None:
-                    failures.append(f"P_tp {prefill_tp}, D_tp {decode_tp}: {problem}")
-            print()
-    print("\n".join(failures))
-    return len(failures)
+        model = write_grid_model(Path(directory) / "model", name)
+        keys = list(itertools.product(args.blocks, args.prefill, args.decode))
+        async with instance(model, num_kv_blocks=512) as single:
+            questions = {key: await make_questions(single, seed) for seed, key in enumerate(keys)}
+        failures = 0
+        for connector in args.connector:
+            print(f"\n{name}, {connector} (down: blocks and P_tp, across: D_tp)", flush=True)
+            sizes = (args.prefill, args.decode, args.blocks)
+            failures += await run_grid(Grid(model, CONNECTORS[connector], *sizes, questions))
+        return len(keys) * len(args.connector), failures
 
 
-async def run_pair(
-    model: Path, setting: Setting, sizes: tuple[int, int], expected: list[list[int]]
-) -> str | None:
+async def run_grid(grid: Grid) -> int:
+    """One table; how many of its pairs failed."""
+    print(" " * 14 + "".join(f"{size:>6}" for size in grid.decode_sizes), flush=True)
+    problems: list[str] = []
+    async with decoders(grid) as running:
+        for blocks, prefill_size in itertools.product(grid.blocks, grid.prefill_sizes):
+            started = time.monotonic()
+            row = await run_row(grid, blocks, prefill_size, running)
+            cells = "".join("    ok" if problem is None else "  FAIL" for problem in row)
+            seconds = time.monotonic() - started
+            print(f"{blocks:>8}{prefill_size:>6}{cells}  {seconds:.0f} s", flush=True)
+            problems += [
+                f"blocks {blocks}, P_tp {prefill_size}, D_tp {size}: {problem}"
+                for size, problem in zip(grid.decode_sizes, row, strict=True)
+                if problem is not None
+            ]
+    print("\n".join(problems), end="\n" if problems else "", flush=True)
+    return len(problems)
+
+
+@asynccontextmanager
+async def decoders(grid: Grid) -> AsyncIterator[dict[int, Instance]]:
+    """A decode instance of each size, for the length of a block."""
+    [block_size] = {BLOCK_SIZES[blocks][1] for blocks in grid.blocks}
+    async with AsyncExitStack() as stack:
+        running = {}
+        for size in grid.decode_sizes:
+            context = side(
+                grid.model, Role.DECODE, grid.connector, tp_size=size, block_size=block_size
+            )
+            running[size] = await stack.enter_async_context(context)
+        yield running
+
+
+async def run_row(
+    grid: Grid, blocks: str, prefill_size: int, running: dict[int, Instance]
+) -> list[str | None]:
+    """One prefill instance with all decode instances at once; what was wrong with each pair."""
+    block_size = BLOCK_SIZES[blocks][0]
+    try:
+        async with side(
+            grid.model, Role.PREFILL, grid.connector, tp_size=prefill_size, block_size=block_size
+        ) as prefill:
+            row = await asyncio.gather(
+                *(
+                    run_pair(Pair(prefill, decode), grid.questions[blocks, prefill_size, size])
+                    for size, decode in running.items()
+                )
+            )
+            await prefill.check_clean(30.0)
+    except FAILURES as exc:
+        return [describe(exc)] * len(running)
+    return row
+
+
+async def run_pair(both: Pair, questions: Sequence[Question]) -> str | None:
     """One pair; what was wrong with it."""
     try:
-        async with (
-            side(model, Role.PREFILL, setting, sizes[0]) as first,
-            side(model, Role.DECODE, setting, sizes[1]) as second,
-        ):
-            checking = check_pair(Pair(first, second), setting, expected)
-            await asyncio.wait_for(checking, PAIR_TIMEOUT_S)
-    except (AssertionError, EngineError, asyncio.TimeoutError) as exc:
-        return f"{type(exc).__name__}: {str(exc)[:300]}"
+        await asyncio.wait_for(check_pair(both, questions), PAIR_TIMEOUT_S)
+    except FAILURES as exc:
+        return describe(exc)
     return None
+
+
+def describe(failure: BaseException) -> str:
+    """In one line."""
+    return f"{type(failure).__name__}: {str(failure)[:300]}"
 
 
 if __name__ == "__main__":

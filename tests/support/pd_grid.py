@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from support.metaserver import metaserver
 from support.pd import (
@@ -28,79 +29,87 @@ PULL = "MooncakeConnector"
 SIZES = (1, 2, 3, 4, 6, 8)
 NUM_HEADS = 24
 LENGTHS = (1, 16, 33, 100, 129, 200)
+SAMPLING = replace(GREEDY, max_tokens=6)
+TOKENS_IN_POOL = 8192
 OPTIONS = {"lease_s": 20.0, "max_num_batched_tokens": 96}
+
+_GROUPED = {"hidden_size": NUM_HEADS * 8, "head_dim": 8, "num_attention_heads": NUM_HEADS}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "24-heads": ("llama", {**_GROUPED, "num_key_value_heads": 24}),
+    "2-heads": ("llama", {**_GROUPED, "num_key_value_heads": 2}),
+    "latent": (
+        "deepseek_v3",
+        {"num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "head_dim": 16}
+        | {"kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8}
+        | {"first_k_dense_replace": 2},  # experts hold no KV
+    ),
+}
+"""Family and shape by name: a head for every rank, heads fewer than ranks, one latent for all."""
 
 Ask = Callable[[tuple[int, ...]], Awaitable[Answer]]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a grid is about.
+class Question:
+    """A prompt, and what a single instance says to it."""
 
-    Args:
-        connector: by name.
-        kv_heads: of NUM_HEADS query heads; fewer than ranks makes replicas.
-        block_sizes: of prefill and decode instance.
-    """
-
-    connector: str
-    kv_heads: int
-    block_sizes: tuple[int, int]
+    prompt: tuple[int, ...]
+    expected: tuple[int, ...]
 
 
-def write_grid_model(directory: Path, kv_heads: int) -> Path:
-    """A model whose query heads can be divided over any of SIZES."""
-    return write_model(
-        directory,
-        hidden_size=NUM_HEADS * 8,
-        head_dim=8,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=kv_heads,
-    )
+def write_grid_model(directory: Path, name: str) -> Path:
+    """One of MODELS, whose query heads can be divided over any of SIZES."""
+    family, shape = MODELS[name]
+    return write_model(directory, family, **shape)
 
 
-async def expected_answers(model: Path) -> list[list[int]]:
-    """What one instance of one rank says."""
-    async with instance(model) as single:
-        return [(await ask(single, prompt)).tokens for prompt in prompts()]
-
-
-def prompts() -> list[tuple[int, ...]]:
-    """What every pair is asked."""
-    return [prompt_of(length, seed=length) for length in LENGTHS]
+async def make_questions(single: Instance, seed: int) -> list[Question]:
+    """Prompts of all LENGTHS that no other seed has, so that no instance has their KV already."""
+    prompts = [prompt_of(length, seed=seed) for length in LENGTHS]
+    answers = await asyncio.gather(*(ask(single, prompt, SAMPLING) for prompt in prompts))
+    return [Question(p, tuple(a.tokens)) for p, a in zip(prompts, answers, strict=True)]
 
 
 @asynccontextmanager
-async def side(model: Path, role: Role, setting: Setting, tp_size: int) -> AsyncIterator[Instance]:
+async def side(
+    model: Path, role: Role, connector: str, *, tp_size: int, block_size: int
+) -> AsyncIterator[Instance]:
     """One instance of a grid."""
-    block_size = setting.block_sizes[role is Role.DECODE]
-    options = {**OPTIONS, "connector": setting.connector, "num_kv_blocks": 2048 // block_size}
-    async with instance(model, role, tp_size=tp_size, block_size=block_size, **options) as running:
+    options: dict[str, Any] = {**OPTIONS, "connector": connector, "tp_size": tp_size}
+    num_blocks = TOKENS_IN_POOL // block_size
+    async with instance(
+        model, role, block_size=block_size, num_kv_blocks=num_blocks, **options
+    ) as running:
         yield running
 
 
-async def check_pair(both: Pair, setting: Setting, expected: Sequence[list[int]]) -> None:
+async def check_pair(both: Pair, questions: Sequence[Question]) -> None:
     """Answers are those of the single instance, by KV that came across, and all is given back.
+
+    The prefill instance may serve others meanwhile: it is for the caller to look at it.
 
     Raises:
         AssertionError: they are not.
     """
-    async with asker(both, setting) as ask_both:
-        first = await ask_both(prompts()[-1])
-        answers = await asyncio.gather(*(ask_both(prompt) for prompt in prompts()))
-    assert [answer.tokens for answer in answers] == list(expected), "wrong tokens"
-    assert first.tokens == expected[-1], "wrong tokens"
+    received = both.decode.stat("bytes_received")
+    async with asker(both) as ask_both:
+        first = await ask_both(questions[-1].prompt)
+        answers = await asyncio.gather(*(ask_both(question.prompt) for question in questions))
+    for question, answer in zip((*questions, questions[-1]), (*answers, first), strict=True):
+        assert tuple(answer.tokens) == question.expected, f"wrong tokens: {answer}, {question}"
     assert both.decode.stat("load_failures") == 0, "a load failed"
-    assert both.decode.stat("bytes_received") > 0, "nothing came across"
-    await both.check_clean(30.0)
+    assert both.decode.stat("bytes_received") > received, "nothing came across"
+    await both.decode.check_clean(30.0)
 
 
 @asynccontextmanager
-async def asker(both: Pair, setting: Setting) -> AsyncIterator[Ask]:
+async def asker(both: Pair) -> AsyncIterator[Ask]:
     """How a pair is asked, by pull or by push."""
-    if setting.connector != LAYERWISE:
-        yield lambda prompt: ask_pair(both, prompt, GREEDY)
+    kv_transfer = both.decode.engine.config.kv_transfer
+    assert kv_transfer is not None
+    if kv_transfer.connector != LAYERWISE:
+        yield lambda prompt: ask_pair(both, prompt, SAMPLING)
         return
     pushed = PushPair(both)
     async with metaserver(pushed.dispatch) as pushed.metaserver:
-        yield lambda prompt: ask_pushed(pushed, prompt, GREEDY)
+        yield lambda prompt: ask_pushed(pushed, prompt, SAMPLING)
