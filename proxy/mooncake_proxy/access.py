@@ -41,20 +41,18 @@ class AccessLog:
         exchange: Exchange,
         call: Call | None,
         request_id: str,
-        status: int,
         elapsed_s: float,
         error: ProxyError | None,
     ) -> None:
         """Remember a line; `flush` writes it."""
-        is_error = error is not None or (status >= 400 and status != CLIENT_LEFT)
-        if self._level == "off" or (self._level == "errors" and not is_error):
+        if self._level == "off" or (self._level == "errors" and error is None):
             return
         facts: dict[str, object] = {
             "time": round(time.time(), 3),
             "request_id": request_id,
             "client": exchange.peer,
             "path": exchange.path,
-            "status": status,
+            "status": exchange.status,
             "ms": round(elapsed_s * 1000, 3),
             "bytes": exchange.bytes_out,
         }

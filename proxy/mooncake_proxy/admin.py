@@ -10,7 +10,6 @@ import msgspec
 from mooncake_proxy import __version__, openai, page
 from mooncake_proxy.access import check_key
 from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, UpstreamError
-from mooncake_proxy.flows.relay import check_status
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.http1.wire import header_lines
 from mooncake_proxy.instances import Instance, Role
@@ -159,9 +158,7 @@ class Surface:
         for instance in self._router.fleet.require(self._router.fleet.whole() or Role.DECODE):
             deadline = self._router.now() + MODELS_TIMEOUT_S
             try:
-                async with instance.pool.send(instance.get("/v1/models"), deadline) as answer:
-                    await check_status(answer)
-                    body = await answer.read()
+                body = await instance.pool.fetch(instance.get("/v1/models"), deadline)
             except UpstreamError as error:
                 last = error
                 continue

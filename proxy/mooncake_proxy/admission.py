@@ -8,7 +8,6 @@ from collections import deque
 
 from mooncake_proxy.config import AdmissionConfig
 from mooncake_proxy.errors import Overloaded
-from mooncake_proxy.timing import timeout
 
 
 class Admission:
@@ -16,7 +15,7 @@ class Admission:
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[bool]] = deque()
         self.num_running = 0
 
     @property
@@ -37,7 +36,7 @@ class Admission:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_result(None)
+                turn.set_result(True)
                 return
         self.num_running -= 1
 
@@ -51,23 +50,31 @@ class Admission:
                 "(--max-running, --max-waiting): try again later",
                 retry_after_s=self._retry_after(),
             )
-        turn = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[bool] = loop.create_future()
         self._waiting.append(turn)
+        # A timer, as this may run without a task, which `timeout` would need.
+        timer = loop.call_later(config.max_wait_s, _answer, turn, False)
         try:
-            async with timeout(config.max_wait_s):
-                await turn
-        except (asyncio.TimeoutError, asyncio.CancelledError) as exc:
-            if turn.done() and not turn.cancelled():
+            has_place = await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.result():
                 self.leave()
-            if isinstance(exc, asyncio.CancelledError):
-                raise
+            raise
+        finally:
+            timer.cancel()
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+        if not has_place:
             raise Overloaded(
                 f"waited {config.max_wait_s:g} s for a place (--max-wait)",
                 retry_after_s=self._retry_after(),
-            ) from exc
-        finally:
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+            )
 
     def _retry_after(self) -> int:
         return max(1, math.ceil(self._config.max_wait_s / 2))
+
+
+def _answer(turn: asyncio.Future[bool], has_place: bool) -> None:
+    if not turn.done():
+        turn.set_result(has_place)

@@ -156,6 +156,7 @@ class Application:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             sweep_timeouts(self.client)
+            self.router.metrics.settle()
             now = self.router.now()
             for connection in tuple(self.server.connections):
                 connection.sweep(now)
@@ -187,7 +188,8 @@ class Application:
         request_id = request_id_of(exchange.headers)
         call: Call | None = None
         try:
-            check_key(exchange.headers, self.config.api_keys)
+            if self.config.api_keys:
+                check_key(exchange.headers, self.config.api_keys)
             call = self._call(exchange, endpoint, request_id, arrival)
             if self.router.tokenize is not None:
                 await self.router.read_prompt(call, self.router.tokenize)
@@ -200,9 +202,8 @@ class Application:
                 self.admission.leave()
         except asyncio.CancelledError:
             self.router.metrics.disconnects.add(_stage_of(call))
-            self.access.write(
-                exchange, call, request_id, CLIENT_LEFT, self.router.now() - arrival, None
-            )
+            exchange.status = CLIENT_LEFT
+            self.access.write(exchange, call, request_id, self.router.now() - arrival, None)
             raise
         except ProxyError as error:
             self._answer_error(exchange, error, request_id)
@@ -245,7 +246,7 @@ class Application:
         path = exchange.target.decode("latin-1")
         self.router.metrics.requests.add(path, str(exchange.status))
         self.router.metrics.request_seconds.observe(elapsed, path)
-        self.access.write(exchange, call, request_id, exchange.status, elapsed, error)
+        self.access.write(exchange, call, request_id, elapsed, error)
 
     # ------------------------------------------------ everything else
 

@@ -11,6 +11,7 @@ from mooncake_proxy.errors import (
     ConnectFailed,
     ConnectionLost,
     MalformedAnswer,
+    Rejected,
     UpstreamError,
     UpstreamTimeout,
 )
@@ -125,11 +126,10 @@ class HealthChecker:
         pool = instance.pool
         deadline = pool.context.loop.time() + self._config.timeout_s
         try:
-            async with pool.send(instance.get(self._config.path), deadline) as answer:
-                body = await answer.read()
+            await pool.fetch(instance.get(self._config.path), deadline)
+        except Rejected as exc:
+            text = exc.body[:200].decode("utf-8", "replace")
+            return f"{self._config.path} answered {exc.status}: {text}"
         except UpstreamError as exc:
             return exc.detail
-        if answer.status == 200:
-            return ""
-        text = body[:200].decode("utf-8", "replace")
-        return f"{self._config.path} answered {answer.status}: {text}"
+        return ""

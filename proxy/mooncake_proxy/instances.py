@@ -22,6 +22,11 @@ class Role(Enum):
     DECODE = "decode"
     BOTH = "both"
 
+    def __init__(self, label: str) -> None:
+        # `value` and the hash of an enum are Python calls; these are read several times a request.
+        self.label = label
+        self.index = len(type(self).__members__)
+
 
 class State(Enum):
     """Whether an instance gets new requests."""
@@ -99,6 +104,16 @@ class Instance:
         """Prompt tokens of those requests."""
         return self.num_prompt_tokens + self.num_elsewhere[1]
 
+    def occupy(self, prompt_tokens: int) -> None:
+        """A request begins here; `vacate` must follow."""
+        self.num_running += 1
+        self.num_prompt_tokens += prompt_tokens
+
+    def vacate(self, prompt_tokens: int) -> None:
+        """It ended, however."""
+        self.num_running -= 1
+        self.num_prompt_tokens -= prompt_tokens
+
     def request(self, path: str, request_id: str, extra: bytes, body: bytes) -> bytes:
         """A POST of JSON to this instance, ready to be written."""
         head = self._heads.get(path)
@@ -137,7 +152,8 @@ class Fleet:
     def __init__(self, context: ClientContext) -> None:
         self._context = context
         self._instances: dict[str, Instance] = {}
-        self._live: dict[Role, tuple[Instance, ...]] = {}
+        # By Role.index.
+        self._live: list[tuple[Instance, ...]] = [()] * len(Role)
         self._leaving: set[str] = set()
         self.version = 0
         # Whether any instance may give requests back: then token ids are recorded.
@@ -160,32 +176,20 @@ class Fleet:
 
     def live(self, role: Role) -> tuple[Instance, ...]:
         """Instances that take new requests of a role."""
-        return self._live[role]
+        return self._live[role.index]
 
     def whole(self) -> Role | None:
         """The role that can serve whole requests now: BOTH if there is one, else DECODE."""
-        if self._live[Role.BOTH]:
+        if self._live[Role.BOTH.index]:
             return Role.BOTH
-        return Role.DECODE if self._live[Role.DECODE] else None
+        return Role.DECODE if self._live[Role.DECODE.index] else None
 
     def require(self, role: Role) -> tuple[Instance, ...]:
         """The same, or NoInstance."""
-        live = self._live[role]
+        live = self._live[role.index]
         if not live:
             raise NoInstance(self._explain(role), code=f"no_live_{role.value}")
         return live
-
-    def occupy(self, instance: Instance, prompt_tokens: int) -> None:
-        """A request begins on the instance; `vacate` must follow."""
-        instance.num_running += 1
-        instance.num_prompt_tokens += prompt_tokens
-
-    def vacate(self, instance: Instance, prompt_tokens: int) -> None:
-        """It ended, however."""
-        instance.num_running -= 1
-        instance.num_prompt_tokens -= prompt_tokens
-        if instance.is_draining and instance.num_running == 0:
-            self._drained(instance)
 
     # ------------------------------------------------ changes
 
@@ -209,8 +213,7 @@ class Fleet:
         if then_remove:
             self._leaving.add(name)
         self._refresh()
-        if instance.num_running == 0:
-            self._drained(instance)
+        self.forget_drained(instance)
         return instance
 
     def resume(self, name: str) -> Instance:
@@ -262,8 +265,13 @@ class Fleet:
         for instance in self._instances.values():
             instance.pool.close()
 
-    def _drained(self, instance: Instance) -> None:
-        if instance.name in self._leaving and instance.name in self._instances:
+    def forget_drained(self, instance: Instance) -> None:
+        """A request on a draining instance ended: was it the last of one that shall leave?"""
+        if (
+            instance.num_running == 0
+            and instance.name in self._leaving
+            and instance.name in self._instances
+        ):
             self.remove(instance.name)
 
     def _refresh(self) -> None:
@@ -271,7 +279,7 @@ class Fleet:
         takes = [i for i in self._instances.values() if i.is_up and not i.is_draining]
         self.recomputes = any(i.spec.recomputes for i in takes)
         for role in Role:
-            self._live[role] = tuple(i for i in takes if i.spec.role is role)
+            self._live[role.index] = tuple(i for i in takes if i.spec.role is role)
 
     def _explain(self, role: Role) -> str:
         wanted = [i for i in self._instances.values() if i.spec.role is role]

@@ -18,7 +18,6 @@ import msgspec
 from msgspec import Struct, field
 
 from mooncake_proxy.errors import ConfigError, UpstreamError
-from mooncake_proxy.flows.relay import check_status
 from mooncake_proxy.http1.connection import ClientContext, ClientLimits
 from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.http1.pool import Pool
@@ -179,6 +178,5 @@ class KubernetesWatch:
             token = f"authorization: Bearer {config.token_file.read_text('ascii').strip()}\r\n"
         head = f"GET {path} HTTP/1.1\r\nhost: {self._pool.origin.authority}\r\n{token}\r\n"
         deadline = self._pool.context.loop.time() + TIMEOUT_S
-        async with self._pool.send(head.encode("ascii"), deadline) as answer:
-            await check_status(answer)
-            return msgspec.json.decode(await answer.read(), type=PodList)
+        body = await self._pool.fetch(head.encode("ascii"), deadline)
+        return msgspec.json.decode(body, type=PodList)

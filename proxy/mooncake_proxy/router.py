@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mooncake_proxy.budget import RetryBudget
 from mooncake_proxy.call import Call
@@ -31,9 +31,17 @@ from mooncake_proxy.tokenizing import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 ABORT_TIMEOUT_S = 5.0
 # Tokenising less than this takes less than handing it to a thread.
 INLINE_CHARACTERS = 1000
+
+
+class Step(Protocol[T_co]):
+    """One exchange of a request with an instance."""
+
+    def __call__(self, router: Router, call: Call, instance: Instance, /) -> Awaitable[T_co]:
+        """UpstreamError where it failed; of this very instance, if another one may help."""
 
 
 @dataclass(slots=True)
@@ -147,7 +155,7 @@ class Router:
 
     # ------------------------------------------------ attempts
 
-    async def attempt(self, role: Role, call: Call, step: Callable[[Instance], Awaitable[T]]) -> T:
+    async def attempt(self, role: Role, call: Call, step: Step[T]) -> T:
         """Run `step` on an instance, and on another one for as long as nothing was forwarded.
 
         Each new try has a new attempt id. It takes from the retry budget, so that a fleet that
@@ -156,12 +164,9 @@ class Router:
         tried: list[Instance] = []
         while True:
             instance = self.choose(role, call, tried)
+            instance.occupy(call.prompt_tokens)
             try:
-                self.fleet.occupy(instance, call.prompt_tokens)
-                try:
-                    result = await step(instance)
-                finally:
-                    self.fleet.vacate(instance, call.prompt_tokens)
+                result = await step(self, call, instance)
             except Recomputed:
                 raise  # no failure: the request goes on with a new prefill
             except UpstreamError as error:
@@ -171,15 +176,22 @@ class Router:
                 tried.append(instance)
                 if not self._may_try_again(role, call, tried, error):
                     raise
-                call.attempt += 1
-                self.metrics.retries.add(role.value)
-                logger.warning(
-                    "request %s: %s failed, trying another: %s", call.request_id, role.value, error
-                )
+                self._note_retry(role, call, error)
             else:
-                self.metrics.attempts.add(instance.name, role.value, "ok")
+                self.metrics.attempts.add(instance.name, role.label, "ok")
                 self.passive.succeeded(instance.name)
                 return result
+            finally:
+                instance.vacate(call.prompt_tokens)
+                if instance.is_draining:
+                    self.fleet.forget_drained(instance)
+
+    def _note_retry(self, role: Role, call: Call, error: UpstreamError) -> None:
+        call.attempt += 1
+        self.metrics.retries.add(role.label)
+        logger.warning(
+            "request %s: %s failed, trying another: %s", call.request_id, role.label, error
+        )
 
     def _may_try_again(
         self, role: Role, call: Call, tried: Sequence[Instance], error: UpstreamError
@@ -191,7 +203,7 @@ class Router:
         return untried and is_early and self.budget.take()
 
     def _count_failure(self, instance: Instance, role: Role, error: UpstreamError) -> None:
-        self.metrics.attempts.add(instance.name, role.value, error.reason)
+        self.metrics.attempts.add(instance.name, role.label, error.reason)
         if self.passive.failed(instance.name, error):
             self.fleet.set_up(instance, up=False, error=str(error))
 
@@ -207,9 +219,8 @@ class Router:
         body = encode({"request_id": remote_request_id})
         payload = instance.request("/abort", remote_request_id, b"", body)
         try:
-            async with instance.pool.send(payload, self.now() + ABORT_TIMEOUT_S) as answer:
-                await answer.read()
-                outcome = str(answer.status)
+            await instance.pool.fetch(payload, self.now() + ABORT_TIMEOUT_S)
+            outcome = "200"
         except UpstreamError as error:
             outcome = error.reason
             logger.warning("abort of %s not delivered: %s", remote_request_id, error)

@@ -6,9 +6,9 @@ client -> P   one token, "hold the KV"          P -> client  the first token, at
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -19,7 +19,6 @@ from mooncake_proxy.call import Call, decode_body, prefill_body
 from mooncake_proxy.errors import MalformedAnswer, Recomputed, Rejected, UpstreamError
 from mooncake_proxy.flows.plain import generate, plain
 from mooncake_proxy.flows.recompute import next_call, record_for
-from mooncake_proxy.flows.relay import check_status
 from mooncake_proxy.http1.connection import Connection
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import Answer, HandOver
@@ -51,9 +50,7 @@ async def _pass(router: Router, call: Call) -> None:
         await plain(router, call, alone)
         return
     try:
-        prefilled = await router.attempt(
-            Role.PREFILL, call, lambda chosen: _prefill(router, call, chosen)
-        )
+        prefilled = await router.attempt(Role.PREFILL, call, _prefill)
     except UpstreamError as error:
         if not may_prefill_on_decoder(router, error):
             raise
@@ -65,9 +62,7 @@ async def _pass(router: Router, call: Call) -> None:
         await fall_back(router, call, "no_params")
     else:
         with Held(router, call, prefilled) as held:
-            await router.attempt(
-                Role.DECODE, call, lambda chosen: _decode(router, call, held, chosen)
-            )
+            await router.attempt(Role.DECODE, call, held.decode)
 
 
 @dataclass(slots=True)
@@ -90,13 +85,13 @@ class Held:
     lease ends.
     """
 
-    __slots__ = ("_call", "_router", "is_taken", "prefilled")
+    __slots__ = ("_call", "_is_taken", "_prefilled", "_router")
 
     def __init__(self, router: Router, call: Call, prefilled: Prefilled) -> None:
         self._router = router
         self._call = call
-        self.prefilled = prefilled
-        self.is_taken = False
+        self._prefilled = prefilled
+        self._is_taken = False
 
     def __enter__(self) -> Held:
         return self
@@ -107,10 +102,23 @@ class Held:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._is_taken:
+            return
         # D may have begun with one choice and not have fetched the others.
-        is_in_doubt = not self._call.is_committed or self.prefilled.facts.choices is not None
-        if is_in_doubt and not self.is_taken:
-            self._router.release(self.prefilled.instance, self.prefilled.facts)
+        facts = self._prefilled.facts
+        if not self._call.is_committed or facts.choices is not None:
+            self._router.release(self._prefilled.instance, facts)
+
+    async def decode(self, router: Router, call: Call, instance: Instance) -> None:
+        """One attempt: the first token out if it is not yet, then D's own stream or answer."""
+        call.decoder = instance.name
+        params = self._prefilled.params
+        assert params is not None
+        if call.streams:
+            _deliver_first_token(router, call, self._prefilled.answer, instance)
+        delivered = call.answer_id is not None
+        await generate(router, call, instance, decode_body(call, params, delivered=delivered))
+        self._is_taken = True
 
 
 # ---------------------------------------------------------------- before
@@ -162,25 +170,27 @@ async def _prefill(router: Router, call: Call, instance: Instance) -> Prefilled:
     """One attempt: P's answer, read and understood."""
     call.prefiller = instance.name
     started = router.now()
-    payload = instance.request(
-        call.endpoint.path, call.attempt_id, call.forward, prefill_body(call)
-    )
-    upstream = instance.pool.send(payload, call.deadline, lingers=True)
-    try:
-        async with upstream as answer:
-            await check_status(answer)
-            body = await answer.read()
-    except asyncio.CancelledError:
-        if upstream.left is not None and upstream.left.hang_up(HANG_UP_S):
-            router.spawn(_release_late_answer(router, instance, upstream.left))
-        raise
-    router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
+    body = prefill_body(call)
+    payload = instance.request(call.endpoint.path, call.attempt_id, call.forward, body)
+    abandon = partial(_hang_up, router, instance)
+    with await instance.pool.exchange(
+        payload, call.deadline, whole=True, abandon=abandon
+    ) as answer:
+        body = answer.body
+    metrics = router.metrics
+    metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
     prefilled = understand(instance, body)
-    router.metrics.prompt_tokens.add(by=prefilled.facts.num_prompt_tokens or 0)
-    router.metrics.cached_tokens.add(by=prefilled.facts.remote_cached_tokens or 0)
+    metrics.prompt_tokens.values[()] += prefilled.facts.num_prompt_tokens or 0
+    metrics.cached_tokens.values[()] += prefilled.facts.remote_cached_tokens or 0
     if call.record is not None:
         call.record.note_prefill(prefilled.answer)
     return prefilled
+
+
+def _hang_up(router: Router, instance: Instance, connection: Connection) -> None:
+    """The client has left: P may have answered already, and hold KV that nobody comes for."""
+    if connection.hang_up(HANG_UP_S):
+        router.spawn(_release_late_answer(router, instance, connection))
 
 
 async def _release_late_answer(router: Router, instance: Instance, answer: Connection) -> None:
@@ -228,18 +238,6 @@ def _answer_from_prefill(router: Router, call: Call, prefilled: Prefilled) -> No
 
 
 # ---------------------------------------------------------------- decode
-
-
-async def _decode(router: Router, call: Call, held: Held, instance: Instance) -> None:
-    """One attempt: the first token out if it is not yet, then D's own stream or answer."""
-    call.decoder = instance.name
-    params = held.prefilled.params
-    assert params is not None
-    if call.streams:
-        _deliver_first_token(router, call, held.prefilled.answer, instance)
-    delivered = call.answer_id is not None
-    await generate(router, call, instance, decode_body(call, params, delivered=delivered))
-    held.is_taken = True
 
 
 def _deliver_first_token(router: Router, call: Call, answer: Answer, instance: Instance) -> None:

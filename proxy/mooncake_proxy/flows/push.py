@@ -9,6 +9,7 @@ D      -> client       everything
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from msgspec import Raw
 
@@ -16,7 +17,6 @@ from mooncake_proxy.call import Call, prefill_body
 from mooncake_proxy.errors import UpstreamError
 from mooncake_proxy.flows.plain import generate, plain
 from mooncake_proxy.flows.pull import fall_back, may_prefill_on_decoder, serve_alone
-from mooncake_proxy.flows.relay import check_status
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import encode
 from mooncake_proxy.router import Router
@@ -31,7 +31,7 @@ async def push(router: Router, call: Call) -> None:
         await plain(router, call, alone)
         return
     try:
-        await router.attempt(Role.DECODE, call, lambda chosen: _meet(router, call, chosen))
+        await router.attempt(Role.DECODE, call, _meet)
     except UpstreamError as error:
         if call.is_committed or not _is_prefill_failure(router, error):
             raise
@@ -65,11 +65,8 @@ def decode_body(call: Call, metaserver: str) -> bytes:
 
 async def _dispatch(router: Router, call: Call, params: Raw) -> None:
     """The prefill, on another P if one fails."""
-    body = prefill_body(call, params)
     try:
-        await router.attempt(
-            Role.PREFILL, call, lambda chosen: _prefill(router, call, chosen, body)
-        )
+        await router.attempt(Role.PREFILL, call, partial(_prefill, prefill_body(call, params)))
     except UpstreamError as error:
         if not call.is_committed:
             raise
@@ -77,13 +74,11 @@ async def _dispatch(router: Router, call: Call, params: Raw) -> None:
         logger.info("request %s: its prefill ended badly, D goes on: %s", call.request_id, error)
 
 
-async def _prefill(router: Router, call: Call, instance: Instance, body: bytes) -> None:
+async def _prefill(body: bytes, router: Router, call: Call, instance: Instance) -> None:
     call.prefiller = instance.name
     started = router.now()
     payload = instance.request(call.endpoint.path, call.attempt_id, call.forward, body)
-    async with instance.pool.send(payload, call.deadline) as answer:
-        await check_status(answer)
-        await answer.read()
+    await instance.pool.fetch(payload, call.deadline)
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
 
 

@@ -15,7 +15,6 @@ from mooncake_proxy.errors import (
     FailedStream,
     MalformedAnswer,
     Recomputed,
-    Rejected,
 )
 from mooncake_proxy.http1.connection import Connection
 from mooncake_proxy.openai import ABSENT, is_null
@@ -148,12 +147,6 @@ def _status_in(error: Raw) -> int:
     except msgspec.DecodeError:
         return 502
     return code if isinstance(code, int) and 400 <= code <= 599 else 502
-
-
-async def check_status(answer: Connection) -> None:
-    """Anything but 200 is an error that keeps its status and body."""
-    if answer.status != 200:
-        raise Rejected(answer.name, answer.status, answer.headers, await answer.read())
 
 
 def check_streams(answer: Connection) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol, cast
 
 import httptools
 
-from mooncake_proxy.errors import ConnectionLost, MalformedAnswer, UpstreamError
+from mooncake_proxy.errors import ConnectionLost, MalformedAnswer, Rejected, UpstreamError
+from mooncake_proxy.http1.driver import Bell
+from mooncake_proxy.http1.wire import parse_fields
 
 
 class Sink(Protocol):
@@ -33,10 +37,10 @@ class ClientLimits:
 
 @dataclass(slots=True)
 class ClientContext:
-    """What all pools share. `busy` is what the time-out sweep looks at."""
+    """What all pools share. `connections` is what the time-out sweep looks at."""
 
     limits: ClientLimits = field(default_factory=ClientLimits)
-    busy: set[Connection] = field(default_factory=set)
+    connections: set[Connection] = field(default_factory=set)
     tls: ssl.SSLContext | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
@@ -60,125 +64,164 @@ class Home(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection to an instance; carries one exchange at a time."""
+    """One connection to an instance; carries one exchange at a time.
+
+    `with await pool.exchange(...) as answer:` — leaving the block ends the exchange.
+    """
 
     __slots__ = (
         "_context",
         "_failure",
         "_has_head",
-        "_headers",
+        "_head",
         "_home",
         "_is_complete",
-        "_is_head_wanted",
         "_is_hung_up",
+        "_is_whole_wanted",
         "_parser",
         "_parts",
+        "_patience_s",
         "_sink",
+        "_time",
         "_transport",
-        "_waiter",
+        "bell",
         "deadline",
-        "headers",
-        "last_deadline",
+        "is_awaited",
         "name",
         "num_received",
         "reusable",
+        "since",
         "status",
     )
 
     def __init__(self, home: Home) -> None:
         self._home = home
         self._context = home.context
+        self._time = home.context.loop.time
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[None] | None = None
         self._failure: UpstreamError | None = None
         self._sink: Sink | None = None
         self._parts: list[bytes] = []
-        self._headers: dict[bytes, bytes] = {}
+        # What came until the head was whole, maybe with the beginning of the body.
+        self._head = b""
         self._has_head = False
         self._is_complete = True
-        self._is_head_wanted = False
+        self._is_whole_wanted = False
         self._is_hung_up = False
-        self.headers: dict[bytes, bytes] = {}
+        # Rings when what is awaited is there, or never will be.
+        self.bell = Bell(home.context.loop)
+        self.is_awaited = False
         self.status = 0
         self.num_received = 0
         self.reusable = True
+        # Loop times: the end of the exchange whatever arrives, and the latest sign of life, after
+        # which silence may last for `_patience_s`.
         self.deadline = 0.0
-        self.last_deadline = 0.0
+        self.since = 0.0
+        self._patience_s = 0.0
         self.name = home.name
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.finish()
 
     # ------------------------------------------------ one exchange
 
-    def send(self, payload: bytes, last_deadline: float) -> None:
-        """Start an exchange. `last_deadline` (loop time) bounds it whatever arrives."""
-        self._headers = {}
-        self._parts = []
-        self._sink = None
-        self._has_head = False
-        self._is_complete = False
+    def send(self, payload: bytes, deadline: float, *, whole: bool) -> None:
+        """Start an exchange. `deadline` (loop time) bounds it whatever arrives.
+
+        Then `while connection.is_awaited: await connection.bell`, until the head of the answer is
+        there, or the `whole` of it; then, unless `is_good`, `check` raises why.
+        """
+        self._head = b""
+        self._has_head = self._is_complete = self.reusable = False
+        self.status = 0
+        self._is_whole_wanted = whole
+        self.is_awaited = True
         self.num_received = 0
-        self.reusable = False
-        self.last_deadline = last_deadline
-        first = self._context.loop.time() + self._context.limits.first_byte_timeout_s
-        self.deadline = first if first < last_deadline else last_deadline
-        self._context.busy.add(self)
+        self.deadline = deadline
+        self.since = self._time()
+        self._patience_s = self._context.limits.first_byte_timeout_s
         # uvloop raises on writes to a transport that is closing; others drop them in silence.
         if self._transport is None or self._transport.is_closing():
             self._failure = ConnectionLost(self.name, "closed before the request was sent")
+            self.is_awaited = False
         else:
             self._transport.write(payload)
 
-    def head_waiter(self) -> asyncio.Future[None] | None:
-        """What to await until status and headers are there; None when they are, or never will be.
+    @property
+    def is_good(self) -> bool:
+        """True when what was awaited has come, with status 200."""
+        return self.status == 200 and self._failure is None
 
-        `check` has to follow. A future instead of a coroutine: this runs twice per request.
-        """
-        if self._has_head or self._failure is not None:
-            return None
-        self._is_head_wanted = True
-        self._waiter = self._context.loop.create_future()
-        return self._waiter
+    async def check(self) -> None:
+        """Raise what ended the exchange, or the error that the instance answered, as it came."""
+        self._check_failure()
+        if self.status != 200:
+            raise Rejected(self.name, self.status, self.headers, await self.read())
 
-    def check(self) -> None:
-        """Raise what ended the exchange."""
+    def _check_failure(self) -> None:
         if self._failure is not None and not self._is_complete:
             raise self._failure
 
+    @property
+    def is_busy(self) -> bool:
+        """True while an exchange runs."""
+        return not self._is_complete and self._failure is None
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        """The answer's headers by lower-case name. Parsed when asked for: most never are."""
+        return parse_fields(self._head)
+
+    @property
+    def body(self) -> bytes:
+        """What has come of the body so far; the whole of it where that was awaited."""
+        parts = self._parts
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
     async def read(self) -> bytes:
-        """The rest of the body, whole."""
+        """The body, whole."""
         while not self._is_complete:
-            await self._wait()
-        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            await self._more()
+        return self.body
 
     async def relay(self, sink: Sink) -> None:
         """Feed the body to `sink` from inside the read event; returns at its end.
 
-        No task wakes up per chunk: that would cost more than the chunk itself.
+        Nobody wakes up per chunk: that would cost more than the chunk itself.
         """
         self._sink = sink
         if self._parts:
             self._flush(sink)
         while not self._is_complete:
-            await self._wait()
+            await self._more()
 
     def pause(self) -> None:
         """Stop reading (the client is slower); the stall limit stops counting meanwhile."""
         if self._transport is not None:
             self._transport.pause_reading()
-            self.deadline = self.last_deadline
+            self._patience_s = math.inf
 
     def resume(self) -> None:
         """Read again."""
         if self._transport is not None:
             self._transport.resume_reading()
-            self._touch()
+            self.since = self._time()
+            self._patience_s = self._context.limits.stall_timeout_s
 
     def finish(self) -> None:
         """End the exchange: back to the pool, or closed, which aborts the request there."""
-        self._context.busy.discard(self)
         self._sink = None
-        is_usable = self.reusable and self._transport is not None and not self._is_hung_up
-        if self._is_complete and is_usable:
+        if self._is_complete and self.reusable and self._transport and not self._is_hung_up:
             self._parts = []
             self._home.give_back(self)
         else:
@@ -194,7 +237,7 @@ class Connection(asyncio.Protocol):
         if transport is None or not transport.can_write_eof():
             self.finish()
             return False
-        self.last_deadline = self.deadline = self._context.loop.time() + wait_s
+        self.deadline = self._time() + wait_s
         transport.write_eof()
         self._is_hung_up = True
         return True
@@ -209,27 +252,22 @@ class Connection(asyncio.Protocol):
         """Make the exchange end with `error`."""
         if self._failure is None:
             self._failure = error
-        self._wake()
+        self.is_awaited = False
+        self.bell.ring_soon()  # this may be the sweep's task
         self.close()
 
-    async def _wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._waiter = self._context.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-        if self._failure is not None and not self._is_complete:
-            raise self._failure
+    async def _more(self) -> None:
+        """Until the answer is complete, or failed."""
+        self._is_whole_wanted = self.is_awaited = True
+        while self.is_awaited and self._failure is None:
+            await self.bell
+        self._check_failure()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _touch(self) -> None:
-        stall = self._context.loop.time() + self._context.limits.stall_timeout_s
-        self.deadline = stall if stall < self.last_deadline else self.last_deadline
+    def is_overdue(self, now: float) -> bool:
+        """Whether its exchange has lasted, or been silent, for too long."""
+        if not self.is_busy:
+            return False
+        return now > self.deadline or now - self.since > self._patience_s
 
     # ------------------------------------------------ transport events
 
@@ -237,15 +275,18 @@ class Connection(asyncio.Protocol):
         """The connection stands."""
         # uvloop's transports have the methods but not the base class.
         self._transport = cast(asyncio.Transport, transport)
+        self._context.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The instance closed, or died."""
         self._transport = None
+        self._context.connections.discard(self)
         self._home.forget(self)
         if self._is_complete:
             return
         if self._has_head and self._ends_with_connection():
             self.on_message_complete()
+            self.bell.ring()
             return
         detail = f"connection lost after {self.num_received} bytes of the answer"
         self.fail(ConnectionLost(self.name, detail if exc is None else f"{detail}: {exc}"))
@@ -253,23 +294,25 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes from the instance."""
         self.num_received += len(data)
+        if not self._has_head:
+            self._head = self._head + data if self._head else data
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self.fail(MalformedAnswer(self.name, f"no HTTP answer: {exc}"))
             return
-        sink = self._sink
-        if sink is not None and self._parts:
-            self._touch()
-            self._flush(sink)
-        if self._is_complete or (self._is_head_wanted and self._has_head):
-            self._is_head_wanted = False
-            self._wake()
+        if not self._is_complete:
+            self.since = self._time()
+        if self._sink is not None and self._parts:
+            self._flush(self._sink)
+        if self._is_complete or (self._has_head and not self._is_whole_wanted):
+            # The last thing here: whoever wakes up may send the next request at once.
+            self.is_awaited = False
+            self.bell.ring()
 
     def _flush(self, sink: Sink) -> None:
         """All body bytes of one network read, in one piece."""
-        parts = self._parts
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        data = self.body
         self._parts = []
         try:
             sink.feed(data)
@@ -284,20 +327,14 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------ parser events
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """One header of the answer."""
-        self._headers[name.lower()] = value
-
     def on_headers_complete(self) -> None:
         """The head is whole; 1xx heads are no answer yet."""
         status = self._parser.get_status_code()
         if status < 200:
-            self._headers = {}
             return
         self.status = status
-        self.headers = self._headers
         self._has_head = True
-        self._touch()
+        self._patience_s = self._context.limits.stall_timeout_s
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body."""
@@ -312,4 +349,4 @@ class Connection(asyncio.Protocol):
             return
         self.reusable = self._parser.should_keep_alive() and self._transport is not None
         self._is_complete = True
-        self._wake()
+        self.is_awaited = False

@@ -4,71 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from types import TracebackType
+from collections.abc import Callable
 
 from mooncake_proxy.errors import ConnectFailed, ConnectionLost, UpstreamTimeout
 from mooncake_proxy.http1.connection import ClientContext, Connection
 from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.timing import timeout
-
-
-class Upstream:
-    """`async with pool.send(payload, deadline) as connection:` — status known inside.
-
-    Leaving the block gives a finished connection back and closes an unfinished one.
-    """
-
-    __slots__ = ("_connection", "_deadline", "_lingers", "_payload", "_pool", "left")
-
-    def __init__(self, pool: Pool, payload: bytes, deadline: float, *, lingers: bool) -> None:
-        self._lingers = lingers
-        # The connection when the block was cancelled: the caller may still hang up politely.
-        self.left: Connection | None = None
-        self._pool = pool
-        self._payload = payload
-        self._deadline = deadline
-        self._connection: Connection | None = None
-
-    async def __aenter__(self) -> Connection:
-        connection = self._pool.take_idle()
-        is_reused = connection is not None
-        while True:
-            if connection is None:
-                connection = await self._pool.connect(self._deadline)
-            self._connection = connection
-            try:
-                connection.send(self._payload, self._deadline)
-                waiter = connection.head_waiter()
-                if waiter is not None:
-                    await waiter
-                connection.check()
-            except ConnectionLost:
-                connection.finish()
-                # A server may close an idle connection just as it is used again; that no byte
-                # came back tells it from a crash in the middle.
-                if connection.num_received or not is_reused:
-                    raise
-                connection, is_reused = None, False
-            except BaseException as error:
-                self._leave(connection, error)
-                raise
-            else:
-                return connection
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._connection is not None:
-            self._leave(self._connection, error)
-
-    def _leave(self, connection: Connection, error: BaseException | None) -> None:
-        if self._lingers and isinstance(error, asyncio.CancelledError):
-            self.left = connection
-        else:
-            connection.finish()
 
 
 class Pool:
@@ -79,25 +20,61 @@ class Pool:
         self.context = context
         self.name = str(origin)
         self._idle: list[Connection] = []
-        self._is_closed = False
+        # 0 once the pool is closed.
+        self._max_idle = context.limits.max_idle
 
-    def send(self, payload: bytes, deadline: float, *, lingers: bool = False) -> Upstream:
-        """An exchange as an async context manager; `deadline` in loop time.
+    async def exchange(
+        self,
+        payload: bytes,
+        deadline: float,
+        *,
+        whole: bool,
+        abandon: Callable[[Connection], object] = Connection.finish,
+    ) -> Connection:
+        """Send and wait for the head of the answer, or the `whole` of it; `deadline` in loop time.
+        Rejected for any status but 200, with the whole answer.
 
-        With `lingers`, a cancelled exchange is handed to the caller in `left` instead of closed.
+        `with await pool.exchange(...) as answer:` gives the connection back. If cancelled while
+        waiting, `abandon` decides what becomes of it: finished, which closes it, or hung up.
         """
-        return Upstream(self, payload, deadline, lingers=lingers)
+        connection = self._idle.pop() if self._idle else None
+        is_reused = connection is not None
+        while True:
+            if connection is None:
+                connection = await self.connect(deadline)
+            try:
+                connection.send(payload, deadline, whole=whole)
+                while connection.is_awaited:
+                    await connection.bell
+                if not connection.is_good:
+                    await connection.check()
+            except ConnectionLost:
+                connection.finish()
+                # A server may close an idle connection just as it is used again; that no byte
+                # came back tells it from a crash in the middle.
+                if connection.num_received or not is_reused:
+                    raise
+                connection, is_reused = None, False
+            except asyncio.CancelledError:
+                abandon(connection)
+                raise
+            except BaseException:
+                connection.finish()
+                raise
+            else:
+                return connection
 
-    def take_idle(self) -> Connection | None:
-        """An open connection, if there is one."""
-        return self._idle.pop() if self._idle else None
+    async def fetch(self, payload: bytes, deadline: float) -> bytes:
+        """The whole body of an answer."""
+        with await self.exchange(payload, deadline, whole=True) as answer:
+            return answer.body
 
     def give_back(self, connection: Connection) -> None:
         """Keep for the next exchange."""
-        if self._is_closed or len(self._idle) >= self.context.limits.max_idle:
-            connection.close()
-        else:
+        if len(self._idle) < self._max_idle:
             self._idle.append(connection)
+        else:
+            connection.close()
 
     def forget(self, connection: Connection) -> None:
         """An idle connection was closed from the other side."""
@@ -106,34 +83,52 @@ class Pool:
 
     def close(self) -> None:
         """Close the idle ones; busy ones end with their exchange."""
-        self._is_closed = True
+        self._max_idle = 0
         for connection in self._idle:
             connection.close()
         self._idle.clear()
 
     async def connect(self, deadline: float) -> Connection:
         """A new connection, or ConnectFailed."""
+        # Time limits need a task, and whoever asks may run without one.
+        task = self.context.loop.create_task(self._connect(deadline))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.add_done_callback(self._keep_unasked)
+            raise
+
+    def _keep_unasked(self, task: asyncio.Task[Connection]) -> None:
+        """Who asked for the connection left just as it came to stand."""
+        if not task.cancelled() and task.exception() is None:
+            self.give_back(task.result())
+
+    async def _connect(self, deadline: float) -> Connection:
         remaining = max(0.0, deadline - self.context.loop.time())
         limit = min(self.context.limits.connect_timeout_s, remaining)
+        connection = Connection(self)
         try:
             async with timeout(limit):
-                _, connection = await self._create()
+                await self._attach(connection)
         except asyncio.TimeoutError as exc:
             raise ConnectFailed(self.name, f"no connection within {limit:.1f} s") from exc
         except (OSError, ssl.SSLError) as exc:
             raise ConnectFailed(self.name, f"no connection: {exc}") from exc
+        except asyncio.CancelledError:
+            connection.close()  # it may just have come to stand
+            raise
         return connection
 
-    async def _create(self) -> tuple[asyncio.BaseTransport, Connection]:
+    async def _attach(self, connection: Connection) -> None:
         origin = self.origin
         tls = self.context.tls or ssl.create_default_context() if origin.scheme == "https" else None
-        return await self.context.loop.create_connection(
-            lambda: Connection(self), origin.host, origin.port, ssl=tls
+        await self.context.loop.create_connection(
+            lambda: connection, origin.host, origin.port, ssl=tls
         )
 
 
 def sweep_timeouts(context: ClientContext) -> None:
     """Fail every exchange whose deadline has passed; called a few times a second."""
     now = context.loop.time()
-    for connection in [c for c in context.busy if c.deadline < now]:
+    for connection in [c for c in context.connections if c.is_overdue(now)]:
         connection.fail(UpstreamTimeout(connection.name, "silent for longer than its limit"))

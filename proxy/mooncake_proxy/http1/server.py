@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import httptools
 
 from mooncake_proxy.http1 import wire
+from mooncake_proxy.http1.driver import Driver
 from mooncake_proxy.openai import error_body
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,6 @@ class Exchange:
         "headers",
         "keep_alive",
         "method",
-        "refusal_status",
         "source",
         "status",
         "target",
@@ -87,8 +87,6 @@ class Exchange:
         self.body = b""
         self.keep_alive = True
         self.chunked = True
-        # Set where the connection itself must refuse: 413, 431.
-        self.refusal_status = 0
         self.status = 0
         self.ended = False
         self.bytes_out = 0
@@ -190,7 +188,7 @@ class ServerProtocol(asyncio.Protocol):
         self._is_head_open = False
         self._waiting: deque[Exchange] = deque()
         self._current: Exchange | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._driver: Driver | None = None
         self._is_refused = False
         self.is_write_paused = False
         self.since = 0.0
@@ -212,8 +210,8 @@ class ServerProtocol(asyncio.Protocol):
         self._context.connections.discard(self)
         self._transport = None
         self._waiting.clear()
-        if self._task is not None and self._current is not None and not self._current.ended:
-            self._task.cancel()
+        if self._driver is not None and self._current is not None and not self._current.ended:
+            self._driver.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client; a request is handled as soon as it is whole."""
@@ -229,6 +227,9 @@ class ServerProtocol(asyncio.Protocol):
             self._refuse(400, f"malformed HTTP request: {exc}")
         if self._is_head_open:
             self._bound_head(len(data))
+        # Not from within the parser: the handler may answer and close at once.
+        if self._waiting and self._current is None:
+            self._start_next()
 
     def pause_writing(self) -> None:
         """The client reads slower than the instance writes: stop reading there."""
@@ -272,9 +273,10 @@ class ServerProtocol(asyncio.Protocol):
         exchange.keep_alive = self._parser.should_keep_alive()
         exchange.chunked = self._parser.get_http_version() != "1.0"
         headers = exchange.headers
-        declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._context.limits.max_body_bytes:
-            self._refuse(413, f"body of {int(declared)} bytes: at most ")
+        # The parser has seen to it that it is a number.
+        num_bytes = int(headers.get(b"content-length", 0))
+        if num_bytes > self._context.limits.max_body_bytes:
+            self._refuse(413, f"body of {num_bytes} bytes: at most ")
         elif b"expect" in headers and headers[b"expect"].lower() == b"100-continue":
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -287,37 +289,34 @@ class ServerProtocol(asyncio.Protocol):
             self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        """The request is whole: run it, or queue it behind the one that runs."""
+        """The request is whole: it runs when those before it are answered."""
         exchange, self._incoming = self._incoming, None
         if exchange is None or self._is_refused:
             return
         parts, self._parts = self._parts, []
         exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        if self._current is None:
-            self._start(exchange)
-            return
         self._waiting.append(exchange)
         if len(self._waiting) >= self._context.limits.max_pipelined and self._transport:
             self._transport.pause_reading()
 
     # ------------------------------------------------ running
 
-    def _start(self, exchange: Exchange) -> None:
-        self._current = exchange
-        self._task = self._context.loop.create_task(self._run(exchange))
+    def _start_next(self) -> None:
+        if self._current is not None or not self._waiting:
+            return
+        exchange = self._current = self._waiting.popleft()
+        context = self._context
+        self._driver = Driver(context.loop, context.handler(exchange), self._finish)
+        self._driver.step()
 
-    async def _run(self, exchange: Exchange) -> None:
-        """Top of a request: the handler answers errors itself; what gets here is its own fault."""
-        try:
-            await self._context.handler(exchange)
-        except Exception:
-            logger.exception("request handler failed")
+    def _finish(self, error: BaseException | None) -> None:
+        """The handler ended. It answers errors itself; what gets here is its own fault."""
+        exchange = self._current
+        assert exchange is not None
+        if isinstance(error, Exception):
+            logger.error("request handler failed", exc_info=error)
             exchange.break_off()
-        finally:
-            self._finish(exchange)
-
-    def _finish(self, exchange: Exchange) -> None:
-        self._task = None
+        self._driver = None
         self._current = None
         if self._transport is None:
             return
@@ -327,7 +326,7 @@ class ServerProtocol(asyncio.Protocol):
         self.since = self._context.loop.time()
         if self._waiting:
             self._transport.resume_reading()
-            self._start(self._waiting.popleft())
+            self._context.loop.call_soon(self._start_next)
 
     # ------------------------------------------------ used by exchanges and the sweep
 

@@ -36,9 +36,11 @@ def test_it_runs_until_the_bell_and_goes_on_inside_the_ring() -> None:
 
         _, ends = drive(listen())
         for turn in range(3):
-            assert heard == list(range(turn)) and not ends
+            assert heard == list(range(turn))
+            assert not ends
             bell.ring()
-        assert heard == [0, 1, 2] and ends == [None]
+        assert heard == [0, 1, 2]
+        assert ends == [None]
         bell.ring()  # nobody is there any more
 
     run(scenario)
@@ -72,7 +74,8 @@ def test_it_waits_for_futures_and_bare_yields_too() -> None:
         await asyncio.sleep(0)
         assert got == ["result"]
         await asyncio.sleep(0)
-        assert got == ["result", "after"] and ends == [None]
+        assert got == ["result", "after"]
+        assert ends == [None]
 
     run(scenario)
 
