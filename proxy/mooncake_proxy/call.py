@@ -130,7 +130,7 @@ ASK_TO_HOLD = Raw(
 )
 _ONE = Raw(b"1")
 _FALSE = Raw(b"false")
-_TRUE = Raw(b"true")
+TRUE = Raw(b"true")
 
 
 def prefill_body(call: Call, params: Raw = ASK_TO_HOLD) -> bytes:
@@ -145,7 +145,7 @@ def prefill_body(call: Call, params: Raw = ASK_TO_HOLD) -> bytes:
     fields.pop("stream_options", None)
     fields["kv_transfer_params"] = params
     if call.record is not None:
-        fields["return_token_ids"] = _TRUE
+        fields["return_token_ids"] = TRUE
     return encode(fields)
 
 
@@ -154,7 +154,7 @@ def decode_body(call: Call, params: Raw, *, delivered: bool) -> bytes:
     fields = call.fields.copy()
     fields["kv_transfer_params"] = with_delivery(params, delivered=delivered)
     if call.record is not None:
-        fields["return_token_ids"] = _TRUE
+        fields["return_token_ids"] = TRUE
     return encode(fields)
 
 

@@ -50,6 +50,12 @@ class InstanceSpec:
     source: str = "flags"
 
     @property
+    def repeats_first_token(self) -> bool:
+        """Whether its stream holds the first token too. One that may give a request back sends its
+        whole stream: nothing of P's may stand before what is decoded anew."""
+        return self.emits_first_token or self.recomputes
+
+    @property
     def name(self) -> str:
         """How the instance is called in metrics, logs and the admin API: its URL."""
         return str(self.origin)

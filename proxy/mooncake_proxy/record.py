@@ -26,7 +26,7 @@ class Record:
         self.limit: int | None = None
 
     def note_prefill(self, answer: Answer) -> None:
-        """The prompt's ids, which only the first pass's P knows."""
+        """The prompt's ids, as the first pass's P or D says them."""
         if not self.prompt and answer.choices:
             self.prompt = answer.prompt_token_ids or answer.choices[0].prompt_token_ids or []
 
@@ -35,7 +35,7 @@ class Record:
         chunk = msgspec.json.decode(data)
         self.answer_id = self.answer_id or chunk.get("id")
         for choice in chunk.get("choices", ()):
-            self._take_choice(choice)
+            self._take_choice(chunk, choice)
         self._dress(chunk, "chat.completion.chunk")
         return encode(chunk)
 
@@ -48,7 +48,7 @@ class Record:
         self.text += piece or ""
         self.answer_id = self.answer_id or answer.get("id")
         is_given_back = choice.get("stop_reason") == "recomputed"
-        self._take_choice(choice)
+        self._take_choice(answer, choice)
         if is_given_back:
             raise Recomputed(instance, "gave the request back for recomputation")
         if self.endpoint is Endpoint.CHAT:
@@ -61,7 +61,10 @@ class Record:
         self._dress(answer, "chat.completion")
         return encode(answer)
 
-    def _take_choice(self, choice: dict[str, Any]) -> None:
+    def _take_choice(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
+        if not self.prompt:
+            whole = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            self.prompt = whole or []
         self.generated += choice.get("token_ids") or []
         if not self.shows_ids:
             choice.pop("token_ids", None)
@@ -78,7 +81,7 @@ class Record:
                 if "text" in choice:
                     choice["delta"] = {"content": choice.pop("text")}
         usage = answer.get("usage")
-        if usage and self.num_passes:
+        if usage and self.num_passes and self.prompt:
             usage["prompt_tokens"] = len(self.prompt)
             usage["completion_tokens"] = len(self.generated)
             usage["total_tokens"] = len(self.prompt) + len(self.generated)

@@ -7,6 +7,7 @@ client -> P   one token, "hold the KV"          P -> client  the first token, at
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -16,9 +17,9 @@ from msgspec import Raw
 
 from mooncake_proxy import openai
 from mooncake_proxy.call import Call, decode_body, prefill_body
-from mooncake_proxy.errors import MalformedAnswer, Recomputed, Rejected, UpstreamError
+from mooncake_proxy.errors import MalformedAnswer, Rejected, UpstreamError
 from mooncake_proxy.flows.plain import generate, plain
-from mooncake_proxy.flows.recompute import next_call, record_for
+from mooncake_proxy.flows.recompute import in_passes
 from mooncake_proxy.http1.connection import Connection
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import Answer, HandOver
@@ -29,18 +30,11 @@ HANG_UP_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-async def pull(router: Router, call: Call) -> None:
+def pull(router: Router, call: Call) -> Awaitable[None]:
     """Serve one request from a prefill and a decode instance."""
     if router.fleet.recomputes:
-        call.record = record_for(call)
-    while True:
-        try:
-            await _pass(router, call)
-        except Recomputed as error:
-            call = next_call(call, error)
-            router.metrics.recomputed.add()
-        else:
-            return
+        return in_passes(router, call, _pass)
+    return _pass(router, call)
 
 
 async def _pass(router: Router, call: Call) -> None:
@@ -205,13 +199,21 @@ async def _release_late_answer(router: Router, instance: Instance, answer: Conne
     router.release(instance, prefilled.facts)
 
 
-def understand(instance: Instance, body: bytes) -> Prefilled:
-    """What P's answer means. A P without a PD connector answers "length" and no parameters."""
+def decode_answer(instance: Instance, body: bytes) -> Answer:
+    """P's answer as an object."""
     try:
-        answer = openai.answer_decoder.decode(body)
-        facts = openai.hand_over_decoder.decode(answer.kv_transfer_params)
+        return openai.answer_decoder.decode(body)
     except msgspec.DecodeError as exc:
         raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc
+
+
+def understand(instance: Instance, body: bytes) -> Prefilled:
+    """What P's answer means. A P without a PD connector answers "length" and no parameters."""
+    answer = decode_answer(instance, body)
+    try:
+        facts = openai.hand_over_decoder.decode(answer.kv_transfer_params)
+    except msgspec.DecodeError as exc:
+        raise MalformedAnswer(instance.name, f"kv_transfer_params: {exc}") from exc
     is_stopped = all(choice.finish_reason != "length" for choice in answer.choices)
     if facts is None:
         if not is_stopped:
@@ -242,10 +244,10 @@ def _answer_from_prefill(router: Router, call: Call, prefilled: Prefilled) -> No
 
 def _deliver_first_token(router: Router, call: Call, answer: Answer, instance: Instance) -> None:
     """Forward P's token before D is even asked, unless D will send it itself."""
-    if call.answer_id is None and not instance.spec.emits_first_token:
+    if call.answer_id is None and not instance.spec.repeats_first_token:
         events = openai.first_token_events(call.endpoint, answer, call.ask)
         call.exchange.start_stream("text/event-stream", call.reply_headers, events)
         router.metrics.first_token_seconds.observe(router.now() - call.arrival)
         call.answer_id = answer.id
-    elif call.answer_id is not None and instance.spec.emits_first_token:
+    elif call.answer_id is not None and instance.spec.repeats_first_token:
         raise MalformedAnswer(instance.name, "would send the first token a second time")

@@ -9,14 +9,21 @@ D      -> client       everything
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from functools import partial
 
 from msgspec import Raw
 
-from mooncake_proxy.call import Call, prefill_body
+from mooncake_proxy.call import TRUE, Call, prefill_body
 from mooncake_proxy.errors import UpstreamError
 from mooncake_proxy.flows.plain import generate, plain
-from mooncake_proxy.flows.pull import fall_back, may_prefill_on_decoder, serve_alone
+from mooncake_proxy.flows.pull import (
+    decode_answer,
+    fall_back,
+    may_prefill_on_decoder,
+    serve_alone,
+)
+from mooncake_proxy.flows.recompute import in_passes
 from mooncake_proxy.instances import Instance, Role
 from mooncake_proxy.openai import encode
 from mooncake_proxy.router import Router
@@ -24,8 +31,15 @@ from mooncake_proxy.router import Router
 logger = logging.getLogger(__name__)
 
 
-async def push(router: Router, call: Call) -> None:
+def push(router: Router, call: Call) -> Awaitable[None]:
     """Serve one request: D is asked first, P when D says where the KV goes."""
+    if router.fleet.recomputes:
+        return in_passes(router, call, _pass)
+    return _pass(router, call)
+
+
+async def _pass(router: Router, call: Call) -> None:
+    """Decode and prefill once."""
     alone = serve_alone(router, call) or _decode_alone(router, call)
     if alone is not None:
         await plain(router, call, alone)
@@ -60,6 +74,8 @@ def decode_body(call: Call, metaserver: str) -> bytes:
     params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
     fields = call.fields.copy()
     fields["kv_transfer_params"] = Raw(encode(params))
+    if call.record is not None:
+        fields["return_token_ids"] = TRUE
     return encode(fields)
 
 
@@ -78,7 +94,9 @@ async def _prefill(body: bytes, router: Router, call: Call, instance: Instance) 
     call.prefiller = instance.name
     started = router.now()
     payload = instance.request(call.endpoint.path, call.attempt_id, call.forward, body)
-    await instance.pool.fetch(payload, call.deadline)
+    answer = await instance.pool.fetch(payload, call.deadline)
+    if call.record is not None:
+        call.record.note_prefill(decode_answer(instance, answer))
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
 
 

@@ -7,7 +7,8 @@ the chat template a second time. The client sees one answer: one id, one usage, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 from msgspec import Raw
@@ -17,6 +18,7 @@ from mooncake_proxy.errors import MalformedAnswer, Recomputed
 from mooncake_proxy.flows.relay import StreamRelay
 from mooncake_proxy.openai import Endpoint, encode, parse_request
 from mooncake_proxy.record import Record
+from mooncake_proxy.router import Router
 from mooncake_proxy.sse import split_events
 
 MAX_PASSES = 8
@@ -28,6 +30,21 @@ CHAT_FIELDS = {
     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "top_logprobs", "reasoning_effort",
 }  # fmt: skip
+
+
+async def in_passes(
+    router: Router, call: Call, one_pass: Callable[[Router, Call], Awaitable[None]]
+) -> None:
+    """Prefill and decode until the answer is whole, where instances may give requests back."""
+    call.record = record_for(call)
+    while True:
+        try:
+            await one_pass(router, call)
+        except Recomputed as error:
+            call = next_call(call, error)
+            router.metrics.recomputed.add()
+        else:
+            return
 
 
 class RecordingRelay(StreamRelay):
@@ -74,34 +91,35 @@ def record_for(call: Call) -> Record | None:
 def next_call(call: Call, error: Recomputed) -> Call:
     """The next pass: the same request with everything so far as its prompt."""
     record = call.record
-    if record is None or not record.prompt or record.num_passes >= MAX_PASSES:
+    if record is None or record.num_passes >= MAX_PASSES:
         raise error
     record.num_passes += 1
+    if not record.generated and not call.is_committed:
+        return replace(call, attempt=call.attempt + 1)
+    if not record.prompt:
+        raise error
     fields = {name: raw for name, raw in call.fields.items() if name not in CHAT_FIELDS}
     fields["prompt"] = Raw(encode(record.prompt + record.generated))
     fields["max_tokens"] = Raw(encode(_tokens_left(call, record)))
     body = encode(fields)
     ask, fields = parse_request(body)
     call.exchange.body = body
-    return Call(
-        call.exchange,
-        Endpoint.COMPLETION,
-        ask,
-        fields,
-        call.request_id,
-        call.arrival,
-        call.deadline,
-        len(record.prompt) + len(record.generated),
-        call.forward,
+    return replace(
+        call,
+        endpoint=Endpoint.COMPLETION,
+        ask=ask,
+        fields=fields,
+        prompt_tokens=len(record.prompt) + len(record.generated),
         attempt=call.attempt + 1,
-        session=call.session,
-        record=record,
+        is_committed=False,
+        prefix_blocks=(),
+        cached_tokens=None,
     )
 
 
 def _tokens_left(call: Call, record: Record) -> int | None:
     """None stands for "as many as fit", which only a chat request may ask for."""
-    if record.num_passes == 1:
+    if record.limit is None:
         record.limit = call.ask.token_limit
         if record.limit is None and record.endpoint is Endpoint.COMPLETION:
             record.limit = DEFAULT_MAX_TOKENS

@@ -12,11 +12,12 @@ from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_tex
 USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
+@pytest.mark.parametrize("flow", ["pull", "push"])
 @pytest.mark.parametrize("cut", ["one", "two", "split"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_goes_on_with_token_ids(path: str, cut: str) -> None:
+def test_a_stream_goes_on_with_token_ids(path: str, cut: str, flow: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=True) as s:
+        async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
             s.decode.behaviour.cut = cut
             body = (CHAT if "chat" in path else BODY) | USAGE
@@ -42,10 +43,11 @@ def test_a_stream_goes_on_with_token_ids(path: str, cut: str) -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize("flow", ["pull", "push"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_whole_answer_is_put_together(path: str) -> None:
+def test_a_whole_answer_is_put_together(path: str, flow: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=True) as s:
+        async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
             body = CHAT if "chat" in path else BODY
             answer = (await post(s, body, path)).json()
@@ -60,9 +62,36 @@ def test_a_whole_answer_is_put_together(path: str) -> None:
     uvloop.run(main())
 
 
-def test_what_cannot_go_on_is_an_error_and_not_a_short_answer() -> None:
+def test_an_instance_that_may_give_back_sends_its_whole_stream() -> None:
+    """Told or not: nothing of P's may stand before what is decoded anew."""
+
     async def main() -> None:
-        async with stand(emits_first_token=True) as s:
+        async with stand(recomputes=True) as s:
+            s.decode.behaviour.emits_first_token = True
+            s.decode.behaviour.recompute_after = 2
+            events = events_of((await post(s, BODY | USAGE)).text)
+            assert streamed_text(events) == text_of(5)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_what_was_given_back_before_its_first_token_starts_anew(flow: str) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
+            s.decode.behaviour.recompute_after = 0
+            events = events_of((await post(s, BODY | USAGE)).text)
+            assert streamed_text(events) == text_of(5)
+            assert [seen.body["prompt"] for seen in s.prefill.generated] == [BODY["prompt"]] * 2
+            assert s.count("recomputed") == 1
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_what_cannot_go_on_is_an_error_and_not_a_short_answer(flow: str) -> None:
+    async def main() -> None:
+        async with stand(emits_first_token=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
             s.decode.behaviour.token_delay_s = 0.002
             events = events_of((await post(s, BODY | {"stream": True})).text)
