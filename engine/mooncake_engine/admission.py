@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake_engine.errors import InvalidRequest, PromptTooLong
-from mooncake_engine.kv_transfer.params import Handoff, TransferMode, parse_handoff
+from mooncake_engine.kv_transfer.params import Handoff, TransferMode, check_prompt, parse_handoff
 from mooncake_engine.messages import EngineFacts, EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -35,6 +35,7 @@ def check_request(request: EngineRequest, facts: EngineFacts, mode: TransferMode
     _check_named_tokens(request.sampling, facts)
     handoff = parse_handoff(request.kv_transfer_params, len(prompt))
     _check_mode(handoff.mode, mode)
+    check_prompt(handoff, prompt)
     if request.sampling.prompt_logprobs is not None and handoff.mode is not TransferMode.NONE:
         raise InvalidRequest(
             "log probabilities of the prompt are computed with the prompt: one instance has to "

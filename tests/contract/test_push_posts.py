@@ -11,17 +11,25 @@ from mooncake_engine.kv_transfer.params import (
     TransferMode,
     build_push_params,
     parse_handoff,
+    prompt_digest,
 )
 
 GOLDEN = json.loads((Path(__file__).parent / "proxy" / "push_completion.json").read_text())
-OURS = {"remote_request_id": "cmpl-r-0", "num_prompt_tokens": 200}
-"""What we add: the name under which the reservation is known, and a check of the tokenizers."""
+PROMPT = tuple(range(200))
+OURS = {
+    "remote_request_id": "cmpl-r-0",
+    "num_prompt_tokens": 200,
+    "prompt_digest": prompt_digest(PROMPT),
+    "lease_seconds": 30.0,
+}
+"""What we add: the name under which the reservation is known, checks of the prompt, and how long
+we wait for a sign of life."""
 
 
 def test_the_post_is_the_golden_one() -> None:
     wanted: dict[str, Any] = GOLDEN["decode_posts"]
-    holder = Holder("d-1", "127.0.0.1", 5700, 1, 128)
-    posted = build_push_params(holder, "cmpl-r-0", (1, 2), (0, 200))
+    holder = Holder("d-1", "127.0.0.1", 5700, 1, 128, lease_s=30.0)
+    posted = build_push_params(holder, "cmpl-r-0", [1, 2], PROMPT, 0)
     assert posted == {**wanted, **OURS}
 
 

@@ -207,7 +207,7 @@ class Talk:
 
     def begin(self, name: str) -> None:
         """Its prefill comes to ``p``."""
-        remote = RemoteKV("d", name, *D_ADDRESS, (0,), NUM_TOKENS)
+        remote = RemoteKV("d", name, *D_ADDRESS, (0,), NUM_TOKENS, lease_s=self.lease_s[1])
         self.p.begin(f"p-{name}", PushTarget(remote, 0))
 
     def complete(self, name: str) -> None:

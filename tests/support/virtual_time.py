@@ -43,9 +43,13 @@ def run_virtually(coroutine: Coroutine[Any, Any, None]) -> None:
     loop = VirtualLoop()
     try:
         loop.run_until_complete(coroutine)
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(_cancel_others())
     finally:
         loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -125,6 +125,7 @@ class ConnectorCore(ABC):
             server.port,
             setup.config.tp_size,
             setup.config.block_size,
+            config.lease_s,
         )
         context = SideContext(self._facts(), config.lease_s, setup.sink, self._loop.spawn)
         for task in (*self._open_sides(context), server.serve()):

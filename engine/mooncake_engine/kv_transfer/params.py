@@ -6,11 +6,14 @@ of our instances. ``last_token_id`` is the token that the prefill instance sampl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import KVTransferParams, TokenLogprobs
@@ -28,6 +31,7 @@ class RemoteKV:
         block_ids: its block table.
         num_tokens: prompt tokens whose KV is there.
         told_tp_size, told_block_size: what the request says of the holder, if it does.
+        lease_s: how long the holder waits for a sign of life, if the request says so.
     """
 
     engine_id: str
@@ -38,6 +42,7 @@ class RemoteKV:
     num_tokens: int
     told_tp_size: int | None = None
     told_block_size: int | None = None
+    lease_s: float | None = None
 
 
 class TransferMode(Enum):
@@ -73,6 +78,7 @@ class Handoff:
         first_token: the holder's token, to continue from.
         target: write the KV there.
         metaserver: reserve blocks, say so there, and wait for the KV and the first token.
+        prompt_digest: of the prompt that the peer was given, if it says so.
     """
 
     keeps_kv: bool = False
@@ -80,6 +86,7 @@ class Handoff:
     first_token: FirstToken | None = None
     target: PushTarget | None = None
     metaserver: str | None = None
+    prompt_digest: str | None = None
 
     @property
     def mode(self) -> TransferMode:
@@ -92,6 +99,7 @@ class Handoff:
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 
 
 class _Wire(msgspec.Struct):
@@ -112,6 +120,8 @@ class _Wire(msgspec.Struct):
     remote_ptp_size: _Count | None = None
     remote_tp_size: _Count | None = None
     remote_block_size: _Count | list[_Count] | None = None  # a push names one per cache group
+    lease_seconds: _Seconds | None = None
+    prompt_digest: _Name | None = None
 
 
 ADDRESS = (
@@ -143,7 +153,8 @@ def parse_handoff(params: KVTransferParams | None, num_prompt_tokens: int) -> Ha
     if wire.do_remote_decode and wire.do_remote_prefill:
         raise _invalid("do_remote_decode and do_remote_prefill exclude each other")
     if wire.do_remote_decode:
-        return Handoff(keeps_kv=True, target=_parse_target(wire, num_prompt_tokens))
+        target = _parse_target(wire, num_prompt_tokens)
+        return Handoff(keeps_kv=True, target=target, prompt_digest=wire.prompt_digest)
     if wire.do_remote_prefill and wire.metaserver and wire.remote_engine_id is None:
         return Handoff(metaserver=wire.metaserver)
     if wire.do_remote_prefill:
@@ -193,7 +204,8 @@ def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> Handoff:
     _check_prompt(wire, num_prompt_tokens, "prefill")
     assert wire.last_token_id is not None
     first = FirstToken(wire.last_token_id, _logprobs(wire), wire.remote_cached_tokens)
-    return Handoff(remote=_remote(wire, num_prompt_tokens), first_token=first)
+    remote = _remote(wire, num_prompt_tokens)
+    return Handoff(remote=remote, first_token=first, prompt_digest=wire.prompt_digest)
 
 
 def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
@@ -205,6 +217,7 @@ def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
         num_tokens=num_tokens,
         told_tp_size=wire.remote_ptp_size or wire.remote_tp_size,
         told_block_size=_only_block_size(wire.remote_block_size),
+        lease_s=wire.lease_seconds,
     )
 
 
@@ -226,6 +239,27 @@ def _logprobs(wire: _Wire) -> TokenLogprobs | None:
     return TokenLogprobs(wire.last_token_id, logprob, tuple(top))
 
 
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """A name for a prompt, the same whatever the block size; equal only for equal token ids."""
+    return blake2b(np.asarray(token_ids, dtype="<u4").tobytes(), digest_size=16).hexdigest()
+
+
+def check_prompt(handoff: Handoff, token_ids: Sequence[int]) -> None:
+    """Refuse a prompt that is as long as the peer's and another one: its KV is not ours.
+
+    Raises:
+        InvalidRequest: the two differ; a peer that does not say what it was given is believed.
+    """
+    told = handoff.prompt_digest
+    if told is None:
+        return
+    if told != (found := prompt_digest(token_ids)):
+        raise _invalid(
+            f"the peer was given another prompt of {len(token_ids)} tokens (digest {told}, here "
+            f"{found}); send both instances the same request"
+        )
+
+
 def _invalid(problem: str) -> InvalidRequest:
     return InvalidRequest(f"kv_transfer_params: {problem}", param="kv_transfer_params")
 
@@ -239,12 +273,25 @@ class Holder:
     port: int
     tp_size: int
     block_size: int
+    lease_s: float
 
 
 def build_params(
-    holder: Holder, request_id: str, block_ids: list[int], num_tokens: int, first: FirstToken
+    holder: Holder,
+    request_id: str,
+    block_ids: list[int],
+    prompt: Sequence[int],
+    first: FirstToken,
 ) -> KVTransferParams:
-    """What the decode instance needs to fetch this KV; the proxy carries it there."""
+    """What the decode instance needs to fetch this KV; the proxy carries it there.
+
+    Args:
+        holder: this prefill instance.
+        request_id: its name for the lease.
+        block_ids: the prompt's table.
+        prompt: token ids.
+        first: the token sampled here.
+    """
     params: KVTransferParams = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -259,7 +306,9 @@ def build_params(
         "remote_dcp_size": 1,
         "remote_multi_nodes_meta_mapping": {},
         "num_prompt_blocks": len(block_ids),
-        "num_prompt_tokens": num_tokens,
+        "num_prompt_tokens": len(prompt),
+        "prompt_digest": prompt_digest(prompt),
+        "lease_seconds": holder.lease_s,
         "last_token_id": first.token_id,
         "remote_cached_tokens": first.num_cached_tokens,
     }
@@ -272,7 +321,7 @@ def build_params(
 
 
 def build_push_params(
-    holder: Holder, request_id: str, block_ids: tuple[int, ...], tokens: tuple[int, int]
+    holder: Holder, request_id: str, block_ids: list[int], prompt: Sequence[int], start: int
 ) -> KVTransferParams:
     """What the prefill instance needs to write this KV; the metaserver carries it there.
 
@@ -280,9 +329,9 @@ def build_push_params(
         holder: the decode instance.
         request_id: its name for the request.
         block_ids: what it reserved.
-        tokens: half-open range of the tokens whose KV it lacks.
+        prompt: token ids.
+        start: the first token whose KV it lacks.
     """
-    start, stop = tokens
     return {
         "token_ids": [],
         "do_remote_prefill": False,
@@ -298,5 +347,7 @@ def build_push_params(
         "remote_pcp_size": 1,
         "remote_dcp_size": 1,
         "remote_cached_tokens": start,
-        "num_prompt_tokens": stop,
+        "num_prompt_tokens": len(prompt),
+        "prompt_digest": prompt_digest(prompt),
+        "lease_seconds": holder.lease_s,
     }

@@ -9,9 +9,24 @@ import pytest
 from support.pd import ask, pair, prefill, prompt_of
 
 from mooncake_engine.config import LoadFailurePolicy
+from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import FinishReason
 
 PROMPT = prompt_of(50)
+
+
+def test_another_prompt_of_the_same_length_is_refused(model: Path) -> None:
+    """A proxy that mixes two requests up: the answer would be decoded from foreign KV."""
+
+    async def scenario() -> None:
+        async with pair(model) as both:
+            params = await prefill(both.prefill, PROMPT)
+            with pytest.raises(InvalidRequest, match="given another prompt of 50 tokens"):
+                await ask(both.decode, prompt_of(50, seed=1), params=params)
+            assert (await ask(both.decode, PROMPT, params=params)).finish is FinishReason.LENGTH
+            await both.check_clean()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,10 @@ def check_failed_load(
         assert reason in str(answer.error)
 
 
-def test_a_lease_is_kept_while_its_reader_queues(model: Path, gate: Gate) -> None:
+@pytest.mark.parametrize("readers_lease_s", [LEASE_S, 60 * LEASE_S])
+def test_a_lease_is_kept_while_its_reader_queues(
+    model: Path, gate: Gate, readers_lease_s: float
+) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.close()
         params = await prefill(both.prefill, PROMPT)
@@ -142,7 +145,7 @@ def test_a_lease_is_kept_while_its_reader_queues(model: Path, gate: Gate) -> Non
         assert (await answer).tokens == expected
         assert both.decode.stat("load_failures") == 0
 
-    run(model, scenario)
+    run(model, scenario, decode={"lease_s": readers_lease_s})
 
 
 # --- messages ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,39 @@ def test_what_belongs_to_the_other_connector_is_refused(model: Path) -> None:
                 await ask(puller, PROMPT, GREEDY, params_of("http://127.0.0.1:1/x"))
 
     asyncio.run(main())
+
+
+def test_another_prompt_of_the_same_length_is_refused(model: Path) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        dispatch = both.dispatch
+
+        async def mix_up(key: str, params: KVTransferParams) -> None:
+            both.waiting[key] = replace(both.waiting[key], prompt=prompt_of(len(PROMPT), seed=1))
+            with pytest.raises(InvalidRequest, match="given another prompt of 150 tokens"):
+                await dispatch(key, params)
+
+        both.metaserver.dispatch = mix_up
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, decode={"lease_s": 0.5})
+
+
+@pytest.mark.parametrize("leases_s", [(60.0, 1.0), (1.0, 60.0)], ids=["reader", "writer"])
+def test_a_push_outlives_the_shorter_of_two_leases(
+    model: Path, gate: Gate, leases_s: tuple[float, float]
+) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.close()
+        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        await wait_until(lambda: gate.num_held > 0, 10)
+        await asyncio.sleep(3.0)
+        gate.open()
+        assert (await asking).tokens == expected
+        assert both.decode.stat("load_failures") == 0
+
+    first, second = ({"lease_s": lease_s} for lease_s in leases_s)
+    run(model, scenario, prefill=first, decode=second, **GATED)
 
 
 def test_params_that_contradict_the_decode_instance_are_refused(model: Path) -> None:

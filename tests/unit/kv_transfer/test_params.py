@@ -10,14 +10,22 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mooncake_engine.errors import InvalidRequest
-from mooncake_engine.kv_transfer.params import Handoff, Holder, build_params, parse_handoff
+from mooncake_engine.kv_transfer.params import (
+    Handoff,
+    Holder,
+    build_params,
+    check_prompt,
+    parse_handoff,
+    prompt_digest,
+)
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.request import FirstToken
 
 GOLDEN = Path(__file__).parents[2] / "contract" / "kv_transfer_params_prefill.json"
 FIRST = FirstToken(17, TokenLogprobs(17, -0.25, ((17, -0.25), (3, -1.5))), 16)
-HOLDER = Holder("prefill-1", "10.0.0.7", 5557, 2, 16)
-NUM_TOKENS = 40
+HOLDER = Holder("prefill-1", "10.0.0.7", 5557, 2, 16, lease_s=30.0)
+PROMPT = tuple(range(100, 140))
+NUM_TOKENS = len(PROMPT)
 
 
 def golden(**changes: Any) -> dict[str, Any]:
@@ -26,7 +34,7 @@ def golden(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_prefill_answers_with_the_fields_of_the_golden_file() -> None:
-    built = build_params(HOLDER, "cmpl-1-0", [4, 7, 2], NUM_TOKENS, FIRST)
+    built = build_params(HOLDER, "cmpl-1-0", [4, 7, 2], PROMPT, FIRST)
     assert json.loads(json.dumps(built)) == golden()
 
 
@@ -39,10 +47,12 @@ def test_what_a_prefill_says_is_what_a_decode_reads() -> None:
     assert (remote.engine_id, remote.request_id) == ("prefill-1", "cmpl-1-0")
     assert (remote.host, remote.port) == ("10.0.0.7", 5557)
     assert (remote.block_ids, remote.num_tokens) == ((4, 7, 2), NUM_TOKENS)
+    assert remote.lease_s == 30.0
+    check_prompt(handoff, PROMPT)
 
 
 def test_logprobs_are_left_out_if_nobody_asked() -> None:
-    params = build_params(HOLDER, "cmpl-1-0", [4], 3, FirstToken(17))
+    params = build_params(HOLDER, "cmpl-1-0", [4], (5, 6, 7), FirstToken(17))
     assert "last_token_logprobs" not in params
     first = parse_handoff(params, 3).first_token
     assert first is not None
@@ -60,6 +70,26 @@ def test_a_field_proxys_order_to_prefill_is_understood() -> None:
         "do_virtual": False,
     }
     assert parse_handoff(order, 3) == Handoff(keeps_kv=True)
+
+
+def test_a_peer_may_leave_out_what_the_field_does_not_know() -> None:
+    params = golden()
+    del params["prompt_digest"], params["lease_seconds"]
+    handoff = parse_handoff(params, NUM_TOKENS)
+    assert handoff.remote is not None
+    assert handoff.remote.lease_s is None
+    check_prompt(handoff, PROMPT[::-1])
+
+
+@pytest.mark.parametrize(
+    "other", [PROMPT[::-1], (*PROMPT[:-1], 7), (7, *PROMPT[1:])], ids=["order", "last", "first"]
+)
+def test_another_prompt_of_the_same_length_is_refused(other: tuple[int, ...]) -> None:
+    handoff = parse_handoff(golden(), len(other))
+    with pytest.raises(InvalidRequest, match="given another prompt of 40 tokens") as refusal:
+        check_prompt(handoff, other)
+    assert prompt_digest(PROMPT) in str(refusal.value)
+    assert prompt_digest(other) in str(refusal.value)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"unknown": [1]}])
@@ -94,6 +124,10 @@ BAD = [
     ({"last_token_logprobs": "all"}, "Expected `array"),
     ({"num_prompt_tokens": 41}, "counted 41 prompt tokens, this one 40"),
     ({"remote_cached_tokens": -3}, ">= 0"),
+    ({"lease_seconds": 0}, "> 0"),
+    ({"lease_seconds": "30"}, "Expected `float"),
+    ({"lease_seconds": 1e9}, "<= 86400"),
+    ({"prompt_digest": 7}, "Expected `str"),
 ]
 
 

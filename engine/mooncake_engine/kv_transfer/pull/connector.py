@@ -84,7 +84,7 @@ class MooncakeConnector(ConnectorCore):
         self._loop.call(self._prefill.grant, request.request_id)
         first = FirstToken(request.token_ids[-1], request.last_logprobs, request.num_cached_tokens)
         return build_params(
-            self._holder, request.request_id, block_ids, request.num_prompt_tokens, first
+            self._holder, request.request_id, block_ids, request.spec.prompt_token_ids, first
         )
 
     def withdraw(self, request_id: str) -> None:

@@ -128,8 +128,8 @@ class MooncakeLayerwiseConnector(ConnectorCore):
     def load(self, request: Request, first_token: int) -> None:
         """See ``KVConnector``."""
         name = request.request_id
-        tokens = (first_token, request.num_prompt_tokens)
-        params = build_push_params(self._holder, name, tuple(request.block_ids), tokens)
+        prompt = request.spec.prompt_token_ids
+        params = build_push_params(self._holder, name, request.block_ids, prompt, first_token)
         self._loop.call(self._decode.load, name, self._metaservers.pop(name), params)
 
     def cancel(self, request_id: str) -> None:

@@ -13,6 +13,7 @@ from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
+from mooncake_engine.kv_transfer.pace import SIGNS_PER_LEASE
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
     Hello,
@@ -65,7 +66,7 @@ class ReceiveCounts:
 
 def heartbeat_s(lease_s: float) -> float:
     """How often a writer gives a sign of life."""
-    return min(lease_s / 6, 1.0)
+    return min(lease_s / SIGNS_PER_LEASE, 1.0)
 
 
 def spread_of(request_id: str) -> int:
@@ -86,9 +87,7 @@ class PushDecodeSide:
         post: how to ask for a prefill.
     """
 
-    def __init__(
-        self, context: SideContext, inquire: Inquirer, post: Post = post_params
-    ) -> None:
+    def __init__(self, context: SideContext, inquire: Inquirer, post: Post = post_params) -> None:
         self.counts = ReceiveCounts()
         self._facts = context.facts
         self._lease_s = context.lease_s

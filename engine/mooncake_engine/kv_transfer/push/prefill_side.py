@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mooncake_engine.errors import HandshakeRefused, KVTransferError, LeaseLost
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LeaseEnded
+from mooncake_engine.kv_transfer.pace import Pace
 from mooncake_engine.kv_transfer.params import PushTarget, RemoteKV
 from mooncake_engine.kv_transfer.peers import Peer, PeerBook
 from mooncake_engine.kv_transfer.protocol import (
@@ -120,6 +121,7 @@ class PushPrefillSide:
         self._address = address
         self._sends: dict[str, _Send] = {}
         self._renewing: set[str] = set()
+        self._pace = Pace(self._renewal_s)
 
     @property
     def num_sending(self) -> int:
@@ -133,6 +135,7 @@ class PushPrefillSide:
         self.counts.pushes += 1
         writer = Writer(self._facts.engine_id, request_id, *self._address)
         send = self._sends[request_id] = _Send(target, writer, self._clock())
+        self._pace.quicken(heartbeat_s(self._lease_of(send)))
         self._spawn(self._open(request_id, send))
 
     def complete(self, end: EndPush, first_token: PushedToken) -> None:
@@ -247,7 +250,7 @@ class PushPrefillSide:
     async def keep_in_touch(self) -> None:
         """Tell every decode instance, in one message each, what is on its way; until cancelled."""
         while True:
-            await asyncio.sleep(heartbeat_s(self._lease_s))
+            await self._pace.pause()
             by_peer: defaultdict[str, dict[str, _Send]] = defaultdict(dict)
             for request_id, send in self._sends.items():
                 if send.is_open and not send.is_told:
@@ -257,11 +260,19 @@ class PushPrefillSide:
                     self._renewing.add(engine_id)
                     self._spawn(self._renew(engine_id, group))
 
+    def _renewal_s(self) -> float:
+        """The pause that the shortest lease bears, of the peers' and ours."""
+        leases = (self._lease_of(send) for send in self._sends.values())
+        return heartbeat_s(min(leases, default=self._lease_s))
+
+    def _lease_of(self, send: _Send) -> float:
+        return min(self._lease_s, send.remote.lease_s or self._lease_s)
+
     async def _renew(self, engine_id: str, group: dict[str, _Send]) -> None:
         names = {send.remote.request_id: name for name, send in group.items()}
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
-            lost = await peer.renew(tuple(names), heartbeat_s(self._lease_s))
+            lost = await peer.renew(tuple(names), self._renewal_s())
         except KVTransferError as exc:
             self._drop_silent(group, str(exc))
             return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import zmq.asyncio
+from support.virtual_time import run_virtually
 
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import Event, LoadEnded
@@ -119,6 +121,43 @@ def test_a_cancelled_request_is_forgotten_once() -> None:
         assert around.messages == []
 
     run(scenario)
+
+
+class Holders:
+    """A book whose every peer renews everything, and remembers when."""
+
+    def __init__(self) -> None:
+        self.renewed: list[float] = []
+
+    def get(self, remote: RemoteKV) -> Holders:
+        return self
+
+    async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
+        self.renewed.append(asyncio.get_running_loop().time())
+        return ()
+
+
+@pytest.mark.parametrize(("holders_lease_s", "interval_s"), [(6.0, 1.0), (600.0, 5.0), (None, 5.0)])
+def test_leases_are_renewed_as_often_as_the_shorter_one_asks(
+    holders_lease_s: float | None, interval_s: float
+) -> None:
+    """Ours is 30 s; the holder's may end before we would have given a first sign of life."""
+
+    async def main() -> None:
+        book = Holders()
+        clock = asyncio.get_running_loop().time
+        context = SideContext(FACTS, 30.0, lambda event: None, asyncio.ensure_future, clock)
+        ranks = RankLoads(1, lambda rank, message: None)
+        side = DecodeSide(context, ranks, book)  # type: ignore[arg-type]  # answers at once
+        keeping = asyncio.ensure_future(side.keep_leases())
+        await asyncio.sleep(1.5)
+        side.expect("mine", replace(REMOTE, lease_s=holders_lease_s))
+        await asyncio.sleep(30.0)
+        assert len(book.renewed) == pytest.approx(30.0 / interval_s, abs=1)
+        assert book.renewed[0] <= 1.5 + interval_s
+        assert not keeping.done()
+
+    run_virtually(main())
 
 
 def test_a_prompt_that_is_all_here_needs_no_holder() -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 from support.push_line import TOKEN, Talk, deliver, losing, unreliable
 from support.virtual_time import run_virtually
@@ -118,6 +119,24 @@ def test_a_push_that_is_under_way_is_waited_for() -> None:
         assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
 
     talk(scenario)
+
+
+@pytest.mark.parametrize("lease_s", [(60.0, 1.0), (1.0, 60.0)], ids=["reader", "writer"])
+def test_signs_of_life_come_as_often_as_the_shorter_lease_asks(
+    lease_s: tuple[float, float],
+) -> None:
+    async def scenario(between: Talk) -> None:
+        await asyncio.sleep(7.3)
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(20.0)
+        assert between.asked.count("Renew") >= 100
+        assert "Inquire" not in between.asked
+        between.complete("r")
+        await asyncio.sleep(2.0)
+        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
+
+    talk(scenario, lease_s=lease_s)
 
 
 def test_an_entry_that_is_granted_after_its_writer_gave_up_is_given_back() -> None:

@@ -12,11 +12,13 @@ from mooncake_engine.kv_transfer.params import (
     Holder,
     TransferMode,
     build_push_params,
+    check_prompt,
     parse_handoff,
 )
 
-HOLDER = Holder("d-1", "127.0.0.1", 7000, 2, 16)
-POSTED = build_push_params(HOLDER, "r-1", (3, 1, 2), (16, 40))
+HOLDER = Holder("d-1", "127.0.0.1", 7000, 2, 16, lease_s=30.0)
+PROMPT = tuple(range(40))
+POSTED = build_push_params(HOLDER, "r-1", [3, 1, 2], PROMPT, 16)
 
 
 def test_what_is_posted_is_understood() -> None:
@@ -33,6 +35,13 @@ def test_what_is_posted_is_understood() -> None:
         7000,
     )
     assert (remote.block_ids, remote.num_tokens) == ((3, 1, 2), 40)
+    assert remote.lease_s == 30.0
+    check_prompt(handoff, PROMPT)
+
+
+def test_another_prompt_of_the_same_length_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="given another prompt of 40 tokens"):
+        check_prompt(parse_handoff(POSTED, 40), PROMPT[::-1])
 
 
 def test_the_names_are_the_fields() -> None:
@@ -52,6 +61,8 @@ def test_the_names_are_the_fields() -> None:
         "remote_dcp_size",
         "remote_cached_tokens",
         "num_prompt_tokens",
+        "prompt_digest",
+        "lease_seconds",
     }
     assert set(POSTED) == names
 
