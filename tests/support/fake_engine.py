@@ -50,7 +50,9 @@ class FakeEngine:
     Args:
         script: token ids of the answer, EOS included.
         refusal: raised instead of every answer.
-        holds: request ids are held here before token number ``hold_at``, until ``release`` is set.
+        hold_at: requests are held before this token until ``release`` is set.
+        die_at: the engine dies before this token.
+        held_ids: both concern only the requests whose ids end so.
     """
 
     script: Script = upper_case
@@ -62,6 +64,7 @@ class FakeEngine:
     late_at: int | None = None
     die_at: int | None = None
     hold_at: int | None = None
+    held_ids: str = ""
     num_cached_tokens: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
@@ -77,7 +80,7 @@ class FakeEngine:
         is_complete = False
         try:
             for position, update in enumerate(self._updates(request)):
-                await self._interfere(position)
+                await self._interfere(request.request_id, position)
                 is_complete = update.finish is not None
                 yield update
         finally:
@@ -102,12 +105,13 @@ class FakeEngine:
     def close(self) -> None:
         self.is_closed = True
 
-    async def _interfere(self, position: int) -> None:
-        if position == self.hold_at:
-            self.held.set()
-            await self.release.wait()
-        if position == self.die_at:
-            raise EngineDead("the step loop ended: out of luck")
+    async def _interfere(self, request_id: str, position: int) -> None:
+        if request_id.endswith(self.held_ids):
+            if position == self.hold_at:
+                self.held.set()
+                await self.release.wait()
+            if position == self.die_at:
+                raise EngineDead("the step loop ended: out of luck")
         await asyncio.sleep(0)
 
     def _updates(self, request: EngineRequest) -> list[TokenUpdate]:

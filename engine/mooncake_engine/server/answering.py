@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +37,10 @@ class Answerer:
             EngineError: what ``generate_text`` raises; every answer of the job is aborted.
         """
         answers = [Answer() for _ in job.requests]
-        async with aclosing(self._updates(job)) as updates:
-            async for index, update in updates:
-                answers[index].add(update)
+        with self._handing_over(answers):
+            async with aclosing(self._updates(job)) as updates:
+                async for index, update in updates:
+                    answers[index].add(update)
         body: dict[str, Any] = {
             "id": form.api_id(job),
             "object": form.object_name,
@@ -52,6 +53,18 @@ class Answerer:
         if job.handover.is_outgoing:
             body["kv_transfer_params"] = self._handover_params(job, answers)
         return msgspec.json.encode(body)
+
+    @contextmanager
+    def _handing_over(self, answers: Sequence[Answer]) -> Iterator[None]:
+        """What is kept for a peer is given up if the client leaves, or another answer fails, before
+        anybody has heard of it."""
+        try:
+            yield
+        except BaseException:
+            for answer in answers:
+                if answer.kv_transfer_params is not None:
+                    self.engine.abort(answer.kv_transfer_params["remote_request_id"])
+            raise
 
     async def streamed(self, job: Job, form: Form) -> AsyncGenerator[bytes, None]:
         """The answer's events. The first one comes when the engine has answered, so that errors

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
-from support.asgi import AsgiClient, Json
+from support.asgi import AsgiClient, Json, ManualClient
 from support.fake_engine import EOS, FakeEngine, saying
 
 from mooncake_engine.server.app import create_app
@@ -148,6 +149,29 @@ def test_a_stop_string_first_ends_the_request_and_the_lease(tokenizer: Tokenizer
     assert answer["choices"][0]["stop_reason"] == "t"
     assert answer["kv_transfer_params"] is None
     assert engine.aborted == ["req-1"]
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["client leaves", "third answer fails"])
+def test_leases_that_nobody_will_hear_of_are_given_up(
+    tokenizer: Tokenizer, *, is_gone: bool
+) -> None:
+    """Of three answers two are prefilled, and kept for a peer, when the request ends."""
+    engine = FakeEngine(saying("tea", "tea", "tea"), hold_at=0, held_ids="-2")
+    engine.die_at = None if is_gone else 0
+    body = b'{"prompt":"hi","n":3,"max_tokens":2,"kv_transfer_params":{"do_remote_decode":true}}'
+
+    async def leave() -> None:
+        leaving = ManualClient(body, headers=[(b"x-request-id", b"req-1")])
+        app = create_app(engine, tokenizer)
+        serving = asyncio.ensure_future(app(leaving.scope, leaving.receive, leaving.send))
+        await engine.held.wait()
+        for _ in range(20):  # the others go on meanwhile
+            await asyncio.sleep(0)
+        (leaving.gone if is_gone else engine.release).set()
+        await serving
+
+    asyncio.run(leave())
+    assert sorted(engine.aborted) == ["req-1-0", "req-1-1"]
 
 
 def test_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
