@@ -13,9 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from support.byte_tokenizer import write_byte_tokenizer
-from support.checkpoints import random_model, write_checkpoint
-
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.async_engine import AsyncEngine
 from mooncake_engine.config import EngineConfig, KVTransferConfig, Role
@@ -39,6 +36,10 @@ _names = itertools.count()
 
 def write_model(directory: Path, family: str = "llama", **overrides: Any) -> Path:
     """A random two-layer model with a byte tokenizer; 512 tokens of context."""
+    # transformers, which only this needs, takes half a minute to import in an emulated machine
+    from support.byte_tokenizer import write_byte_tokenizer
+    from support.checkpoints import random_model, write_checkpoint
+
     fields = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, **overrides}
     write_checkpoint(random_model(family, **fields), directory)
     return write_byte_tokenizer(directory)

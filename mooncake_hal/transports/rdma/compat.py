@@ -48,7 +48,7 @@ _PostSend = ctypes.CFUNCTYPE(
 _channel_lock = threading.Lock()  # opening a channel compares the process's descriptors
 
 
-class _QueuePairStruct(ctypes.Structure):
+class QueuePairStruct(ctypes.Structure):
     """The beginning of ``struct ibv_qp``, stable since libibverbs 1.1."""
 
     _fields_ = (
@@ -131,7 +131,7 @@ def batch_poster(qp: Any, enums: ModuleType) -> PostBatch:
     """Return how to post to a pyverbs QP: arrays through libibverbs, or else objects."""
     pointer = _find_struct(qp)
     if pointer is not None:
-        return _array_poster(pointer)
+        return array_poster(pointer)
     logger.warning(
         "posting through pyverbs objects, about 2 µs more per piece: the queue pair's structure "
         "was not found in this release of pyverbs"
@@ -139,8 +139,8 @@ def batch_poster(qp: Any, enums: ModuleType) -> PostBatch:
     return _object_poster(qp, enums)
 
 
-def _array_poster(pointer: int) -> PostBatch:
-    struct = _QueuePairStruct.from_address(pointer)
+def array_poster(pointer: int) -> PostBatch:
+    struct = QueuePairStruct.from_address(pointer)
     post_send = _PostSend(_word(struct.context + _POST_SEND_OFFSET))
     bad = ctypes.c_void_p()
     bad_reference = ctypes.byref(bad)
@@ -199,7 +199,7 @@ def _find_struct(qp: Any) -> int | None:
     words = (ctypes.c_uint64 * (size // _POINTER)).from_address(id(qp))
     for word in words[2:]:  # past the reference count and the type
         try:
-            struct = _QueuePairStruct.from_buffer_copy(_peek(word, ctypes.sizeof(_QueuePairStruct)))
+            struct = QueuePairStruct.from_buffer_copy(_peek(word, ctypes.sizeof(QueuePairStruct)))
             if (struct.qp_num, struct.qp_type) != (qp.qp_num, _QPT_RC) or not struct.context:
                 continue
             fd = int.from_bytes(_peek(struct.context + _CMD_FD_OFFSET, 4), "little")

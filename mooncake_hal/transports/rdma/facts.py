@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import Annotated
 
 import msgspec
 
 from mooncake_hal.errors import PeerLost, TransferError
+from mooncake_hal.transports.handshake import UNREADABLE
 
 VERSION = 1
 
 INFINIBAND = "InfiniBand"
 ETHERNET = "Ethernet"
+
+Byte = Annotated[int, msgspec.Meta(ge=0, lt=2**8)]
+U16 = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+U24 = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
+U32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack has nothing longer
 
 
 class RailFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -27,7 +35,10 @@ class RailFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     name: str
     link: str
     gid: str
-    lid: int
+    lid: U16
+
+    def __post_init__(self) -> None:
+        ipaddress.IPv6Address(self.gid)  # decoding fails with its reason if it is none
 
 
 class EndpointFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -48,13 +59,16 @@ class LaneFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         reads: RDMA READs that it can serve at once.
     """
 
-    rail: int
+    rail: Byte
     gid: str
-    lid: int
-    qpn: int
-    psn: int
-    mtu: int
-    reads: int
+    lid: U16
+    qpn: U24
+    psn: U24
+    mtu: Byte
+    reads: Byte
+
+    def __post_init__(self) -> None:
+        ipaddress.IPv6Address(self.gid)
 
 
 class OpenLanes(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
@@ -86,8 +100,8 @@ class RegionKeys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         on_host: whether the endpoint's CPU can read it.
     """
 
-    keys: list[int]
-    shifts: list[int]
+    keys: list[U32]
+    shifts: list[U64]
     on_host: bool
 
 
@@ -100,7 +114,7 @@ def decode_call(payload: bytes) -> OpenLanes | ReopenLane:
     """Read a call; raises PeerLost if it is none."""
     try:
         return _calls.decode(payload)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise PeerLost(f"the peer broke the rdma protocol: {exc}") from exc
 
 
@@ -108,16 +122,19 @@ def decode_facts(data: bytes) -> EndpointFacts:
     """Read what an endpoint published; raises TransferError if it is something else."""
     try:
         return msgspec.msgpack.decode(data, type=EndpointFacts)
-    except msgspec.DecodeError as exc:
+    except UNREADABLE as exc:
         raise TransferError(f"these are no facts of an rdma endpoint: {exc}") from exc
 
 
-def decode_region_keys(data: bytes) -> RegionKeys:
-    """Read how to address a region; raises PeerLost if that is not what it says."""
+def decode_region_keys(data: bytes, rails: int) -> RegionKeys:
+    """Read how to address a region; raises PeerLost if it does not say so for every rail."""
     try:
-        return msgspec.msgpack.decode(data, type=RegionKeys)
-    except msgspec.DecodeError as exc:
+        found = msgspec.msgpack.decode(data, type=RegionKeys)
+    except UNREADABLE as exc:
         raise PeerLost(f"the peer broke the rdma protocol: {exc}") from exc
+    if {len(found.keys), len(found.shifts)} != {rails}:
+        raise PeerLost(f"the peer broke the rdma protocol: {found} is not for {rails} rails")
+    return found
 
 
 def pair_rails(ours: list[RailFacts], theirs: list[RailFacts], lanes: int) -> list[tuple[int, int]]:

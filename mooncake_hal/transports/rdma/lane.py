@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import select
 import time
+from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mooncake_hal.errors import TransportUnavailable
+from mooncake_hal.transports.rdma.compat import PostBatch
 from mooncake_hal.transports.rdma.facts import LaneFacts
-from mooncake_hal.transports.rdma.rail import QueuePair, Rail
 from mooncake_hal.transports.rdma.requests import RDMA_WRITE, Batch, RequestArray
+from mooncake_hal.transports.rdma.settings import RdmaSettings
 from mooncake_hal.transports.rdma.window import Run, Window
 from mooncake_hal.transports.rdma.work import Work, batch_of
 
@@ -26,11 +28,12 @@ MAX_COOLDOWN_SECONDS = 300.0
 
 WC_SUCCESS = 0
 WC_FLUSHED = 5
-ACCESS_STATUSES = {4: "local protection", 9: "remote invalid request", 10: "remote access"}
+ACCUSING_STATUSES = {4: "local protection", 9: "remote invalid request", 10: "remote access"}
 """Statuses that accuse a transfer rather than the path."""
 
 STATUS_NAMES = {
-    **ACCESS_STATUSES,
+    **ACCUSING_STATUSES,
+    2: "the NIC could not send",  # soft-RoCE without a route, when its port has gone down
     WC_FLUSHED: "flushed",
     11: "remote operation",
     12: "no answer from the other side",
@@ -44,6 +47,78 @@ class LaneState(Enum):
     READY = auto()
     REOPENING = auto()
     DOWN = auto()
+
+
+class Completion(Protocol):
+    """A pyverbs work completion, as far as it is looked at."""
+
+    @property
+    def wr_id(self) -> int:
+        """Number of the request that is done, and with it all before it."""
+        ...
+
+    @property
+    def status(self) -> int:
+        """WC_SUCCESS, or why it failed."""
+        ...
+
+
+class SendingPair(Protocol):
+    """A queue pair to post to; see ``rail.QueuePair``."""
+
+    @property
+    def fd(self) -> int:
+        """Descriptor that is readable when something completed."""
+        ...
+
+    @property
+    def inline_bytes(self) -> int:
+        """Longest write that can travel inside its request."""
+        ...
+
+    def facts(self) -> LaneFacts:
+        """What the other end needs to connect to it."""
+        ...
+
+    def connect(self, remote: LaneFacts) -> None:
+        """Make it ready to send to the other end; raises TransportUnavailable."""
+        ...
+
+    def poster(self) -> PostBatch:
+        """Return the function that posts batches to it."""
+        ...
+
+    def completions(self, most: int) -> Sequence[Completion]:
+        """Return up to ``most`` completions; never blocks."""
+        ...
+
+    def take_event(self) -> None:
+        """Take the event that made ``fd`` readable, and ask for the next one."""
+        ...
+
+    def close(self) -> None:
+        """Destroy it: no request of it touches memory here any more. Idempotent."""
+        ...
+
+
+class SendingRail(Protocol):
+    """A port to send from; see ``rail.Rail``.
+
+    Args:
+        number, name, settings: as there.
+        window: most requests in flight on one queue pair.
+        max_message: longest request, in bytes.
+    """
+
+    number: int
+    name: str
+    settings: RdmaSettings
+    window: int
+    max_message: int
+
+    def queue_pair(self) -> SendingPair:
+        """Make a queue pair to post to; raises TransportUnavailable."""
+        ...
 
 
 class Fault(NamedTuple):
@@ -69,7 +144,7 @@ class Lane:
         remote_rail: number of the rail at the other end.
     """
 
-    def __init__(self, number: int, rail: Rail, remote_rail: int) -> None:
+    def __init__(self, number: int, rail: SendingRail, remote_rail: int) -> None:
         self.number = number
         self.rail = rail
         self.remote_rail = remote_rail
@@ -80,7 +155,7 @@ class Lane:
         signal_every = max(1, rail.window // SIGNALS_PER_WINDOW)
         self._least = signal_every
         self._requests = RequestArray(rail.window, signal_every)
-        self._pair: QueuePair | None = None
+        self._pair: SendingPair | None = None
 
     @property
     def fd(self) -> int:
@@ -88,9 +163,13 @@ class Lane:
         return self._pair.fd if self._pair is not None else -1
 
     def open(self) -> LaneFacts:
-        """Make a fresh queue pair; return what the other end needs to connect."""
+        """Make a fresh queue pair; return what the other end needs to connect.
+
+        Raises:
+            TransportUnavailable: the NIC makes none.
+        """
         self.state = LaneState.REOPENING
-        self._pair = QueuePair(self.rail, sends=True)
+        self._pair = self.rail.queue_pair()
         self._post = self._pair.poster()
         return self._pair.facts()
 
@@ -163,12 +242,13 @@ class Lane:
         """Return all that is not done; only after ``close``."""
         return self.window.rewind()
 
-    def _fault(self, completion: object) -> Fault:
-        status, request_id = int(completion.status), int(completion.wr_id)  # type: ignore[attr-defined]  # a pyverbs WC
-        culprit = self.window.culprit(request_id) if status in ACCESS_STATUSES else None
+    def _fault(self, completion: Completion) -> Fault:
+        status, culprit = completion.status, None
+        if status in ACCUSING_STATUSES:
+            culprit = self.window.culprit(completion.wr_id)
         return Fault(status, culprit, _status_text(status))
 
-    def _require_pair(self) -> QueuePair:
+    def _require_pair(self) -> SendingPair:
         if self._pair is None:
             raise TransportUnavailable("rdma", f"lane {self.number} has no queue pair")
         return self._pair

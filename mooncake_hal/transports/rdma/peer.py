@@ -90,6 +90,7 @@ class RdmaPeer:
         self._piece_bytes = min(
             min(lane.rail.max_message, lane.rail.settings.piece_bytes) for lane in lanes
         )
+        self._remote_rails = remote_rails
         self._remote_keys = KeyTables(remote_rails, self._look_up_remote_keys)
         self._turn = 0
         self._works: set[Work] = set()
@@ -170,9 +171,9 @@ class RdmaPeer:
         local_keys = self._endpoint.local_keys.of(local.keys)
         try:
             remote, remote_at = self._locate_remote(spans, deadline)
+            remote_keys = self._remote_keys.of(remote.keys)
         except TransferError as exc:
             return FinishedTransfer(exc)
-        remote_keys = self._remote_keys.of(remote.keys)
         pieces = cut(spans.local, spans.remote, spans.nbytes, self._piece_bytes)
         work = Work(
             opcode,
@@ -270,14 +271,14 @@ class RdmaPeer:
     def _broken(self, lane: Lane, fault: Fault) -> None:
         """Destroy a broken lane's queue pair; blame the culprit, move the rest elsewhere."""
         self._shut(lane)
+        left = lane.rewind()  # before anything can post to it again
         if fault.culprit is not None:
-            lane.state = LaneState.REOPENING
             self._reopen(lane)
             self._blame(fault.culprit, fault.reason)
         else:
             lane.go_down(time.monotonic())
             logger.warning("rdma lane %d on %s: %s", lane.number, lane.rail.name, fault.reason)
-        self._resume(lane.rewind())
+        self._resume(left)
 
     def _resume(self, runs: list[Run[Work]]) -> None:
         """Post again what a closed lane had not done."""
@@ -294,9 +295,9 @@ class RdmaPeer:
             if lane.state is LaneState.READY and any(lane.window.holds(work) for work in stuck):
                 logger.warning("rdma lane %d does not drain; opening it anew", lane.number)
                 self._shut(lane)
-                lane.state = LaneState.REOPENING
+                left = lane.rewind()
                 self._reopen(lane)
-                self._resume(lane.rewind())
+                self._resume(left)
 
     def _revive(self, now: float) -> None:
         """Try lanes again that have been down for long enough."""
@@ -376,6 +377,6 @@ class RdmaPeer:
 
     def _look_up_remote_keys(self, regions: list[int]) -> list[RegionKeys | None]:
         return [
-            decode_region_keys(data) if data else None
+            decode_region_keys(data, self._remote_rails) if data else None
             for data in self._session.regions.attachments(regions)
         ]

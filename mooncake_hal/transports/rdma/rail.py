@@ -73,6 +73,10 @@ class Rail:
         """Register memory; see ``memory.register``."""
         return register(self.pd, region, self.access, self.name)
 
+    def queue_pair(self) -> QueuePair:
+        """Make a queue pair to post to; raises TransportUnavailable."""
+        return QueuePair(self, sends=True)
+
     def close(self) -> None:
         """Close the port; everything on it is closed already."""
         self.idle_cq.close()
@@ -85,7 +89,6 @@ class Rail:
         self.link = INFINIBAND if port.link_layer == 1 else ETHERNET
         self.lid = int(port.lid)
         self.mtu = int(port.active_mtu)
-        self.max_message = int(port.max_msg_sz)
         roomy = min(int(device.max_qp_wr), int(device.max_cqe)) // 2
         self.window = min(self.settings.window, roomy)
         self.max_message = int(port.max_msg_sz)

@@ -1,0 +1,22 @@
+"""Nothing here runs without an RDMA device; where one was promised, its absence is a failure."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mooncake_hal.transports.rdma import plugin
+
+REQUIRED = "RDMA_REQUIRED"
+"""Environment variable that ci/test-rdma sets: a skipped test would prove nothing."""
+
+
+def pytest_runtest_setup() -> None:
+    """Skip, or fail, with the transport's own reason."""
+    found = plugin.probe()
+    if found.ok:
+        return
+    if os.environ.get(REQUIRED):
+        pytest.fail(f"rdma is required here: {found.reason}")
+    pytest.skip(f"rdma: {found.reason}")

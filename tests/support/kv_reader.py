@@ -1,0 +1,115 @@
+"""The decode side of a hand-over, in a process of its own that needs no torch.
+
+``python -m support.kv_reader`` reads one JSON line on stdin, pulls the KV that it describes, and
+leaves each rank's whole pool in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.layout import layout_bytes, make_layout
+from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
+from mooncake_hal.testing.transports_buffers import anonymous, load_transport
+from mooncake_hal.testing.transports_peer import content
+from mooncake_hal.transport import EndpointOptions
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 4, 4, (16, 16), "bfloat16", 2)
+TESTS = Path(__file__).parents[1]
+SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How an instance keeps its KV: key of KV_LAYOUTS, and sizes."""
+
+    tp_size: int
+    block_size: int
+    num_blocks: int
+    layout: str
+
+    def pool_bytes(self, rank: int) -> int:
+        """Size of a rank's pool."""
+        shard = shard_of(GEOMETRY, self.tp_size, rank)
+        return layout_bytes(GEOMETRY, shard, self.num_blocks, self.block_size)
+
+    def placement(self, rank: int, base: int) -> KVPlacement:
+        """A rank's pool at ``base``."""
+        shard = shard_of(GEOMETRY, self.tp_size, rank)
+        layout = make_layout(self.layout, GEOMETRY, shard, self.num_blocks, self.block_size)
+        return KVPlacement(shard, layout.shifted(base))
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Everything that the reader needs to know.
+
+    Args:
+        transport: ``"module:loader"``.
+        prefill, decode: both sides.
+        addresses, bases: of each prefill rank: its endpoint, in hexadecimal, and its pool.
+        prefill_blocks, decode_blocks: block tables.
+        tokens: half-open range to move.
+    """
+
+    transport: str
+    prefill: Side
+    decode: Side
+    addresses: list[str]
+    bases: list[int]
+    prefill_blocks: list[int]
+    decode_blocks: list[int]
+    tokens: tuple[int, int]
+
+
+def pull_elsewhere(handover: Handover, folder: Path) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Have another process pull; returns the bytes of every decode rank's pool afterwards."""
+    command = [sys.executable, "-m", "support.kv_reader", str(folder)]
+    text = json.dumps(asdict(handover))
+    subprocess.run(command, input=text, text=True, cwd=TESTS, check=True, timeout=4 * SECONDS)
+    return [np.load(folder / f"{rank}.npy") for rank in range(handover.decode.tp_size)]
+
+
+def pull(handover: Handover, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Pull one rank's part into a pool of ``content(rank)``; return the pool's bytes."""
+    nbytes = handover.decode.pool_bytes(rank)
+    with ExitStack() as stack:
+        pool = anonymous(nbytes)
+        stack.callback(pool.close)
+        pool.put(content(rank, nbytes))
+        endpoint = load_transport(handover.transport).open(EndpointOptions(secret=b"handover"))
+        stack.callback(endpoint.close)
+        endpoint.register(pool.region)
+        remotes = [handover.prefill.placement(at, base) for at, base in enumerate(handover.bases)]
+        movement = Movement(handover.decode_blocks, handover.prefill_blocks, handover.tokens)
+        local = handover.decode.placement(rank, pool.region.address)
+        transfers = []
+        for plan in plan_transfer(GEOMETRY, local, remotes, movement):
+            address = bytes.fromhex(handover.addresses[plan.peer])
+            peer = endpoint.connect(address, timeout=SECONDS)
+            transfers.append(peer.read(plan.spans, timeout=SECONDS))
+        for transfer in transfers:
+            transfer.wait()
+        return pool.get()
+
+
+def main() -> None:
+    """Pull every rank's part, one after the other."""
+    told = json.load(sys.stdin)
+    sides = {name: Side(**told.pop(name)) for name in ("prefill", "decode")}
+    handover = Handover(**told, **sides)
+    for rank in range(handover.decode.tp_size):
+        np.save(Path(sys.argv[1]) / f"{rank}.npy", pull(handover, rank))
+
+
+if __name__ == "__main__":
+    main()
