@@ -16,6 +16,7 @@ from mooncake_engine.messages import EngineFacts, EngineRequest, TokenUpdate
 from mooncake_engine.progress import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.text.generation import AnswerText, TextUpdate
+from mooncake_engine.text.grammars import vocabulary_of
 from mooncake_engine.text.limits import answer_sampling, check_prompt
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -122,6 +123,10 @@ class LLMEngine:
             )
             for index in range(sampling.n)
         ]
+        if sampling.grammar is not None:
+            facts = self._facts
+            tokens = vocabulary_of(self._tokenizer, facts.vocab_size, facts.eos_token_ids)
+            tokens.matcher(sampling.grammar)
         commands = [AddRequest(spec, self._check(spec)) for spec in specs]
         self._live[request_id] = [spec.request_id for spec in specs]
         for index, command in enumerate(commands):

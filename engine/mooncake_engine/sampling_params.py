@@ -4,8 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from mooncake_engine.errors import InvalidRequest
+
+
+class GrammarKind(str, Enum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "JSON schema"
+    REGEX = "regular expression"
+    LARK = "Lark grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like; see text.grammars.
+
+    Args:
+        kind: the language of ``source``.
+        source: a JSON schema, a regular expression, or a context-free grammar.
+    """
+
+    kind: GrammarKind
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +54,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string.
         logit_bias: added to the logits of these tokens.
+        grammar: what the answer must look like; it decides when the answer may end, and when it
+            has to.
     """
 
     n: int = 1
@@ -53,6 +77,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check_range("n", self.n, 1, 128)
@@ -78,6 +103,12 @@ class SamplingParams:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         if any(not text for text in self.stop):
             raise InvalidRequest("stop holds an empty string; leave it out", param="stop")
+        if self.grammar is not None and (self.min_tokens or self.ignore_eos):
+            raise InvalidRequest(
+                "a structured answer ends when it is complete: min_tokens and ignore_eos can't be "
+                "kept beside it",
+                param="min_tokens" if self.min_tokens else "ignore_eos",
+            )
 
     @property
     def is_greedy(self) -> bool:

@@ -9,6 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mooncake_engine.execution.grammar_state import (
+    FindVocabulary,
+    GrammarState,
+    no_vocabulary,
+)
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import AdmittedRequest
 
@@ -51,10 +56,12 @@ class RequestState:
         admitted: what the scheduler told.
         row: its row in the BlockTables.
         counts: for requests with penalties.
+        grammar: for requests whose answer follows one.
     """
 
     __slots__ = (
         "counts",
+        "grammar",
         "num_prompt_tokens",
         "request_id",
         "row",
@@ -63,7 +70,13 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, admitted: AdmittedRequest, row: int, counts: TokenCounts | None) -> None:
+    def __init__(
+        self,
+        admitted: AdmittedRequest,
+        row: int,
+        counts: TokenCounts | None,
+        grammar: GrammarState | None = None,
+    ) -> None:
         self.request_id = admitted.request_id
         self.sampling: SamplingParams = admitted.sampling
         self.seed = admitted.seed
@@ -71,6 +84,7 @@ class RequestState:
         self.token_ids = list(admitted.token_ids)
         self.row = row
         self.counts = counts
+        self.grammar = grammar
 
     @property
     def num_output_tokens(self) -> int:
@@ -82,6 +96,8 @@ class RequestState:
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
 
 
 class BlockTables:
@@ -136,14 +152,21 @@ class RequestTable:
         max_blocks: longest block table.
         vocab_size: the model's.
         device: where counts for penalties live.
+        find_vocabulary: for requests whose answer follows a grammar.
     """
 
     def __init__(
-        self, max_seqs: int, max_blocks: int, vocab_size: int, device: torch.device
+        self,
+        max_seqs: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        find_vocabulary: FindVocabulary = no_vocabulary,
     ) -> None:
         self.tables = BlockTables(max_seqs, max_blocks)
         self._vocab_size = vocab_size
         self._device = device
+        self._find_vocabulary = find_vocabulary
         self._states: dict[str, RequestState] = {}
 
     def __getitem__(self, request_id: str) -> RequestState:
@@ -157,7 +180,9 @@ class RequestTable:
         for admitted in requests:
             self.retire((admitted.request_id,))
             row = self.tables.take_row(admitted.block_ids)
-            state = RequestState(admitted, row, self._counts(admitted))
+            state = RequestState(
+                admitted, row, self._counts(admitted), self._grammar(admitted)
+            )
             self._states[admitted.request_id] = state
 
     def retire(self, request_ids: Iterable[str]) -> None:
@@ -166,6 +191,11 @@ class RequestTable:
             state = self._states.pop(request_id, None)
             if state is not None:
                 self.tables.free_row(state.row)
+
+    def _grammar(self, admitted: AdmittedRequest) -> GrammarState | None:
+        if admitted.sampling.grammar is None:
+            return None
+        return GrammarState(self._find_vocabulary, admitted)
 
     def _counts(self, admitted: AdmittedRequest) -> TokenCounts | None:
         if not admitted.sampling.has_penalties:

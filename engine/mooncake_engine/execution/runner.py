@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mooncake_engine.execution.batch import StepInputs, make_inputs
 from mooncake_engine.execution.extension import LayerDone
+from mooncake_engine.execution.grammar_masks import failures
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.request_state import RequestState, RequestTable
@@ -61,7 +62,8 @@ class ModelRunner:
         )
         hidden = self._forward(inputs, layer_done)
         scores = score_prompts(hidden, plan.sequences, states, self._model.logits)
-        return StepResult(plan.step, self._sample(hidden, inputs), scores)
+        tokens = self._sample(hidden, inputs)
+        return StepResult(plan.step, tokens, scores, failures(inputs.sampling))
 
     def _state_of(self, sequence: ScheduledSequence) -> RequestState:
         state = self._requests[sequence.request_id]

@@ -1,9 +1,9 @@
 """Choosing tokens from logits, for a whole batch at once.
 
-Order: logit bias, penalties, end masking, temperature, then the filters. Every filter (min-p,
-top-k, top-p) is a threshold on the logit, so ties at the edge stay in together and the support
-does not depend on how a device sorts equal values. The draw is the inverse of the cumulative
-distribution in token order, at one uniform number of (seed, output position).
+Order: logit bias, penalties, end masking, grammars, temperature, then the filters. Every filter
+(min-p, top-k, top-p) is a threshold on the logit, so ties at the edge stay in together and the
+support does not depend on how a device sorts equal values. The draw is the inverse of the
+cumulative distribution in token order, at one uniform number of (seed, output position).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mooncake_engine.execution.grammar_masks import mask_logits
 from mooncake_engine.execution.logprobs import describe_tokens
 from mooncake_engine.execution.randomness import uniform
 from mooncake_engine.execution.request_state import RequestState
@@ -55,13 +56,14 @@ class Sampler:
 
     def _is_modified(self, state: RequestState) -> bool:
         sampling = state.sampling
-        return state.counts is not None or bool(sampling.logit_bias) or self._is_end_masked(state)
+        has_rules = state.counts is not None or state.grammar is not None
+        return has_rules or bool(sampling.logit_bias) or self._is_end_masked(state)
 
     def _is_end_masked(self, state: RequestState) -> bool:
         return state.num_output_tokens < state.sampling.min_tokens
 
     def _modify(self, logits: Tensor, rows: list[int], states: Sequence[RequestState]) -> None:
-        """Apply bias, penalties and end masking to some rows, in place."""
+        """Apply bias, penalties, end masking and grammars to some rows, in place."""
         for row in rows:
             if bias := states[row].sampling.logit_bias:
                 ids, values = zip(*bias, strict=True)
@@ -72,6 +74,7 @@ class Sampler:
                 sampling = states[row].sampling
                 eos = () if sampling.ignore_eos else self._eos_token_ids
                 logits[row, [*eos, *sampling.stop_token_ids]] = -math.inf
+        mask_logits(logits, states)
 
 
 def _penalise(logits: Tensor, rows: list[int], states: Sequence[RequestState]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -28,6 +29,7 @@ from mooncake_engine.scheduling.plan import (
     StepPlan,
     StepResult,
 )
+from mooncake_engine.text.grammars import vocabulary_in
 from mooncake_hal.backend import Backend, Communicator, Ops
 from mooncake_hal.kv.geometry import shard_of
 
@@ -90,7 +92,7 @@ class Worker:
         self.pool = KVPool(
             backend, index, setup.geometry, shard, setup.pool_size, layout_name=setup.layout_name
         )
-        self._runner = self._build_runner(model, config.max_num_seqs, backend.ops, device)
+        self._runner = self._build_runner(config, model, backend.ops, device)
         self.extension: WorkerExtension | None = None
         if extension is not None:
             where = (rank, config.tp_size, index, self.pool)
@@ -98,10 +100,13 @@ class Worker:
             self.extension = load_extension(extension)(ExtensionContext(*where, *whom))
 
     def _build_runner(
-        self, model: Model, max_seqs: int, ops: Ops, device: torch.device
+        self, config: EngineConfig, model: Model, ops: Ops, device: torch.device
     ) -> ModelRunner:
         facts = self._setup.model
-        requests = RequestTable(max_seqs, self._setup.max_blocks, facts.vocab_size, device)
+        vocabulary = partial(vocabulary_in, config.model, facts.vocab_size, facts.eos_token_ids)
+        requests = RequestTable(
+            config.max_num_seqs, self._setup.max_blocks, facts.vocab_size, device, vocabulary
+        )
         sampler = Sampler(facts.eos_token_ids)
         return ModelRunner(model, self.pool, requests, sampler, ops, device)
 

@@ -200,7 +200,9 @@ class Scheduler:
             request.num_computed = sequence.start + sequence.count
             self.blocks.publish(request)
             self._report_scores(request, sequence.start, result)
-            if sequence.is_sampling:
+            if sequence.is_sampling and sequence.request_id in result.failed:
+                self._fail(request, result.failed[sequence.request_id])
+            elif sequence.is_sampling:
                 self._append(request, result.tokens[sequence.request_id])
         return self.take_updates()
 
@@ -340,8 +342,7 @@ class Scheduler:
         if self.limits.load_failure is LoadFailurePolicy.RECOMPUTE:
             logger.warning("request %s: %s; computing its prompt here", name, reason)
             return
-        error = f"the prompt's KV did not arrive: {reason}"
-        self._finish(request, TokenUpdate(name, finish=FinishReason.ERROR, error=error))
+        self._fail(request, f"the prompt's KV did not arrive: {reason}")
 
     def _connector_cancel(self, request: Request) -> None:
         if request.loads_kv and self._connector is not None:
@@ -411,6 +412,10 @@ class Scheduler:
             self.blocks.release(request)
             self._connector_cancel(request)
         self._updates.append(replace(update, times=request.times))
+
+    def _fail(self, request: Request, reason: str) -> None:
+        update = TokenUpdate(request.request_id, finish=FinishReason.ERROR, error=reason)
+        self._finish(request, update)
 
     def _is_complete(self, request: Request, update: TokenUpdate) -> bool:
         """Whether a peer needs the KV; one that awaits it hears of an answer that ends, too."""

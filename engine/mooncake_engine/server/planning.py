@@ -16,6 +16,7 @@ from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_promp
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from mooncake_engine.server.request_ids import choice_ids
 from mooncake_engine.server.sampling import chat_sampling, completion_sampling, is_prompt_only
+from mooncake_engine.server.structured import check_grammar, grammar_of
 from mooncake_engine.text.detokenizer import text_offsets
 from mooncake_engine.text.limits import answer_sampling
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ class Planner:
     async def completion(self, request: CompletionRequest, envelope: Envelope) -> Job:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
-        sampling = completion_sampling(request, self.facts)
+        sampling = await self._structured(request, completion_sampling(request, self.facts))
         prompts = await completion_prompts(request, self.tokenizer, self.facts)
         job = self._job(request, envelope, sampling, prompts)
         return replace(
@@ -44,7 +45,7 @@ class Planner:
     async def chat(self, request: ChatRequest, envelope: Envelope) -> Job:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
-        sampling = chat_sampling(request, self.facts)
+        sampling = await self._structured(request, chat_sampling(request, self.facts))
         prompt = await chat_prompt(request, self.tokenizer, self.facts)
         return self._job(request, envelope, sampling, [prompt])
 
@@ -56,6 +57,16 @@ class Planner:
                 param="model",
                 status=404,
             )
+
+    async def _structured(
+        self, request: GenerationFields, sampling: SamplingParams
+    ) -> SamplingParams:
+        grammar = grammar_of(request)
+        if grammar is None:
+            return sampling
+        structured = replace(sampling, grammar=grammar)
+        await check_grammar(grammar, self.tokenizer, self.facts)
+        return structured
 
     def _echo_of(self, prompt: Prompt) -> Echo:
         ids = prompt.token_ids

@@ -17,6 +17,42 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(
+    msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
+    """Some JSON object."""
+
+
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A schema and what OpenAI's clients say about it. It is always kept to the letter."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    """JSON that a schema describes."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's field: a JSON schema, a regular expression, one of several texts, or a grammar."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What completions and chat have in common. null always means the default."""
 
@@ -46,6 +82,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: int | None = None
     prompt_logprobs: int | None = None
     timeout: float | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: dict[str, Any] | None = None
     metadata: None = None
     store: None = None
@@ -82,12 +120,6 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     annotations: None = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Only plain text."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions``."""
 
@@ -95,7 +127,6 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

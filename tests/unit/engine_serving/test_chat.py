@@ -111,14 +111,6 @@ def test_continues_the_final_message(client: AsgiClient, engine: FakeEngine) -> 
     assert bytes(engine.seen[0].prompt_token_ids).endswith(b"<|assistant|>I would like ")
 
 
-def test_plain_text_is_the_only_response_format(client: AsgiClient) -> None:
-    plain = client.post(PATH, messages=[USER], response_format={"type": "text"})
-    assert plain.status_code == 200
-    refused = client.post(PATH, messages=[USER], response_format={"type": "json_object"})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "response_format.type"
-
-
 def test_token_ids_on_demand(client: AsgiClient) -> None:
     prompt = list(b"<|user|>hi\n<|assistant|>")
     choice = client.post(PATH, messages=[USER], return_token_ids=True).json()["choices"][0]

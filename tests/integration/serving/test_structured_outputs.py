@@ -1,0 +1,159 @@
+"""A model of random weights, which by itself says garbage, keeps to every grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+from support.pd import ask, ask_pair, instance, pair, prompt_of, write_model
+
+from mooncake_engine.llm import LLM
+from mooncake_engine.messages import FinishReason
+from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
+from mooncake_engine.text.grammars import json_schema_grammar
+
+EOS = 256
+NUM_SCHEMAS = 40
+
+
+def random_schema(numbers: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema whose values have an end, so that an answer that never ends is a fault."""
+    kinds = ["string", "integer", "boolean", "enum", "null", "pattern", "number"]
+    kind = numbers.choice(kinds if depth == 2 else [*kinds, "object", "array", "object", "array"])
+    if kind == "string":
+        return {"type": "string", "minLength": numbers.randrange(3), "maxLength": 6}
+    if kind == "pattern":
+        return {"type": "string", "pattern": "^[a-f]{2,4}-[0-9]{3}$"}
+    if kind == "integer":
+        return {"type": "integer", "minimum": numbers.randrange(-50, 0), "maximum": 1000}
+    if kind == "number":
+        return {"enum": [0.5, -1e9, 3]}
+    if kind == "enum":
+        return {"enum": ["té", 'a "cup"', 7, None, {"of": ["it"]}]}
+    if kind == "array":
+        items = random_schema(numbers, depth + 1)
+        return {"type": "array", "items": items, "minItems": numbers.randrange(2), "maxItems": 3}
+    if kind == "object":
+        names = numbers.sample(["a", "b", "größe", "some name", "e"], numbers.randrange(1, 4))
+        return {
+            "type": "object",
+            "properties": {name: random_schema(numbers, depth + 1) for name in names},
+            "required": numbers.sample(names, numbers.randrange(len(names) + 1)),
+            "additionalProperties": False,
+        }
+    return {"type": kind}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("random"), eos_token_id=EOS, max_position_embeddings=2048
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with LLM(model_dir, num_kv_blocks=1500, threads=1) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_random_schemas_are_kept(llm: LLM, temperature: float) -> None:
+    schemas = [random_schema(random.Random(f"schema {i}")) for i in range(NUM_SCHEMAS)]
+    sampling = [
+        SamplingParams(
+            temperature=temperature, seed=i, max_tokens=None, grammar=json_schema_grammar(schema)
+        )
+        for i, schema in enumerate(schemas)
+    ]
+    for schema, output in zip(schemas, llm.generate(["Tea:"] * NUM_SCHEMAS, sampling), strict=True):
+        answer = output.outputs[0]
+        assert answer.finish_reason is FinishReason.STOP, (schema, answer.text)
+        jsonschema.validate(json.loads(answer.text), schema)
+
+
+def test_others_in_the_batch_are_not_masked(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    bound = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "(ab){3}"), max_tokens=None)
+    penalised = replace(plain, presence_penalty=1.0)
+    [alone, punished] = llm.generate(["Tea"] * 2, [plain, penalised])
+    together = llm.generate(["Tea"] * 4, [bound, plain, bound, penalised])
+    assert [together[i].outputs[0].text for i in (0, 2)] == ["ababab"] * 2
+    assert together[1].outputs == alone.outputs
+    assert together[3].outputs == punished.outputs
+
+
+def test_a_preempted_answer_keeps_its_place(model_dir: Path) -> None:
+    sampling = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=None, grammar=Grammar(GrammarKind.REGEX, "[a-z]{200}")
+    )
+    options = {"num_kv_blocks": 24, "max_model_len": 300, "threads": 1}
+    with LLM(model_dir, **options) as tight:
+        for output in tight.generate(["one", "two", "six"], sampling):
+            assert re.fullmatch("[a-z]{200}", output.outputs[0].text)
+        assert tight._engine._core.stats().num_preemptions > 0
+
+
+def test_prefill_and_decode_apart_say_the_same(model_dir: Path) -> None:
+    """The decode instance takes the grammar up after the token that the other one sampled."""
+
+    async def scenario() -> None:
+        async with instance(model_dir) as single, pair(model_dir) as both:
+            for seed in range(6):
+                schema = random_schema(random.Random(f"apart {seed}"))
+                sampling = SamplingParams(
+                    seed=seed, max_tokens=400, grammar=json_schema_grammar(schema)
+                )
+                expected = await ask(single, prompt_of(40), sampling)
+                found = await ask_pair(both, prompt_of(40), sampling)
+                assert found.tokens == expected.tokens
+                assert found.finish is FinishReason.STOP
+                text = bytes(found.tokens[:-1]).decode()
+                jsonschema.validate(json.loads(text), schema)
+            await both.check_clean()
+
+    asyncio.run(scenario())
+
+
+def test_what_breaks_a_grammar_fails_its_request_alone(model_dir: Path) -> None:
+    async def scenario() -> None:
+        async with instance(model_dir) as single:
+            wrong = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "("), max_tokens=None)
+            right = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "tea"), max_tokens=None)
+            failed, answered = await asyncio.gather(
+                ask(single, prompt_of(9), wrong), ask(single, prompt_of(9), right)
+            )
+            assert failed.finish is FinishReason.ERROR
+            assert "regular expression is refused" in (failed.error or "")
+            assert bytes(answered.tokens[:-1]) == b"tea"
+            await single.check_clean()
+
+    asyncio.run(scenario())
+
+
+def test_through_the_openai_client(tiny_llama_url: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"cups": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["cups"],
+        "additionalProperties": False,
+    }
+    with OpenAI(base_url=f"{tiny_llama_url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="tiny-llama",
+            messages=[{"role": "user", "content": "How many cups?"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "order", "schema": schema, "strict": True},
+            },
+        )
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), schema)
