@@ -3,8 +3,8 @@ MODEL ?= examples/tiny-llama
 ARGS ?=
 PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: help up test test-models check bench install test-rdma test-grid test-faults test-proxy \
-    bench-transfer bench-connectors bench-proxy check-deploy test-cuda test-ascend wheels
+.PHONY: help up test test-models check bench install test-rdma test-adapters test-grid \
+    test-faults test-proxy bench-transfer bench-connectors bench-proxy check-deploy test-cuda test-ascend wheels
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -35,6 +35,9 @@ install:  ## .venv with everything that tests and checks need
 test-rdma:  ## the rdma transport over real verbs: this host's device, or soft-RoCE in a VM
 	@ci/install dev
 	@ci/test-rdma $(ARGS)
+
+test-adapters:  ## the transports mooncake and nixl over their engines, in an environment of its own
+	@ci/test-adapters $(ARGS)
 
 test-grid:  ## every pair of tensor-parallel sizes, both connectors, GQA and MLA; ARGS narrow it down
 	@ci/install dev

@@ -16,5 +16,15 @@ class TestMooncake(TransportConformance, TransportProcessConformance):
 
 
 class TestNixl(TransportConformance, TransportProcessConformance):
+    """Over what UCX chooses: within a host, shared memory."""
+
     loader = "mooncake_hal.transports.nixl.plugin:load"
     timeout = 60.0
+
+
+class TestNixlTcp(TestNixl):
+    """What it does between hosts without RDMA."""
+
+    @pytest.fixture(autouse=True)
+    def only_tcp(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("UCX_TLS", "tcp")

@@ -1,0 +1,45 @@
+"""Runs tests/adapters where the engines are installed; see ci/test-adapters.
+
+Says first what is tested, and what a transport does not promise; ends with pytest's status.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from mooncake_hal.registry import PluginStatus, Registry
+
+NAMES = ("mooncake", "nixl")
+
+
+def describe(registry: Registry, name: str) -> bool:
+    """Print what a transport is here; returns whether it can be tested."""
+    rows = {row.name: row for row in registry.transport_table()}
+    row = rows[name]
+    print(f"{name}: {row.status.value}: {row.reason}")
+    if row.status is not PluginStatus.AVAILABLE:
+        return False
+    if not registry.load_transport(name).can_revoke:
+        print(f"{name}: does not promise that revoke() stops what is in flight; not asked for")
+    return True
+
+
+def main() -> int:
+    """Run the command line."""
+    registry = Registry.discover()
+    if not all([describe(registry, name) for name in NAMES]):
+        return 1
+    sys.stdout.flush()
+    return pytest.main(
+        ["-q", "-p", "no:cacheprovider", "--durations=10", "tests/adapters", *sys.argv[1:]]
+    )
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # NIXL's libraries crash when the process ends in order
