@@ -6,7 +6,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from mooncake_proxy import admin, openai
@@ -195,7 +195,7 @@ class Application:
                 await self.router.read_prompt(call, self.router.tokenize)
             self.router.budget.deposit()
             if not self.admission.enter():
-                await self.admission.queue()
+                await self._wait_for_place(call)
             try:
                 await self._flow(self.router, call)
             finally:
@@ -203,7 +203,7 @@ class Application:
         except asyncio.CancelledError:
             self.router.metrics.disconnects.add(_stage_of(call))
             exchange.status = CLIENT_LEFT
-            self.access.write(exchange, call, request_id, self.router.now() - arrival, None)
+            self._write_down(exchange, call, request_id, arrival, None)
             raise
         except ProxyError as error:
             self._answer_error(exchange, error, request_id)
@@ -229,6 +229,12 @@ class Application:
         self.router.prepare(call)
         return call
 
+    async def _wait_for_place(self, call: Call) -> None:
+        began = self.router.now()
+        with nullcontext() if call.trace is None else call.trace.stage("queue"):
+            await self.admission.queue()
+        self.router.metrics.queue_seconds.observe(self.router.now() - began)
+
     def _answer_error(self, exchange: Exchange, error: ProxyError, request_id: str) -> None:
         if exchange.has_started and not exchange.ended:
             self.router.metrics.stream_errors.add()
@@ -242,11 +248,22 @@ class Application:
         arrival: float,
         error: ProxyError | None,
     ) -> None:
-        elapsed = self.router.now() - arrival
         path = exchange.target.decode("latin-1")
         self.router.metrics.requests.add(path, str(exchange.status))
-        self.router.metrics.request_seconds.observe(elapsed, path)
-        self.access.write(exchange, call, request_id, elapsed, error)
+        self.router.metrics.request_seconds.observe(self.router.now() - arrival, path)
+        self._write_down(exchange, call, request_id, arrival, error)
+
+    def _write_down(
+        self,
+        exchange: Exchange,
+        call: Call | None,
+        request_id: str,
+        arrival: float,
+        error: ProxyError | None,
+    ) -> None:
+        self.access.write(exchange, call, request_id, self.router.now() - arrival, error)
+        if call is not None and call.trace is not None:
+            call.trace.end(exchange.status, error)
 
     # ------------------------------------------------ everything else
 

@@ -13,9 +13,11 @@ from msgspec import Raw
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.openai import Ask, Endpoint, Fields, encode, is_batch
 from mooncake_proxy.record import Record
+from mooncake_proxy.tracing import Trace
 
-# Headers of the client that instances get to see.
-FORWARDED = (b"authorization", b"traceparent", b"tracestate")
+# Headers of the client that instances get to see. Of the trace only where the proxy adds no spans.
+FORWARDED = (b"authorization",)
+FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _BYTES_PER_TOKEN = 4
 
@@ -48,7 +50,7 @@ class Call:
     request_id: str
     arrival: float
     deadline: float
-    # Estimated from the body; P's answer corrects it.
+    # Estimated from the body, or counted by the tokenizer.
     prompt_tokens: int
     # Header lines that every instance gets.
     forward: bytes = b""
@@ -63,6 +65,8 @@ class Call:
     session: str | None = None
     prefix_blocks: tuple[int, ...] = ()
     cached_tokens: Mapping[str, int] | None = None
+    # Its spans, where requests are traced.
+    trace: Trace | None = None
     # For the log: which instances took part.
     prefiller: str = ""
     decoder: str = ""
@@ -99,10 +103,12 @@ class Call:
         return None
 
 
-def forwarded_headers(headers: dict[bytes, bytes]) -> bytes:
+def forwarded_headers(
+    headers: dict[bytes, bytes], names: tuple[bytes, ...] = FORWARDED_UNTRACED
+) -> bytes:
     """Header lines for instances; absent ones are not sent (never `Bearer None`)."""
     lines = b""
-    for name in FORWARDED:
+    for name in names:
         if name in headers:
             lines += b"%b: %b\r\n" % (name, headers[name])
     return lines

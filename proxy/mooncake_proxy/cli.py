@@ -127,6 +127,11 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     access.add_argument("--upstream-insecure", action="store_true", help="don't verify them")
     access.add_argument("--access-log", choices=("off", "errors", "all"), default="errors")
     access.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans there, as OTLP over HTTP (http://collector:4318)",
+    )
+    access.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error")
     )
 
@@ -156,6 +161,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         request_timeout_s=args.request_timeout,
         drain_timeout_s=args.drain_timeout,
         access_log=args.access_log,
+        otlp_endpoint=args.otlp_endpoint,
         server=ServerLimits(max_body_bytes=args.max_body_bytes),
         client=ClientLimits(args.connect_timeout, args.first_byte_timeout, args.stall_timeout),
         health=HealthConfig(

@@ -61,6 +61,8 @@ class ProxyConfig:
     pool_file: str | None = None
     kubernetes: str | None = None
     kubernetes_api: str | None = None
+    # Collector of OpenTelemetry spans; None: no spans are made.
+    otlp_endpoint: str | None = None
     workers: int = 1
     server: ServerLimits = field(default_factory=ServerLimits)
     client: ClientLimits = field(default_factory=ClientLimits)

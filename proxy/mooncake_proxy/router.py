@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, Protocol, TypeVar
 
 from mooncake_proxy.budget import RetryBudget
-from mooncake_proxy.call import Call
+from mooncake_proxy.call import FORWARDED, Call, forwarded_headers
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import Recomputed, Rejected, UpstreamError
 from mooncake_proxy.health import PassiveHealth
@@ -28,6 +28,7 @@ from mooncake_proxy.tokenizing import (
     load_tokenizer,
     prompt_text,
 )
+from mooncake_proxy.tracing import Trace, load_tracing
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,6 +87,8 @@ class Router:
         self.tokenize: Tokenize | None = None
         if config.tokenizer is not None:
             self.tokenize = load_tokenizer(config.tokenizer)
+        # None: requests leave no spans.
+        self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
         self._background: set[asyncio.Task[None]] = set()
 
     def listens_at(self, url: str) -> None:
@@ -93,7 +96,10 @@ class Router:
         self.metaserver_url = url.rstrip("/") + PATH
 
     def prepare(self, call: Call) -> None:
-        """What the policies of this proxy want to know about a request."""
+        """What the policies of this proxy want to know about a request, and its span."""
+        if self.tracing is not None:
+            headers = call.exchange.headers
+            call.trace = self.tracing.begin(call.endpoint, call.ask, call.request_id, headers)
         if self._wants_session:
             given = call.exchange.headers.get(b"x-session-id")
             call.session = given.decode("latin-1") if given else call.ask.user
@@ -155,12 +161,28 @@ class Router:
 
     # ------------------------------------------------ attempts
 
-    async def attempt(self, role: Role, call: Call, step: Step[T]) -> T:
+    def attempt(self, role: Role, call: Call, step: Step[T]) -> Awaitable[T]:
         """Run `step` on an instance, and on another one for as long as nothing was forwarded.
 
         Each new try has a new attempt id. It takes from the retry budget, so that a fleet that
         is failing does not get more traffic than a healthy one.
         """
+        if call.trace is None:
+            return self._attempt(role, call, step)
+        return self._traced_attempt(role, call, step, call.trace)
+
+    async def _traced_attempt(self, role: Role, call: Call, step: Step[T], trace: Trace) -> T:
+        own = forwarded_headers(call.exchange.headers, FORWARDED)
+        with trace.stage(role.label) as leg:
+
+            async def watched(router: Router, call: Call, instance: Instance, /) -> T:
+                with trace.attempt(leg, instance.spec.origin, call.attempt) as lines:
+                    call.forward = own + lines
+                    return await step(router, call, instance)
+
+            return await self._attempt(role, call, watched)
+
+    async def _attempt(self, role: Role, call: Call, step: Step[T]) -> T:
         tried: list[Instance] = []
         while True:
             instance = self.choose(role, call, tried)
@@ -242,4 +264,6 @@ class Router:
         """Let running releases end, then close all connections."""
         if self._background:
             await asyncio.wait(tuple(self._background), timeout=ABORT_TIMEOUT_S)
+        if self.tracing is not None:
+            await self.client.loop.run_in_executor(None, self.tracing.close)
         self.fleet.close()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -51,15 +50,15 @@ async def pair() -> AsyncIterator[tuple[FakeInstance, FakeInstance]]:
             await fake.kill()
 
 
-def test_it_starts_within_a_second_and_ends_on_sigterm() -> None:
+def test_it_starts_and_ends_on_sigterm() -> None:
     async def main() -> None:
-        async with pair() as (p, d):
-            began = time.monotonic()
-            async with proxy("--prefill", p.url, "--decode", d.url) as (url, _):
-                assert time.monotonic() - began < 1.0
-                async with httpx.AsyncClient(base_url=url) as client:
-                    answer = await client.post("/v1/completions", json=BODY)
-                    assert answer.json()["choices"][0]["text"] == text_of(5)
+        async with (
+            pair() as (p, d),
+            proxy("--prefill", p.url, "--decode", d.url) as (url, _),
+            httpx.AsyncClient(base_url=url) as client,
+        ):
+            answer = await client.post("/v1/completions", json=BODY)
+            assert answer.json()["choices"][0]["text"] == text_of(5)
 
     asyncio.run(main())
 
