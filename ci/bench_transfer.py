@@ -29,6 +29,7 @@ from mooncake_hal.bench.measure import (
     latency,
     transport_mover,
 )
+from mooncake_hal.bench.posting import posting_us
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS_HOME = ROOT / ".cache" / "transfer-peers"
@@ -113,6 +114,15 @@ def tcp_items(rounds: int, peers: list[Mover], seen: list[Bandwidth]) -> list[It
             items.append(Item(f"tcp {operation} 4 KiB pieces/one range", ratio, 0.5))
         late = latency(tcp, 4096, 2000)
         items.append(Item("tcp read of 4 KiB p50 us", late.p50_us, 25, at_least=False))
+    return items
+
+
+def rdma_items(rounds: int) -> list[Item]:
+    """What posting to a NIC costs, measured without the wire: no RDMA device is needed."""
+    items = []
+    for shape in (SMALL, Shape(64 << 20, 64 << 10)):
+        cost = posting_us(shape, rounds)
+        items.append(Item(f"rdma posting us of CPU per span, {shape}", cost, 2, at_least=False))
     return items
 
 
@@ -233,7 +243,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every bandwidth there")
     arguments = parser.parse_args()
     seen: list[Bandwidth] = []
-    items = shm_items(arguments.rounds, seen)
+    items = rdma_items(arguments.rounds) + shm_items(arguments.rounds, seen)
     with ExitStack() as stack:
         peers = [] if arguments.without_peers else open_peers(stack)
         items += tcp_items(arguments.rounds, peers, seen)

@@ -67,7 +67,7 @@ class RdmaDriver:
         self._peers: list[RdmaPeer] = []
         with ExitStack() as undo:
             self.rails: list[Rail] = []
-            for name in _chosen_ports(settings.devices):
+            for name in chosen_ports(settings.devices, active_ports()):
                 rail = Rail(len(self.rails), name, settings, import_enums())
                 undo.callback(rail.close)
                 self.rails.append(rail)
@@ -193,22 +193,25 @@ class RdmaDriver:
             peer.lost(TransferError(f"rdma progress failed: {error!r}"))
 
 
-def _chosen_ports(devices: str) -> list[str]:
+def chosen_ports(wanted: str, ports: list[str]) -> list[str]:
     """Return the ports that were asked for, or all that are up.
+
+    Args:
+        wanted: as in ``RdmaSettings.devices``.
+        ports: all that are up, as ``device:port``.
 
     Raises:
         TransportUnavailable: none, or not the ones that were asked for.
     """
-    ports = active_ports()
     if not ports:
         raise TransportUnavailable(NAME, "no RDMA port of this host is up")
-    if not devices:
+    if not wanted:
         return ports
-    wanted = [name if ":" in name else f"{name}:1" for name in devices.split(",") if name]
-    missing = [name for name in wanted if name not in ports]
-    if missing or not wanted:
-        raise TransportUnavailable(NAME, f"{missing or devices!r} is not among the ports {ports}")
-    return wanted
+    chosen = [name if ":" in name else f"{name}:1" for name in wanted.split(",") if name]
+    missing = [name for name in chosen if name not in ports]
+    if missing or not chosen:
+        raise TransportUnavailable(NAME, f"{missing or wanted!r} is not among the ports {ports}")
+    return chosen
 
 
 def _prove(lanes: list[Lane], deadline: float) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mooncake_hal.hookspecs import hookimpl
 from mooncake_hal.specs import API_VERSION, Availability, TransportSpec
-from mooncake_hal.transports.rdma.ports import DEVICES, active_ports
+from mooncake_hal.transports.rdma.ports import THIS_HOST, Host, active_ports
 
 if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
@@ -18,27 +17,30 @@ PRIORITY = 40
 """Above tcp and the adapters, below what stays inside one host or one super-node."""
 
 
-def probe(devices: Path = DEVICES) -> Availability:
+def probe(host: Host = THIS_HOST) -> Availability:
     """Look for a port that is up, for access to it, and for pyverbs."""
-    ports = active_ports(devices)
-    if not devices.is_dir() or not any(devices.iterdir()):
-        return Availability(False, f"no RDMA device: {devices} is missing or empty")
-    if not ports:
-        return Availability(False, f"no port under {devices} is ACTIVE; is the link up?")
-    if not list(Path("/dev/infiniband").glob("uverbs*")):
-        return Availability(
-            False,
-            "no /dev/infiniband/uverbs*: load ib_uverbs, or pass them to the container",
-        )
-    if not any(os.access(path, os.R_OK | os.W_OK) for path in Path("/dev/infiniband").glob("u*")):
-        return Availability(False, "no permission to open /dev/infiniband/uverbs*")
+    reason = _why_not(host)
+    return (
+        Availability(False, reason) if reason else Availability(True, ", ".join(active_ports(host)))
+    )
+
+
+def _why_not(host: Host) -> str | None:
+    if not host.devices.is_dir() or not any(host.devices.iterdir()):
+        return f"no RDMA device: {host.devices} is missing or empty"
+    if not active_ports(host):
+        return f"no port under {host.devices} is ACTIVE; is the link up?"
+    nodes = list(host.nodes.glob("uverbs*"))
+    if not nodes:
+        return f"no {host.nodes}/uverbs*: load ib_uverbs, or pass them to the container"
+    if not any(os.access(node, os.R_OK | os.W_OK) for node in nodes):
+        return f"no permission to open {host.nodes}/uverbs*"
     if importlib.util.find_spec("pyverbs") is None:
-        return Availability(
-            False,
+        return (
             "pyverbs can't be imported: install the distribution's python3-pyverbs, of the same "
-            "release as libibverbs (not PyPI's), and make it visible to this interpreter",
+            "release as libibverbs (not PyPI's), and make it visible to this interpreter"
         )
-    return Availability(True, ", ".join(ports))
+    return None
 
 
 def load() -> Transport:

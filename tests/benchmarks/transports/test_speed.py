@@ -1,4 +1,4 @@
-"""shm and tcp beside the machine's limits, in turns; ``ci/bench_transfer.py`` adds the peers."""
+"""Transports beside the machine's limits, in turns; ``ci/bench_transfer.py`` adds the peers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from support.figures import Figure, record
 
 from mooncake_hal.bench.limits import memcpy_mover, readv_mover, stream_mover
 from mooncake_hal.bench.measure import Mover, Shape, compare, latency, transport_mover
+from mooncake_hal.bench.posting import posting_us, wireless
 
 TOTAL = 128 << 20
 RANGE, BLOCKS, SMALL = (Shape(TOTAL, size) for size in (TOTAL, 64 << 10, 4 << 10))
@@ -51,3 +52,12 @@ def test_one_small_read(benchmark: BenchmarkFixture, name: str, wanted: float) -
         found = latency(mover, 4096, 2000)
         benchmark(mover.prepare(Shape(4096, 4096), "read"))
     record(benchmark, Figure(f"{name} read of 4 KiB p50", found.p50_us, wanted, "us", False))
+
+
+@pytest.mark.parametrize("shape", [SMALL, Shape(TOTAL // 2, 64 << 10)], ids=str)
+def test_posting_to_an_rdma_nic(benchmark: BenchmarkFixture, shape: Shape) -> None:
+    cost = posting_us(shape, ROUNDS)
+    with wireless(shape.total_bytes) as (opened, here, there):
+        spans = shape.spans(here, there)
+        benchmark(lambda: opened.peer.read(spans, timeout=30.0).wait())
+    record(benchmark, Figure(f"rdma posting, CPU per span of {shape}", cost, 2.0, "us", False))
