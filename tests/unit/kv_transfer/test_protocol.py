@@ -16,17 +16,25 @@ from mooncake_engine.kv_transfer.protocol import (
     BadFrame,
     Done,
     Failed,
+    Inquire,
     LeaseStatus,
+    Pushed,
+    PushedToken,
+    PushFailed,
+    PushOpen,
     Reject,
     Renew,
     Renewed,
+    Standing,
     Status,
+    Writer,
     check_version,
     seal,
     unseal,
 )
 
 SECRET = b"of this deployment"
+WRITER = Writer("p1", "p1/a", "10.0.0.7", 5557)
 MESSAGES: list[protocol.AnyMessage] = [
     Renew(1, ("a", "b")),
     Renewed(1, ("b",)),
@@ -34,6 +42,11 @@ MESSAGES: list[protocol.AnyMessage] = [
     Failed(3, "a", "the client left"),
     Status(3, LeaseStatus.RELEASED),
     Reject(0, "no"),
+    PushOpen(4, "a", WRITER),
+    Pushed(5, "a", WRITER, ((0, 1, 4096),), PushedToken(7, (-0.5, ((7, -0.5),)), 16)),
+    PushFailed(6, "a", WRITER, "broken"),
+    Inquire(7, ("b",)),
+    Standing(7, "p1", ("b",), (PushFailed(7, "a", WRITER, "broken"),)),
 ]
 
 

@@ -209,7 +209,7 @@ class PushPrefillSide:
             self._ranks.tell_all(_start_order(request_id, send))
 
     async def _tell(self, request_id: str, send: _Send) -> None:
-        """Say how it ended, for as long as somebody may be waiting to hear it."""
+        """Say how it ended, for as long as somebody may be waiting to hear it, or to ask."""
         make = _ending(send)
         if send.error is not None:
             self.counts.failures += 1
@@ -217,7 +217,7 @@ class PushPrefillSide:
         else:
             self.counts.nbytes += sum(sum(r.written.values()) for r in send.reports.values())
             self.counts.seconds += max(report.seconds for report in send.reports.values())
-        give_up = self._clock() + self._lease_s
+        give_up = self._clock() + max(self._lease_s, send.remote.lease_s or 0.0)
         while not send.is_told:
             try:
                 await self._ask(self._peers.get(send.remote), make)
@@ -248,12 +248,15 @@ class PushPrefillSide:
     # --- signs of life -----------------------------------------------------------------------
 
     async def keep_in_touch(self) -> None:
-        """Tell every decode instance, in one message each, what is on its way; until cancelled."""
+        """Tell every decode instance, in one message each, what is on its way; until cancelled.
+
+        What has ended is no longer spoken of: a peer that has not heard how will ask.
+        """
         while True:
             await self._pace.pause()
             by_peer: defaultdict[str, dict[str, _Send]] = defaultdict(dict)
             for request_id, send in self._sends.items():
-                if send.is_open and not send.is_told:
+                if send.is_open and not self._is_drained(send):
                     by_peer[send.remote.engine_id][request_id] = send
             for engine_id, group in by_peer.items():
                 if engine_id not in self._renewing:
@@ -282,7 +285,7 @@ class PushPrefillSide:
             send.last_heard = self._clock()
         for remote_id in lost:
             name = names[remote_id]
-            if not self._is_drained(group[name]):
+            if not self._is_drained(group[name]):  # it may have ended meanwhile
                 self._fail(name, group[name], "the decode instance no longer waits for it")
 
     def _drop_silent(self, group: dict[str, _Send], reason: str) -> None:

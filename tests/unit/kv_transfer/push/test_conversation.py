@@ -53,11 +53,12 @@ def test_a_push_ends_once_on_both_sides() -> None:
     talk(scenario)
 
 
-def test_an_ending_that_is_lost_on_all_tries_is_asked_for() -> None:
+@pytest.mark.parametrize("lost", [("Pushed",), ("Pushed", "Renew")], ids=str)
+def test_an_ending_that_is_lost_on_all_tries_is_asked_for(lost: tuple[str, ...]) -> None:
     """The writer lives on and can't be heard: the reader asks, and even gets its KV."""
 
     async def scenario(between: Talk) -> None:
-        between.line.fate = losing("Pushed", "Renew")
+        between.line.fate = losing(*lost)
         await push(between)
         await asyncio.sleep(30.0)
         assert between.ended["r"] == [LoadEnded("r", None, FIRST)]

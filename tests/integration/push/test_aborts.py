@@ -1,0 +1,168 @@
+"""A push that is given up in every state, by the client or by the proxy: blocks come back at once,
+or as soon as nobody writes to them any more, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.pd import GREEDY, Answer, ask, instance, prompt_of, wait_until
+from support.pd_transport import NAME, Gate
+from support.push import PushPair, ask_pushed, push_pair
+
+from mooncake_engine.messages import FinishReason, KVTransferParams
+
+PROMPT = prompt_of(150)
+GATED: dict[str, Any] = {"transports": (NAME,), "lease_s": 20.0}
+SOON_S = 8.0
+"""Sooner than any lease ends: what is back by then was given back, and did not run out."""
+
+Scenario = Callable[[PushPair], Coroutine[Any, Any, None]]
+
+
+def run(model: Path, scenario: Scenario, **options: Any) -> None:
+    """Run a scenario on a pair; everything is given back soon, and both serve on."""
+
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, PROMPT)).tokens
+        async with push_pair(model, **{**GATED, **options}) as both:
+            dispatch = both.metaserver.dispatch
+            await scenario(both)
+            await both.check_clean(SOON_S)
+            both.metaserver.dispatch = dispatch
+            failures = both.decode.stat("load_failures")
+            assert (await ask_pushed(both, PROMPT)).tokens == expected
+            assert both.decode.stat("load_failures") == failures
+            await both.check_clean(SOON_S)
+
+    asyncio.run(main())
+
+
+async def leave(asking: asyncio.Task[Answer]) -> None:
+    """Go away, as a client does."""
+    asking.cancel()
+    with suppress(asyncio.CancelledError):
+        await asking
+
+
+def test_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
+    """Nothing was reserved, so no prefill is asked for."""
+
+    async def scenario(both: PushPair) -> None:
+        gate.close()
+        first = asyncio.create_task(ask_pushed(both, prompt_of(400)))
+        await wait_until(lambda: gate.num_held > 0, SOON_S)
+        second = asyncio.create_task(ask_pushed(both, prompt_of(300)))
+        await wait_until(lambda: both.decode.engine.stats().num_waiting == 2, SOON_S)
+        await leave(second)
+        assert len(both.metaserver.posts) == 1
+        gate.open()
+        assert (await first).finish is FinishReason.LENGTH
+        assert both.decode.stat("load_failures") == 0
+
+    run(model, scenario, decode={"num_kv_blocks": 34})
+
+
+def test_before_a_prefill_instance_has_come(model: Path, gate: Gate) -> None:
+    """The blocks are free at once; the prefill instance comes too late, and is not let in."""
+
+    async def scenario(both: PushPair) -> None:
+        dispatch = both.dispatch
+        has_left = asyncio.Event()
+        is_over = asyncio.Event()
+
+        async def come_late(key: str, params: KVTransferParams) -> None:
+            await has_left.wait()
+            await dispatch(key, params)
+            is_over.set()
+
+        both.metaserver.dispatch = come_late
+        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        await wait_until(lambda: bool(both.metaserver.posts), SOON_S)
+        await leave(asking)
+        await both.check_clean(SOON_S)
+        has_left.set()
+        await is_over.wait()
+        await wait_until(lambda: both.prefill.stat("push_failures") == 1, SOON_S)
+
+    run(model, scenario)
+
+
+def test_while_decoding(model: Path, gate: Gate) -> None:
+    async def scenario(both: PushPair) -> None:
+        seen: list[int] = []
+        endless = replace(GREEDY, max_tokens=300)
+        asking = asyncio.create_task(
+            ask_pushed(both, PROMPT, endless, lambda update: seen.extend(update.token_ids))
+        )
+        await wait_until(lambda: len(seen) > 3, SOON_S)
+        await leave(asking)
+
+    run(model, scenario)
+
+
+def test_a_prefill_that_waits_its_turn(model: Path, gate: Gate) -> None:
+    """The proxy leaves the prefill instance before that has computed anything."""
+
+    async def scenario(both: PushPair) -> None:
+        busy = asyncio.create_task(ask(both.prefill, PROMPT, replace(GREEDY, max_tokens=300)))
+        await wait_until(lambda: both.prefill.engine.stats().num_running == 1, SOON_S)
+
+        async def go_away(key: str, params: KVTransferParams) -> None:
+            waiting = asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params))
+            await wait_until(lambda: both.prefill.engine.stats().num_waiting == 1, SOON_S)
+            await leave(waiting)
+
+        both.metaserver.dispatch = go_away
+        assert (await ask_pushed(both, PROMPT)).finish is FinishReason.LENGTH
+        assert both.decode.stat("load_failures") == 1
+        await leave(busy)
+
+    run(model, scenario, prefill={"max_num_seqs": 1})
+
+
+def test_a_prefill_that_is_complete_and_still_written(model: Path, gate: Gate) -> None:
+    """The prefill instance has answered; what it sends is given up by name, as over HTTP."""
+
+    async def scenario(both: PushPair) -> None:
+        gate.close()
+        names: list[str] = []
+
+        async def give_up(key: str, params: KVTransferParams) -> None:
+            one = replace(GREEDY, max_tokens=1)
+            await ask(both.prefill, PROMPT, one, params, lambda u: names.append(u.request_id))
+            await wait_until(lambda: gate.num_held > 0, SOON_S)
+            for _ in range(2):
+                both.prefill.engine.abort(names[0])
+            gate.open()
+
+        both.metaserver.dispatch = give_up
+        assert (await ask_pushed(both, PROMPT)).finish is FinishReason.LENGTH
+        assert names
+
+    run(model, scenario)
+
+
+def test_both_sides_at_once(model: Path, gate: Gate) -> None:
+    """The client leaves, and the proxy gives both instances up in the same moment."""
+
+    async def scenario(both: PushPair) -> None:
+        gate.close()
+        prefills: list[asyncio.Task[Answer]] = []
+
+        async def begin(key: str, params: KVTransferParams) -> None:
+            prefills.append(asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params)))
+
+        both.metaserver.dispatch = begin
+        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        await wait_until(lambda: gate.num_held > 0, SOON_S)
+        await asyncio.gather(leave(asking), leave(prefills[0]))
+        both.decode.core.check_integrity()
+        gate.open()
+
+    run(model, scenario)
