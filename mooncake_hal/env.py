@@ -4,6 +4,7 @@
 MOONCAKE_HAL_BACKEND      backend that ``auto`` stands for; unset: the best available one
 MOONCAKE_HAL_BLOCK        comma-separated names of plugins (entry points) that are not loaded
 MOONCAKE_HAL_CPU_NATIVE   ``0`` keeps the CPU backend from compiling its kernels; default ``1``
+MOONCAKE_HAL_RDMA         settings of the rdma transport, ``name=value`` with spaces between them
 ========================  =======================================================================
 """
 
@@ -49,6 +50,21 @@ def cpu_native() -> bool:
     if value not in ("0", "1"):
         raise HalError(f"MOONCAKE_HAL_CPU_NATIVE={value!r} must be 0 or 1")
     return value == "1"
+
+
+def rdma_settings() -> dict[str, str]:
+    """Settings in MOONCAKE_HAL_RDMA, by name; the transport knows which there are.
+
+    Raises:
+        HalError: a word of it is not ``name=value``.
+    """
+    found = {}
+    for word in os.environ.get("MOONCAKE_HAL_RDMA", "").split():
+        name, sign, value = word.partition("=")
+        if not (name and sign):
+            raise HalError(f"MOONCAKE_HAL_RDMA: {word!r} is not name=value")
+        found[name] = value
+    return found
 
 
 def is_name(name: str) -> bool:

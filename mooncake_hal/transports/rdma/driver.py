@@ -32,7 +32,7 @@ from mooncake_hal.transports.rdma.peer import RdmaPeer
 from mooncake_hal.transports.rdma.ports import active_ports
 from mooncake_hal.transports.rdma.progress import Progress
 from mooncake_hal.transports.rdma.rail import QueuePair, Rail
-from mooncake_hal.transports.rdma.settings import RdmaSettings
+from mooncake_hal.transports.rdma.settings import settings_of_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RdmaDriver:
 
     Raises:
         TransportUnavailable: no usable NIC.
-        ValueError: a setting is unknown or out of range.
+        HalError, ValueError: a setting is unknown or out of range.
     """
 
     name = NAME
@@ -59,7 +59,7 @@ class RdmaDriver:
     def __init__(self, options: EndpointOptions, local: AttachedRegions) -> None:
         self.local = local
         self._connections = options.connections
-        settings = RdmaSettings.of(options.extra)
+        settings = settings_of_endpoint(options.extra)
         self._lock = threading.Lock()
         self._memories: dict[int, list[NicMemory]] = {}
         self._keys: dict[int, RegionKeys] = {}

@@ -1,14 +1,17 @@
-"""The transport's settings, read from ``EndpointOptions.extra``. Pure."""
+"""The transport's settings, read from ``EndpointOptions.extra`` and the environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from mooncake_hal.env import rdma_settings
+from mooncake_hal.errors import HalError
+
 
 @dataclass(frozen=True, slots=True)
 class RdmaSettings:
-    """Everything that can be set; the names are the keys of ``EndpointOptions.extra``.
+    """Everything that can be set, by these names.
 
     Args:
         devices: comma-separated NICs, each ``name`` or ``name:port``; empty takes every port
@@ -54,6 +57,21 @@ class RdmaSettings:
                     f"rdma setting {name} must be {low} to {high}, it is {getattr(settings, name)}"
                 )
         return settings
+
+
+def settings_of_endpoint(extra: Mapping[str, str]) -> RdmaSettings:
+    """Settings of an endpoint: what its options say, else what MOONCAKE_HAL_RDMA says.
+
+    Raises:
+        HalError: the variable holds an unknown name, or a value out of range.
+        ValueError: the options do.
+    """
+    everywhere = rdma_settings()
+    try:
+        RdmaSettings.of(everywhere)
+    except ValueError as exc:
+        raise HalError(f"MOONCAKE_HAL_RDMA: {exc}") from exc
+    return RdmaSettings.of({**everywhere, **extra})
 
 
 _RANGES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake_hal.errors import PeerLost, TransferError, TransportUnavailable
+from mooncake_hal.errors import HalError, PeerLost, TransferError, TransportUnavailable
 from mooncake_hal.transports.handshake import encode
 from mooncake_hal.transports.rdma.facts import (
     ETHERNET,
@@ -23,7 +23,7 @@ from mooncake_hal.transports.rdma.facts import (
     why_unreachable,
 )
 from mooncake_hal.transports.rdma.gids import Gid, GidKind, choose_gid
-from mooncake_hal.transports.rdma.settings import RdmaSettings
+from mooncake_hal.transports.rdma.settings import RdmaSettings, settings_of_endpoint
 
 LINK_LOCAL = "fe80:0000:0000:0000:0202:c9ff:fe00:0001"
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a00:0001"
@@ -188,3 +188,26 @@ def test_settings_are_read() -> None:
 def test_bad_settings_are_refused(extra: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RdmaSettings.of(extra)
+
+
+def test_options_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_RDMA", " devices=mlx5_0,mlx5_1  gid_index=3 ")
+    found = settings_of_endpoint({"gid_index": "1"})
+    assert found == RdmaSettings(devices="mlx5_0,mlx5_1", gid_index=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("gid_index", "MOONCAKE_HAL_RDMA: 'gid_index' is not name=value"),
+        ("=3", "MOONCAKE_HAL_RDMA: '=3' is not name=value"),
+        ("gid=3", r"MOONCAKE_HAL_RDMA: rdma has no setting \['gid'\]"),
+        ("retries=9", "MOONCAKE_HAL_RDMA: rdma setting retries must be 0 to 6"),
+    ],
+)
+def test_a_bad_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_RDMA", value)
+    with pytest.raises(HalError, match=message):
+        settings_of_endpoint({})
