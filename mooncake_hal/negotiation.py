@@ -82,7 +82,7 @@ class Transports:
                 that ``wanted`` names.
             wanted: ``"auto"`` or the one transport to use.
             allowed: names that ``auto`` may take, such as a backend's
-                ``capabilities.transports``; None allows all.
+                ``capabilities.transports``; None allows all whose priority is not below zero.
 
         Raises:
             TransportUnavailable: the forced transport, or every one, is unavailable here.
@@ -93,7 +93,7 @@ class Transports:
             return cls([_open_one(registry, wanted, options)])
         opened, refusals = [], []
         for row in registry.transport_table():
-            if row.priority is None or row.priority < 0:
+            if row.priority is None or (row.priority < 0 and row.name not in (allowed or ())):
                 continue
             if allowed is not None and row.name not in allowed:
                 refusals.append(f"{row.name}: the backend can't use it")

@@ -59,7 +59,8 @@ class TransportSpec:
     Args:
         name: what ``--transport`` takes; unique among installed plugins.
         api_version: the API_VERSION that the plugin was written for.
-        priority: negotiation takes the highest one that both ends reach each other by.
+        priority: negotiation takes the highest one that both ends reach each other by; one below
+            zero only if it was named.
         probe: cheap look at what this host has.
         load: import and construct the transport.
     """

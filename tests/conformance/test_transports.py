@@ -55,3 +55,9 @@ class TestTcpTls(TransportConformance):
 
     def options(self) -> EndpointOptions:
         return replace(super().options(), extra=tls_settings())
+
+
+class TestAdapter(TransportConformance):
+    """What mooncake and nixl share, over an engine of our own; theirs: ci/test-adapters."""
+
+    loader = "support.adapter_engine:load"

@@ -93,6 +93,13 @@ def test_the_best_common_one_wins(
     assert (here.get() == 2).all()
 
 
+def test_one_below_zero_has_to_be_named(opened: Callable[..., Transports]) -> None:
+    reluctant = spec("tcp", -10, load_tcp, ok=True)
+    assert opened(SHM, reluctant).names == ["shm"]
+    assert opened(SHM, reluctant, allowed=["shm", "tcp"]).names == ["shm", "tcp"]
+    assert opened(SHM, reluctant, wanted="tcp").names == ["tcp"]
+
+
 def test_the_next_one_is_taken_and_the_reason_is_logged(
     opened: Callable[..., Transports], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,149 @@
+"""What adapters make of engines that fail, stand still, or answer in somebody else's name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.adapter_engine import World, transport_in
+
+from mooncake_hal.errors import (
+    PeerLost,
+    RegionRevoked,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+    TransportUnavailable,
+)
+from mooncake_hal.testing.transports import Pair, TransportKit, one_span
+from mooncake_hal.transport import TransferState
+
+MIB = 1 << 20
+
+
+class Kit(TransportKit):
+    """Two endpoints whose engine does as the world says."""
+
+    loader = "support.adapter_engine:load"
+
+    def __init__(self) -> None:
+        self.setup_method()
+        self.world = World()
+        self.transport = transport_in(self.world)
+
+
+@pytest.fixture
+def kit() -> Iterator[Kit]:
+    made = Kit()
+    yield made
+    made.world.goes_on.set()
+    made.teardown_method()
+
+
+@pytest.fixture
+def pair(kit: Kit) -> Pair:
+    return kit.pair()
+
+
+def test_a_slice_that_fails_is_tried_again_with_a_new_agent(kit: Kit, pair: Pair) -> None:
+    kit.world.num_failures, before = 2, kit.world.num_opened
+    kit.read(pair.peer, pair.whole(MIB))
+    assert (pair.here.get() == pair.there.get()).all()
+    assert kit.world.num_opened == before + 2
+
+
+def test_an_engine_that_always_fails_is_given_up(kit: Kit, pair: Pair) -> None:
+    kit.world.num_failures = 1000
+    with pytest.raises(TransferError, match=r"failed 3 times in a row.*told to fail"):
+        kit.read(pair.peer, pair.whole(MIB))
+    assert kit.world.num_failures == 997
+    kit.world.num_failures = 0
+    kit.write(pair.peer, pair.whole(MIB))
+    assert (pair.here.get() == pair.there.get()).all()
+
+
+def test_a_transfer_that_stands_still_can_be_cancelled(kit: Kit, pair: Pair) -> None:
+    kit.world.goes_on.clear()
+    before = pair.here.get()
+    transfer = pair.peer.read(pair.whole(MIB), timeout=60)
+    assert kit.world.stands_still.wait(10)
+    assert transfer.poll() is TransferState.PENDING
+    transfer.cancel()
+    with pytest.raises(TransferCancelled):
+        transfer.wait()
+    assert len(kit.world.agents) == 2, "the agent that stood still is not closed"
+    kit.world.goes_on.set()
+    assert (pair.here.get() == before).all()
+    kit.read(pair.peer, pair.whole(MIB))
+    assert (pair.here.get() == pair.there.get()).all()
+
+
+def test_a_deadline_is_kept_though_nobody_waits(kit: Kit, pair: Pair) -> None:
+    kit.world.goes_on.clear()
+    transfer = pair.peer.write(pair.whole(64), timeout=0.01)
+    ended = threading.Event()
+    while transfer.poll() is TransferState.PENDING:
+        ended.wait(0.001)
+    with pytest.raises(TransferTimeout):
+        transfer.wait()
+
+
+def test_what_waits_behind_another_is_cancelled_at_once(kit: Kit, pair: Pair) -> None:
+    kit.world.goes_on.clear()
+    first = pair.peer.read(pair.whole(MIB), timeout=60)
+    second = pair.peer.read(pair.whole(MIB), timeout=60)
+    assert kit.world.stands_still.wait(10)
+    second.cancel()
+    assert second.poll() is TransferState.FAILED
+    assert first.poll() is TransferState.PENDING
+    kit.world.goes_on.set()
+    first.wait()
+
+
+def test_revoking_our_region_ends_what_touches_it(kit: Kit, pair: Pair) -> None:
+    kit.world.goes_on.clear()
+    transfer = pair.peer.read(pair.whole(MIB), timeout=60)
+    assert kit.world.stands_still.wait(10)
+    before = pair.here.get()
+    pair.near.revoke(pair.key_here)
+    kit.world.goes_on.set()
+    with pytest.raises(RegionRevoked):
+        transfer.wait()
+    assert (pair.here.get() == before).all()
+
+
+def test_a_peer_that_leaves_ends_what_stands_still(kit: Kit, pair: Pair) -> None:
+    kit.world.goes_on.clear()
+    transfers = [pair.peer.read(pair.whole(MIB), timeout=60) for _ in range(3)]
+    assert kit.world.stands_still.wait(10)
+    pair.far.close()
+    for transfer in transfers:
+        with pytest.raises(PeerLost):
+            transfer.wait()
+
+
+def test_another_engine_at_the_peers_address_is_found_out(kit: Kit) -> None:
+    near, far = kit.open(), kit.open()
+    kit.world.is_misled = True
+    with pytest.raises(TransportUnavailable, match="another engine answers"):
+        near.connect(far.address, timeout=10)
+    assert len(kit.world.agents) == 2, "an agent is left of the connection that was refused"
+
+
+def test_an_engine_out_of_reach_is_no_connection(kit: Kit) -> None:
+    near, far = kit.open(), kit.open()
+    kit.world.num_failures = 1
+    with pytest.raises(TransportUnavailable, match="the peer's engine is unreachable"):
+        near.connect(far.address, timeout=10)
+
+
+def test_a_region_is_told_to_a_drivers_agent_once(kit: Kit, pair: Pair) -> None:
+    late = kit.buffer(MIB)
+    pair.far.register(late.region)
+    for _ in range(2):
+        kit.read(pair.peer, one_span(pair.here.region.address, late.region.address, MIB))
+        kit.read(pair.peer, pair.whole(MIB))
+    assert np.array_equal(pair.here.get(), pair.there.get())
+    assert kit.world.num_opened == 3
