@@ -79,7 +79,7 @@ class Instance:
     def is_idle(self) -> bool:
         """Whether nothing runs, waits, or is held for anybody."""
         stats = self.engine.stats()
-        held = stats.kv_transfer.get("leases_held", 0.0)
+        held = sum(stats.kv_transfer.get(name, 0.0) for name in ("leases_held", "reservations"))
         return not (stats.num_running or stats.num_waiting or stats.kv_cache_usage or held)
 
     async def check_clean(self, within_s: float = 10.0) -> None:

@@ -39,6 +39,7 @@ DEADLINE_S = 60.0
 """A request that has neither an answer nor an error by then hangs."""
 WORKERS = 12
 NUM_CASES = 40
+REPORT_EVERY = 500
 FATES = {
     "none": 70,
     "abandoned": 5,
@@ -133,6 +134,8 @@ class Soak:
         second = self._choose(self._over.decode)
         [fate] = self._numbers.choices(list(FATES), list(FATES.values()))
         self.tally.requests += 1
+        if not self.tally.requests % REPORT_EVERY:
+            print(f"{self.tally.requests} requests begun", flush=True)
         if fate != "none":
             self.tally.faults[fate] += 1
         seen: list[int] = []
