@@ -1,6 +1,6 @@
 /* Fake instances and a load generator, fast enough not to be what is measured.
  *
- *   bench backend PORT TOKENS TICK_US        answers everything; streams TOKENS events, one per tick
+ *   bench backend PORT PORT TOKENS TICK_US   answers everything on both; streams TOKENS events, one per tick
  *   bench load PORT CONNECTIONS SECONDS STREAM   closed loop; prints one JSON line
  *
  * Both use one thread and epoll. Events carry the monotonic time at which they were written, so the
@@ -100,12 +100,17 @@ static const char ANSWER[] =
     "[{\"index\":0,\"text\":\" a b c d e f g h i j k l m n o p\",\"logprobs\":null,\"finish_reason\":\"length\"}],"
     "\"usage\":{\"prompt_tokens\":100,\"completion_tokens\":16,\"total_tokens\":116}}";
 
-static void respond(int fd, const char *body) {
-    char out[4096];
-    int size = snprintf(out, sizeof out,
-                        "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %zu\r\n\r\n%s",
-                        strlen(body), body);
-    send_all(fd, out, (size_t)size);
+typedef struct {
+    char bytes[4096];
+    size_t size;
+} Reply;
+
+static Reply prefilled, answered;
+
+static void prepare(Reply *reply, const char *body) {
+    reply->size = (size_t)snprintf(
+        reply->bytes, sizeof reply->bytes,
+        "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %zu\r\n\r\n%s", strlen(body), body);
 }
 
 static void emit(Connection *c) {
@@ -126,23 +131,31 @@ static void answer(Connection *c, size_t size, int num_tokens) {
     char saved = c->data[size];
     c->data[size] = 0;
     if (strstr(c->data, "\"do_remote_decode\":true"))
-        respond(c->fd, PREFILLED);
+        send_all(c->fd, prefilled.bytes, prefilled.size);
     else if (strstr(c->data, "\"stream\":true") || strstr(c->data, "\"stream\": true")) {
         const char head[] = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
         send_all(c->fd, head, sizeof head - 1);
         c->tokens_left = num_tokens + 1;
     } else
-        respond(c->fd, ANSWER);
+        send_all(c->fd, answered.bytes, answered.size);
     c->data[size] = saved;
 }
 
-static void backend(int port, int num_tokens, int tick_us) {
-    int ep = epoll_create1(0), listener = socket(AF_INET, SOCK_STREAM, 0), one = 1;
+static int listen_at(int ep, int port) {
+    int listener = socket(AF_INET, SOCK_STREAM, 0), one = 1;
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (bind(listener, (struct sockaddr *)&at, sizeof at) || listen(listener, 4096)) die("listen");
     watch(ep, listener);
+    return listener;
+}
+
+static void backend(int prefill_port, int decode_port, int num_tokens, int tick_us) {
+    prepare(&prefilled, PREFILLED);
+    prepare(&answered, ANSWER);
+    int ep = epoll_create1(0);
+    int prefill = listen_at(ep, prefill_port), decode = listen_at(ep, decode_port);
     int timer = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK);
     struct itimerspec tick = {.it_interval.tv_nsec = tick_us * 1000L, .it_value.tv_nsec = tick_us * 1000L};
     timerfd_settime(timer, 0, &tick, NULL);
@@ -152,8 +165,8 @@ static void backend(int port, int num_tokens, int tick_us) {
         int count = epoll_wait(ep, events, 256, -1);
         for (int i = 0; i < count; i++) {
             int fd = events[i].data.fd;
-            if (fd == listener) {
-                int client = accept4(listener, NULL, NULL, SOCK_NONBLOCK);
+            if (fd == prefill || fd == decode) {
+                int client = accept4(fd, NULL, NULL, SOCK_NONBLOCK);
                 if (client >= 0) adopt(ep, client);
             } else if (fd == timer) {
                 uint64_t ticks;
@@ -286,11 +299,11 @@ static void load(int port, int num_connections, double seconds, int streams) {
 
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
-    if (argc == 5 && !strcmp(argv[1], "backend"))
-        backend(atoi(argv[2]), atoi(argv[3]), atoi(argv[4]));
+    if (argc == 6 && !strcmp(argv[1], "backend"))
+        backend(atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
     else if (argc == 6 && !strcmp(argv[1], "load"))
         load(atoi(argv[2]), atoi(argv[3]), atof(argv[4]), atoi(argv[5]));
     else
-        fprintf(stderr, "usage: bench backend PORT TOKENS TICK_US | load PORT CONNECTIONS SECONDS STREAM\n");
+        fprintf(stderr, "usage: bench backend PORT PORT TOKENS TICK_US | load PORT CONNECTIONS SECONDS STREAM\n");
     return argc > 1 ? 0 : 2;
 }

@@ -1,0 +1,225 @@
+"""What `bench_proxy.py` measures: proxies in front of one fast fake P and D, as processes.
+
+Each place of a measurement has contenders and backends of its own: on `one core` every proxy is
+bound to the same single core and the backends to the others, so that all proxies have the same CPU
+and the rest of the machine is left to what drives them; on the `whole machine` nothing is bound.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import venv
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+SOURCE = ROOT / "tests" / "benchmarks" / "proxy" / "bench.c"
+ROUTER_VERSION = "0.3.2"
+NUM_TOKENS = 200
+TICK_US = 1000
+DIRECT = "none"
+OURS = "mooncake-proxy"
+OURS_TWICE = "mooncake-proxy, 2"
+ROUTER = "sglang-router"
+NGINX = "nginx (plain)"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A proxy that runs. `pid` is the process whose tree is measured; None: no proxy."""
+
+    name: str
+    port: int
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Contenders that are compared, and where the load generator may run; None: anywhere."""
+
+    name: str
+    contenders: dict[str, Contender]
+    load_cores: frozenset[int] | None
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Starts processes on some cores, to end with `stack`."""
+
+    stack: ExitStack
+    cores: frozenset[int] | None
+
+    def __call__(self, command: list[str], environment: dict[str, str] | None = None) -> int:
+        """The pid of the new process."""
+        return self.stack.enter_context(process(command, environment, self.cores)).pid
+
+
+def build() -> Path:
+    """The compiled load generator and backend."""
+    CACHE.mkdir(exist_ok=True)
+    binary = CACHE / "proxy_bench"
+    if not binary.exists() or binary.stat().st_mtime < SOURCE.stat().st_mtime:
+        subprocess.run(["cc", "-O2", "-o", str(binary), str(SOURCE)], check=True)
+    return binary
+
+
+def one_core(stack: ExitStack, bench: Path) -> Place:
+    """Every proxy on the first core, everything else on the others."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    rest = frozenset(others or [first])
+    prefill, decode = start_backend(Starter(stack, rest), bench)
+    start = Starter(stack, frozenset([first]))
+    found = [start_ours(start, prefill, decode, 1), start_router(start, prefill, decode)]
+    return place("one core", found, rest)
+
+
+def whole_machine(stack: ExitStack, bench: Path) -> Place:
+    """Nothing bound to any core."""
+    start = Starter(stack, None)
+    prefill, decode = start_backend(start, bench)
+    found = [
+        Contender(DIRECT, decode, None),
+        start_ours(start, prefill, decode, 1),
+        start_ours(start, prefill, decode, 2),
+        start_router(start, prefill, decode),
+    ]
+    if shutil.which("nginx"):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        found.append(start_nginx(start, folder, decode))
+    else:
+        print("nginx: skipped, it is not on PATH")
+    return place("whole machine", found, None)
+
+
+def place(name: str, found: list[Contender], load_cores: frozenset[int] | None) -> Place:
+    """The contenders, once all of them answer."""
+    for contender in found:
+        wait_until_it_answers(contender)
+    return Place(name, {contender.name: contender for contender in found}, load_cores)
+
+
+# ---------------------------------------------------------------- processes
+
+
+def start_backend(start: Starter, bench: Path) -> tuple[int, int]:
+    """P and D in one process: their ports."""
+    prefill, decode = free_port(), free_port()
+    start([str(bench), "backend", str(prefill), str(decode), str(NUM_TOKENS), str(TICK_US)])
+    return prefill, decode
+
+
+def start_ours(start: Starter, prefill: int, decode: int, num_workers: int) -> Contender:
+    """mooncake-proxy, with health checks, policies and metrics as by default."""
+    port = free_port()
+    flags = ["--port", str(port), "--prefill", url(prefill), "--decode", url(decode)]
+    flags += ["--workers", str(num_workers), "--log-level", "error"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "proxy")}
+    pid = start([sys.executable, "-m", "mooncake_proxy", *flags], environment)
+    return Contender(OURS if num_workers == 1 else OURS_TWICE, port, pid)
+
+
+def start_router(start: Starter, prefill: int, decode: int) -> Contender:
+    """sglang-router in PD mode, with as many threads as it sees cores."""
+    port = free_port()
+    executable = router_python().parent / "sglang-router"
+    pools = ["--prefill", url(prefill), str(free_port()), "--decode", url(decode)]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command = [str(executable), "launch", "--pd-disaggregation", *pools, *where]
+    return Contender(
+        ROUTER, port, start([*command, "--policy", "round_robin", "--log-level", "error"])
+    )
+
+
+def router_python() -> Path:
+    """An interpreter with sglang-router, made the first time."""
+    home = CACHE / "venv-router"
+    python = home / "bin" / "python"
+    if not (home / "bin" / "sglang-router").exists():
+        venv.create(home, with_pip=True, clear=True)
+        package = f"sglang-router=={ROUTER_VERSION}"
+        subprocess.run([python, "-m", "pip", "install", "-q", package], check=True)
+    return python
+
+
+def start_nginx(start: Starter, folder: Path, decode: int) -> Contender:
+    """nginx as a plain reverse proxy: it sends one request where the others send two."""
+    port = free_port()
+    config = folder / "nginx.conf"
+    config.write_text(
+        f"worker_processes 2; daemon off; pid {folder}/pid; error_log stderr crit;\n"
+        "events { worker_connections 1024; }\n"
+        f"http {{ access_log off; keepalive_requests 1000000000; client_body_temp_path {folder};\n"
+        f"proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u;\n"
+        f"scgi_temp_path {folder}/s; upstream d {{ server 127.0.0.1:{decode}; keepalive 256;\n"
+        "keepalive_requests 1000000000; }\n"
+        f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://d;\n"
+        'proxy_buffering off; proxy_http_version 1.1; proxy_set_header Connection ""; } } }\n'
+    )
+    return Contender(NGINX, port, start(["nginx", "-c", str(config), "-e", "stderr"]))
+
+
+@contextmanager
+def process(
+    command: list[str],
+    environment: dict[str, str] | None = None,
+    cores: frozenset[int] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A child on these cores that ends with the block."""
+    quiet = subprocess.DEVNULL
+    child = subprocess.Popen(
+        command, stdout=quiet, stderr=quiet, env=environment, preexec_fn=bind_to(cores)
+    )
+    try:
+        yield child
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def bind_to(cores: frozenset[int] | None) -> partial[None] | None:
+    """What a child does before it becomes its program: keep to these cores."""
+    return None if cores is None else partial(os.sched_setaffinity, 0, cores)
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def url(port: int) -> str:
+    """Loopback."""
+    return f"http://127.0.0.1:{port}"
+
+
+def wait_until_it_answers(contender: Contender) -> None:
+    """A real request has to succeed."""
+    body = b'{"model":"m","prompt":"hi","max_tokens":4}'
+    request = urllib.request.Request(
+        f"{url(contender.port)}/v1/completions", body, {"content-type": "application/json"}
+    )
+    for _ in range(150):
+        try:
+            with urllib.request.urlopen(request, timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"{contender.name} does not answer on port {contender.port}")
