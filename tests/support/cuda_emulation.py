@@ -1,22 +1,107 @@
-"""The CUDA backend's ops on an emulated device: host memory, and kernels by interpretation."""
+"""The CUDA backend on an emulated device: host memory behind the driver's calls, and kernels by
+interpretation. What torch.cuda does (streams, events, graphs) is not there.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from support.triton_interpreter import repair
 
+from mooncake_hal.backend import DeviceInfo
+from mooncake_hal.native import compile_c
+from mooncake_hal.transport import MemoryRegion
 from mooncake_hal_cpu.backend import CpuBackend
+from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.ipc.copier import Addresses, Copier
+from mooncake_hal_cuda.ipc.transport import IpcTransport
+from mooncake_hal_cuda.memory import CudaMemory
 from mooncake_hal_cuda.ops import CudaOps
 from mooncake_hal_cuda.tuning import Tuning
 
 DTYPES = ("bfloat16", "float16", "float32")
+DEVICE = DeviceInfo(0, "emulated", "sm_90", 4 << 30)
+INTERPRETED_PIECES = 256
+_interpreting = threading.Lock()
 
 
-def emulated_backend(generation: str = "sm_90", processors: int = 132) -> CpuBackend:
-    """A CPU backend whose ops are those of CUDA, launched as on a device of that kind."""
+def emulated_backend(processors: int = 132) -> CpuBackend:
+    """A CPU backend whose ops and memory are those of CUDA, launched as on an sm_90."""
     repair()
     backend = CpuBackend()
-    backend.ops = CudaOps(Tuning(generation, processors))
+    backend.ops = CudaOps(Tuning(DEVICE.generation, processors))
+    backend.memory = emulated_memory()
     backend.capabilities = replace(backend.capabilities, dtypes=DTYPES)
     return backend
+
+
+@cache
+def emulated_driver() -> CudaDriver:
+    """The driver's calls on host memory."""
+    source = Path(__file__).with_name("libcuda.c").read_text()
+    return CudaDriver(compile_c("emulated_libcuda", source, ("-O2", "-pthread"))._name)
+
+
+def emulated_memory() -> CudaMemory:
+    """Memory of the emulated device."""
+    return CudaMemory(emulated_driver(), [DEVICE], host_view)
+
+
+def host_view(address: int, nbytes: int, index: int) -> torch.Tensor:
+    """See ``memory.View``."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+class InterpretedCopier(Copier):
+    """Its kernel is interpreted: by one thread at a time, and not for thousands of pieces."""
+
+    def __init__(self, driver: CudaDriver, device: torch.device, index: int) -> None:
+        super().__init__(driver, torch.device("cpu"), index)
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        for begin in range(INTERPRETED_PIECES, len(nbytes)):
+            pieces = (array[begin].item() for array in (targets, sources, nbytes))
+            self._driver.copy(*pieces, self._stream)
+        whole = slice(INTERPRETED_PIECES)
+        super().copy(targets[whole], sources[whole], nbytes[whole])
+
+    def _launch(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        with _interpreting:
+            super()._launch(targets, sources, nbytes)
+
+
+def load_ipc() -> IpcTransport:
+    """The ``cuda_ipc`` transport of the emulated device."""
+    repair()
+    return IpcTransport(emulated_driver(), InterpretedCopier)
+
+
+class DeviceBuffer:
+    """A buffer of the transport suite in the emulated device's memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._allocation = emulated_memory().allocate(nbytes, 0)
+
+    @property
+    def region(self) -> MemoryRegion:
+        return self._allocation.region
+
+    def put(self, content: NDArray[np.uint8]) -> None:
+        self._allocation.tensor.copy_(torch.from_numpy(content))
+
+    def get(self) -> NDArray[np.uint8]:
+        return self._allocation.tensor.numpy().copy()
+
+    def close(self) -> None:
+        self._allocation.free()
+
+
+allocate: Callable[[int], DeviceBuffer] = DeviceBuffer

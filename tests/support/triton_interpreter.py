@@ -29,6 +29,9 @@ def repair() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("run with TRITON_INTERPRET=1, or kernels are compiled for a device")
     builder = interpreter.InterpreterBuilder
+    if hasattr(builder, "is_repaired"):
+        return
+    builder.is_repaired = True
     if not hasattr(builder, "get_bf16"):
         builder.get_bf16 = lambda self, value: self.create_fp_trunc(
             self.get_fp32(value), tl.bfloat16

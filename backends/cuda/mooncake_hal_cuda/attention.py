@@ -89,7 +89,7 @@ def attend_grouped(call: Attention, tuning: Tuning) -> Tensor:
         splitting = tuning.splitting(kv_heads * -(-group // tile.rows), _MIN_SPLIT)
         splits = splitting.count(call.capacity)
     else:
-        tile, splitting, splits = tuning.prefill(group, dim, size), Splitting(_MIN_SPLIT, 1), 1
+        tile, splitting, splits = tuning.prefill(dim, size), Splitting(_MIN_SPLIT, 1), 1
     target, weights = _split_buffers(out, splits)
     grid = (-(-call.new_tokens * group // tile.rows) * splits, kv_heads, call.sequences)
     paged_attention[grid](
@@ -120,7 +120,7 @@ def attend_latent(call: Attention, tuning: Tuning) -> Tensor:
     out = torch.empty((tokens, heads, dim), dtype=call.query.dtype, device=latent.device)
     if tokens == 0:
         return out
-    tile = tuning.latent(call.new_tokens * heads, dim, call.query.element_size())
+    tile = tuning.latent(call.new_tokens * heads, call.query.element_size())
     splitting = Splitting(_MIN_LATENT_SPLIT, 1)
     if call.new_tokens == 1:
         splitting = tuning.splitting(-(-heads // tile.rows), _MIN_LATENT_SPLIT)

@@ -9,7 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mooncake_hal.specs import Availability
+from mooncake_hal_cuda.env import hides_all_devices
 
+OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+"""By the major version of CUDA, the driver that it needs (CUDA Toolkit release notes, table 2)."""
+
+_DRIVER_VERSION = re.compile(r"Kernel Module.*?\s(\d+)\.(\d+)")
 _TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*(?P<value>.+)$", re.MULTILINE)
 
 
@@ -19,17 +24,23 @@ class Machine:
 
     Args:
         has_driver: whether the driver's library, libcuda.so.1, loads.
+        driver_version: of the kernel's driver, its first two numbers; None if it does not say.
         device_files: names of the GPUs' device files, such as ``nvidia0``.
         models: names of the GPUs as the driver gives them; may be empty in a container.
         has_torch: whether torch is installed.
         torch_cuda: CUDA version that torch was built for, or None.
+        has_triton: whether triton is installed.
+        hides_devices: whether CUDA_VISIBLE_DEVICES hides all of them.
     """
 
     has_driver: bool
+    driver_version: tuple[int, int] | None
     device_files: tuple[str, ...]
     models: tuple[str, ...]
     has_torch: bool
     torch_cuda: str | None
+    has_triton: bool
+    hides_devices: bool
 
 
 def look(root: Path = Path("/")) -> Machine:
@@ -44,10 +55,13 @@ def look(root: Path = Path("/")) -> Machine:
     version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     return Machine(
         has_driver=_has_driver(),
+        driver_version=_read_driver_version(root / "proc/driver/nvidia/version"),
         device_files=tuple(sorted(name for name in files if name[len("nvidia") :].isdigit())),
         models=tuple(model for path in reports if (model := parse_model(path.read_text()))),
         has_torch=torch is not None,
         torch_cuda=parse_torch_cuda(version.read_text()) if version else None,
+        has_triton=find_spec("triton") is not None,
+        hides_devices=hides_all_devices(),
     )
 
 
@@ -65,15 +79,35 @@ def diagnose(machine: Machine) -> Availability:
         return Availability(
             False, "the NVIDIA driver is installed, but there is no device (/dev/nvidia0)"
         )
+    found = _devices(machine)
+    missing = _missing_software(machine)
+    return Availability(not missing, f"{found}, but {missing}" if missing else found)
+
+
+def _missing_software(machine: Machine) -> str:
+    """What stands between the devices and the kernels, or nothing."""
+    if machine.hides_devices:
+        return "CUDA_VISIBLE_DEVICES hides them all; unset it, or name some"
     if not machine.has_torch:
-        return Availability(False, f"{_devices(machine)}, but torch is not installed")
+        return "torch is not installed"
     if machine.torch_cuda is None:
-        return Availability(
-            False, f"{_devices(machine)}, but torch is built without CUDA; install a CUDA build"
+        return "torch is built without CUDA; install a CUDA build"
+    oldest = OLDEST_DRIVERS.get(int(machine.torch_cuda.split(".")[0]))
+    if machine.driver_version and oldest and machine.driver_version < oldest:
+        wanted, version = (".".join(map(str, pair)) for pair in (oldest, machine.driver_version))
+        return (
+            f"driver {version} is too old for torch's CUDA {machine.torch_cuda}: install {wanted} "
+            "or newer, or a torch that is built for an older CUDA"
         )
-    return Availability(
-        False, f"{_devices(machine)}, but this version of mooncake-hal-cuda has no kernels yet"
-    )
+    if not machine.has_triton:
+        return "triton is not installed; torch's CUDA builds bring the version that fits"
+    return ""
+
+
+def parse_driver_version(text: str) -> tuple[int, int] | None:
+    """First two numbers of the driver in /proc/driver/nvidia/version, or None."""
+    found = _DRIVER_VERSION.search(text)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def parse_torch_cuda(text: str) -> str | None:
@@ -104,3 +138,10 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def _read_driver_version(path: Path) -> tuple[int, int] | None:
+    try:
+        return parse_driver_version(path.read_text())
+    except OSError:
+        return None

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 
 from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.hookspecs import hookimpl
-from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
+from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
 from mooncake_hal_cuda.machine import diagnose, look
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
+    from mooncake_hal.transport import Transport
+
+IPC_PRIORITY = 60
+"""Above what goes through a NIC or the host's memory."""
 
 
 @hookimpl
@@ -19,15 +23,36 @@ def mooncake_hal_backend() -> BackendSpec:
     return BackendSpec(name="cuda", api_version=API_VERSION, priority=100, probe=probe, load=load)
 
 
+@hookimpl
+def mooncake_hal_transport() -> TransportSpec:
+    """Offer KV from GPU to GPU of one host."""
+    return TransportSpec("cuda_ipc", API_VERSION, IPC_PRIORITY, probe, load_ipc)
+
+
 def probe() -> Availability:
     """Look for the driver, the devices and a torch that can use them; initialises none of them."""
     return diagnose(look())
 
 
 def load() -> Backend:
-    """Refuse, with what the probe found.
+    """Import torch and the kernels, and construct the backend.
 
     Raises:
-        BackendUnavailable: always, in this version.
+        BackendUnavailable: the probe was too hopeful; the reason says why.
     """
-    raise BackendUnavailable("cuda", probe().reason)
+    try:
+        from mooncake_hal_cuda.backend import CudaBackend
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise BackendUnavailable("cuda", f"torch or triton can't be imported: {exc}") from exc
+    return CudaBackend()
+
+
+def load_ipc() -> Transport:
+    """Load the driver and construct the transport.
+
+    Raises:
+        TransportUnavailable: the driver does not load.
+    """
+    from mooncake_hal_cuda.ipc.transport import load as load_transport
+
+    return load_transport()

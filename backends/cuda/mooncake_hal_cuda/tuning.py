@@ -91,24 +91,34 @@ class Tuning:
     def _is_roomy(self) -> bool:
         return SHARED_BYTES[self.generation] >= _ROOMY_BYTES
 
+    @property
+    def _is_wide(self) -> bool:
+        """Whether four warps share a matrix product, its operands in shared memory."""
+        return self.generation in ("sm_90", "sm_100", "sm_103")
+
+    @property
+    def _exact(self) -> AttentionTile:
+        """For float32, whose products are made without matrix units; for checks, not for speed."""
+        return AttentionTile(32, 32, 8, 1) if self._is_wide else AttentionTile(32, 16, 4, 1)
+
     def decode(self, group: int, dim: int, element_bytes: int) -> AttentionTile:
         """For grouped heads with one new token per sequence: reading KV is all that matters."""
-        tokens = 64 if dim * element_bytes <= 256 else 32
+        if element_bytes == 4:
+            return self._exact
+        tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
         return AttentionTile(max(16, power_of_two(group)), tokens, 4, 3 if self._is_roomy else 2)
 
-    def prefill(self, group: int, dim: int, element_bytes: int) -> AttentionTile:
+    def prefill(self, dim: int, element_bytes: int) -> AttentionTile:
         """For grouped heads over many new tokens: matrix products are all that matters."""
         if element_bytes == 4:
-            return AttentionTile(16, 32, 4, 1)
-        rows, stages = (128, 3) if self._is_roomy else (64, 2)
-        return AttentionTile(rows, 64 if dim <= 128 else 32, 8 if rows == 128 else 4, stages)
+            return self._exact
+        return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, 3)
 
-    def latent(self, rows: int, dim: int, element_bytes: int) -> AttentionTile:
-        """For latents; ``rows`` is heads times new tokens, ``dim`` the latent's width."""
+    def latent(self, rows: int, element_bytes: int) -> AttentionTile:
+        """For latents; ``rows`` is heads times new tokens."""
         if element_bytes == 4:
             return AttentionTile(16, 16, 8, 1)
-        most = 64 if self._is_roomy else 16
-        return AttentionTile(max(16, min(most, power_of_two(rows))), 32, 8, 1)
+        return AttentionTile(max(16, min(32, power_of_two(rows))), 32, 8, 2)
 
     def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
         """For experts; ``rows`` is how many an expert has on average."""

@@ -57,6 +57,12 @@ class AttachedRegions:
         with self._lock:
             return self._table.find_all(addresses, nbytes)
 
+    def items(self) -> list[tuple[int, MemoryRegion, bytes]]:
+        """Return the live regions: (key, region, attachment) each."""
+        with self._lock:
+            items = self._table.items()
+            return [(key, region, self._attachments[key]) for key, region in items]
+
     def attachments(self, keys: list[int]) -> list[bytes]:
         """Return the attachments of live regions; empty for those revoked meanwhile."""
         with self._lock:

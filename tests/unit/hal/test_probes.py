@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_hal.errors import BackendUnavailable
+from mooncake_hal.errors import BackendUnavailable, TransportUnavailable
 from mooncake_hal_ascend import machine as ascend, plugin as ascend_plugin
 from mooncake_hal_cpu import facts
-from mooncake_hal_cuda import machine as cuda, plugin as cuda_plugin
+from mooncake_hal_cuda import env as cuda_env, machine as cuda, plugin as cuda_plugin
 
-GPU = cuda.Machine(True, ("nvidia0", "nvidia1"), ("NVIDIA H100",), True, "12.8")
+GPU = cuda.Machine(
+    True, (550, 54), ("nvidia0", "nvidia1"), ("NVIDIA H100",), True, "12.8", True, False
+)
 NPU = ascend.Machine(("davinci0",), True, "/opt/cann", True, True, True)
 
 
@@ -24,8 +26,16 @@ NPU = ascend.Machine(("davinci0",), True, "/opt/cann", True, True, True)
         (replace(GPU, device_files=()), "driver is installed, but there is no device"),
         (replace(GPU, has_torch=False), "but torch is not installed"),
         (replace(GPU, torch_cuda=None), "but torch is built without CUDA"),
-        (GPU, "found 2 NVIDIA devices (NVIDIA H100), but this version"),
-        (replace(GPU, device_files=("nvidia0",), models=()), "found 1 NVIDIA device, but"),
+        (replace(GPU, has_triton=False), "but triton is not installed; torch's CUDA builds bring"),
+        (replace(GPU, hides_devices=True), "but CUDA_VISIBLE_DEVICES hides them all"),
+        (
+            replace(GPU, driver_version=(470, 82)),
+            "driver 470.82 is too old for torch's CUDA 12.8: install 525.60 or newer",
+        ),
+        (
+            replace(GPU, torch_cuda="13.0"),
+            "driver 550.54 is too old for torch's CUDA 13.0: install 580.65 or newer",
+        ),
     ],
 )
 def test_cuda_says_what_is_missing(machine: cuda.Machine, reason: str) -> None:
@@ -34,16 +44,62 @@ def test_cuda_says_what_is_missing(machine: cuda.Machine, reason: str) -> None:
     assert reason in answer.reason
 
 
+@pytest.mark.parametrize(
+    ("machine", "found"),
+    [
+        (GPU, "found 2 NVIDIA devices (NVIDIA H100)"),
+        (replace(GPU, device_files=("nvidia0",), models=()), "found 1 NVIDIA device"),
+        (replace(GPU, driver_version=None), "found 2 NVIDIA devices (NVIDIA H100)"),
+    ],
+)
+def test_cuda_is_available(machine: cuda.Machine, found: str) -> None:
+    answer = cuda.diagnose(machine)
+    assert answer.ok
+    assert answer.reason == found
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC\n",
+            (550, 54),
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+            (580, 65),
+        ),
+        ("", None),
+    ],
+)
+def test_the_drivers_version_is_read(text: str, version: tuple[int, int] | None) -> None:
+    assert cuda.parse_driver_version(text) == version
+
+
+@pytest.mark.parametrize(
+    ("value", "hides"), [(None, False), ("", True), ("-1", True), ("0", False), ("1,-1", False)]
+)
+def test_hidden_devices(monkeypatch: pytest.MonkeyPatch, value: str | None, hides: bool) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert cuda_env.hides_all_devices() is hides
+
+
 def test_cuda_reads_the_machine(tmp_path: Path) -> None:
     report = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
     report.parent.mkdir(parents=True)
     report.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 42\n")
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5\n")
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     found = cuda.look(tmp_path)
     assert found.device_files == ("nvidia0", "nvidia1")
     assert found.models == ("NVIDIA H100 80GB HBM3",)
+    assert found.driver_version == (550, 54)
+    assert cuda.look(tmp_path / "nothing").driver_version is None
     assert cuda.look(tmp_path / "nothing").device_files == ()
 
 
@@ -96,14 +152,21 @@ def test_ascend_reads_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ascend.look(tmp_path).cann is None
 
 
-@pytest.mark.parametrize("plugin", [cuda_plugin, ascend_plugin])
-def test_a_backend_without_kernels_never_loads(plugin: object) -> None:
-    spec = plugin.mooncake_hal_backend()  # type: ignore[attr-defined]  # two modules of one form
+def test_a_backend_without_kernels_never_loads() -> None:
+    spec = ascend_plugin.mooncake_hal_backend()
     answer = spec.probe()
     assert not answer.ok
     with pytest.raises(BackendUnavailable) as caught:
         spec.load()
     assert caught.value.reason == answer.reason
+
+
+@pytest.mark.skipif(cuda_plugin.probe().ok, reason="this machine has a CUDA device")
+def test_cuda_does_not_load_without_a_device() -> None:
+    with pytest.raises(BackendUnavailable, match="torch sees no device"):
+        cuda_plugin.mooncake_hal_backend().load()
+    with pytest.raises(TransportUnavailable, match=r"libcuda.so.1 can't be loaded"):
+        cuda_plugin.mooncake_hal_transport().load()
 
 
 @pytest.mark.parametrize(

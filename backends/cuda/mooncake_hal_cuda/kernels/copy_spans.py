@@ -29,7 +29,7 @@ def copy_spans(
         else:
             old = source.to(tl.pointer_type(tl.int8))
             new = target.to(tl.pointer_type(tl.int8))
-        for step in range(0, CHUNK, WIDTH):
-            words = begin + step + tl.arange(0, WIDTH)
+        for at in range(begin, stop, WIDTH):
+            words = at + tl.arange(0, WIDTH)
             mask = words < stop
             tl.store(new + words, tl.load(old + words, mask=mask), mask=mask)

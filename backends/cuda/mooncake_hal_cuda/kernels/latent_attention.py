@@ -79,8 +79,8 @@ def latent_attention(
 
     query += tokens.to(tl.int64)[:, None] * query_token_stride + heads[:, None] * query_head_stride
     q = tl.load(query + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
-    mask = is_row[:, None] & is_rope[None, :]
-    q_rope = tl.load(query + LATENT + rope_dims[None, :], mask=mask, other=0.0)
+    is_used = is_row[:, None] & is_rope[None, :]
+    q_rope = tl.load(query + LATENT + rope_dims[None, :], mask=is_used, other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, LATENT_PADDED], tl.float32)
@@ -93,10 +93,12 @@ def latent_attention(
         )  # fmt: skip
         seen = begin + tl.arange(0, TOKENS)
         is_token = seen < stop
-        mask = is_token[:, None] & is_dim[None, :]
-        latent = tl.load(latent_cache + latent_at[:, None] + dims[None, :], mask=mask, other=0.0)
-        mask = is_token[None, :] & is_rope[:, None]
-        rope = tl.load(rope_cache + rope_at[None, :] + rope_dims[:, None], mask=mask, other=0.0)
+        at = latent_at[:, None] + dims[None, :]
+        is_there = is_token[:, None] & is_dim[None, :]
+        latent = tl.load(latent_cache + at, mask=is_there, other=0.0)
+        rope_at = rope_at[None, :] + rope_dims[:, None]
+        is_rope_there = is_token[None, :] & is_rope[:, None]
+        rope = tl.load(rope_cache + rope_at, mask=is_rope_there, other=0.0)
         scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
         scores = tl.dot(q_rope, rope, scores, input_precision=PRECISION) * scale
         visible = (seen[None, :] <= positions[:, None]) & is_token[None, :]

@@ -105,13 +105,13 @@ def paged_attention(
         )  # fmt: skip
         seen = begin + tl.arange(0, TOKENS)
         is_token = seen < stop
-        mask = is_token[None, :] & is_dim[:, None]
-        k = tl.load(key_cache + k_at[None, :] + dims[:, None], mask=mask, other=0.0)
+        is_key = is_token[None, :] & is_dim[:, None]
+        k = tl.load(key_cache + k_at[None, :] + dims[:, None], mask=is_key, other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         visible = (seen[None, :] <= positions[:, None]) & is_token[None, :]
         scores = tl.where(visible, scores, float("-inf"))
-        mask = is_token[:, None] & is_dim[None, :]
-        v = tl.load(value_cache + v_at[:, None] + dims[None, :], mask=mask, other=0.0)
+        is_value = is_token[:, None] & is_dim[None, :]
+        v = tl.load(value_cache + v_at[:, None] + dims[None, :], mask=is_value, other=0.0)
         sums, top, total = _absorb(scores, v, sums, top, total, PRECISION)
 
     result = sums / total[:, None]

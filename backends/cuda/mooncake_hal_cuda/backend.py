@@ -1,0 +1,61 @@
+"""The CUDA backend: its parts put together."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
+from mooncake_hal.errors import BackendUnavailable, CapabilityError
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.solo import SoloCommunicator
+from mooncake_hal_cuda.communicator import NcclCommunicator
+from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.memory import CudaMemory
+from mooncake_hal_cuda.ops import CudaOps
+from mooncake_hal_cuda.runtime import CudaRuntime
+from mooncake_hal_cuda.tuning import Tuning
+
+DTYPES = ("bfloat16", "float16", "float32")
+BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
+TRANSPORTS = ("cuda_ipc", "rdma")
+
+
+class CudaBackend:
+    """Everything about the GPUs that this process sees.
+
+    Raises:
+        BackendUnavailable: torch sees none, or one that is too old.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.runtime = CudaRuntime()
+        devices = self.runtime.devices()
+        if not devices:
+            raise BackendUnavailable(self.name, "torch sees no device; see CUDA_VISIBLE_DEVICES")
+        self.capabilities = Capabilities(
+            dtypes=DTYPES,
+            block_sizes=BLOCK_SIZES,
+            kv_layouts=tuple(KV_LAYOUTS),
+            graphs=True,
+            transports=TRANSPORTS,
+            scheduler_resource="GPU",
+        )
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        try:
+            self.ops = CudaOps(Tuning(devices[0].generation, processors))
+        except CapabilityError as exc:
+            raise BackendUnavailable(self.name, str(exc)) from exc
+        self.memory = CudaMemory(CudaDriver(), devices)
+        self._joined: Counter[str] = Counter()
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        """See ``Backend``."""
+        if group.world_size == 1:
+            return SoloCommunicator()
+        generation = self._joined[group.init_method]
+        self._joined[group.init_method] += 1
+        return NcclCommunicator(group, generation)

@@ -1,0 +1,183 @@
+"""The part of NVIDIA's driver library that torch does not offer, through ctypes.
+
+Memory that other processes can map, and copies between addresses of any process. Status codes end
+here: a call that fails raises DeviceError. Calls act on the context that ``bind`` made current in
+the calling thread, which is torch's own: the device's primary context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_void_p as handle,
+)
+from threading import Lock
+
+from mooncake_hal.errors import DeviceError, OutOfMemory
+
+LIBRARY = "libcuda.so.1"
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+_OUT_OF_MEMORY = 2
+_LAZY_PEER_ACCESS = 1
+_NON_BLOCKING = 1
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("reserved", c_char * HANDLE_BYTES)]
+
+
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetUuid": (c_ubyte * UUID_BYTES, c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(handle), c_int),
+    "cuCtxSetCurrent": (handle,),
+    "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
+    "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
+    "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, handle),
+    "cuStreamCreate": (POINTER(handle), c_uint),
+    "cuStreamSynchronize": (handle,),
+    "cuStreamDestroy_v2": (handle,),
+}
+
+
+class CudaDriver:
+    """The calls, with Python's types.
+
+    Args:
+        library: where the driver is; another one only in tests.
+
+    Raises:
+        DeviceError: the library is not there, or does not initialise.
+    """
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+        except OSError as exc:
+            raise DeviceError(f"{library} can't be loaded: {exc}") from exc
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, c_int
+        self._library.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
+        self._contexts: dict[int, handle] = {}
+        self._lock = Lock()
+        self._call("cuInit", 0)
+
+    def bind(self, index: int) -> None:
+        """Make a device current in the calling thread."""
+        with self._lock:
+            if index not in self._contexts:
+                context = handle()
+                self._call("cuDevicePrimaryCtxRetain", byref(context), self._device(index))
+                self._contexts[index] = context
+        self._call("cuCtxSetCurrent", self._contexts[index])
+
+    def uuid(self, index: int) -> bytes:
+        """What names the device on this host, whatever CUDA_VISIBLE_DEVICES says."""
+        found = (c_ubyte * UUID_BYTES)()
+        self._call("cuDeviceGetUuid", found, self._device(index))
+        return bytes(found)
+
+    def can_access(self, index: int, other: int) -> bool:
+        """Whether a device reaches another one's memory."""
+        answer = c_int()
+        devices = self._device(index), self._device(other)
+        self._call("cuDeviceCanAccessPeer", byref(answer), *devices)
+        return bool(answer.value)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(free, total) of the current device."""
+        free, total = c_size_t(), c_size_t()
+        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def allocate(self, nbytes: int) -> int:
+        """Zeroed memory of the current device; raises OutOfMemory."""
+        address = c_uint64()
+        self._call("cuMemAlloc_v2", byref(address), nbytes)
+        self._call("cuMemsetD8_v2", address, 0, nbytes)
+        self._call("cuCtxSynchronize")  # other streams may use it at once
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give memory back; waits for the device."""
+        self._call("cuMemFree_v2", address)
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """(address, bytes) of the allocation around an address."""
+        base, nbytes = c_uint64(), c_size_t()
+        self._call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
+        return base.value, nbytes.value
+
+    def export(self, address: int) -> bytes:
+        """Name an allocation, by its first address, for other processes of this host."""
+        exported = _IpcHandle()
+        self._call("cuIpcGetMemHandle", byref(exported), address)
+        return bytes(exported)
+
+    def open(self, exported: bytes) -> int:
+        """Map another process's allocation; its address here."""
+        address = c_uint64()
+        named = _IpcHandle.from_buffer_copy(exported)
+        self._call("cuIpcOpenMemHandle_v2", byref(address), named, _LAZY_PEER_ACCESS)
+        return address.value
+
+    def close(self, address: int) -> None:
+        """Unmap what ``open`` mapped."""
+        self._call("cuIpcCloseMemHandle", address)
+
+    def new_stream(self) -> handle:
+        """A stream that does not wait for the default one; ``destroy_stream`` it."""
+        stream = handle()
+        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream
+
+    def copy(self, target: int, source: int, nbytes: int, stream: handle) -> None:
+        """Enqueue a copy between any two addresses."""
+        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def drain(self, stream: handle) -> None:
+        """Block until all that was enqueued on the stream has finished."""
+        self._call("cuStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: handle) -> None:
+        """Give a stream back."""
+        self._call("cuStreamDestroy_v2", stream)
+
+    def _device(self, index: int) -> int:
+        device = c_int()
+        self._call("cuDeviceGet", byref(device), index)
+        return device.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status == _OUT_OF_MEMORY:
+            raise OutOfMemory(f"{name}: the device is out of memory")
+        if status:
+            raise DeviceError(f"{name} failed: {self._describe(status)}")
+
+    def _describe(self, status: int) -> str:
+        text = c_char_p()
+        self._library.cuGetErrorString(status, byref(text))
+        return f"{(text.value or b'unknown error').decode()} (CUDA error {status})"

@@ -1,0 +1,1 @@
+"""The ``cuda_ipc`` transport: KV from GPU to GPU of one host, by mapping the peer's memory."""

@@ -1,0 +1,66 @@
+"""The ``cuda_ipc`` transport, loaded."""
+
+from __future__ import annotations
+
+from mooncake_hal.errors import DeviceError, TransferError, TransportUnavailable
+from mooncake_hal.transport import Endpoint, EndpointOptions
+from mooncake_hal.transports.control.endpoint import ControlledEndpoint, read_address
+from mooncake_hal.transports.control.table import AttachedRegions
+from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.ipc.copier import Copier
+from mooncake_hal_cuda.ipc.driver import IpcDriver, MakeCopier
+from mooncake_hal_cuda.ipc.facts import NAME, VERSION, decode_facts, why_unreachable
+
+
+class IpcTransport:
+    """See ``Transport``.
+
+    A revoked region takes no new transfers; a piece that is being copied is not called back.
+
+    Args:
+        driver: of the hardware.
+        make_copier: another one only in tests.
+    """
+
+    name = NAME
+    can_revoke = False
+
+    def __init__(self, driver: CudaDriver, make_copier: MakeCopier = Copier) -> None:
+        self._driver = driver
+        self._make_copier = make_copier
+
+    def open(self, options: EndpointOptions) -> Endpoint:
+        """See ``Transport``.
+
+        Raises:
+            ValueError: ``options.extra`` is not empty.
+        """
+        if options.extra:
+            raise ValueError(f"{NAME} has no extra settings, got {sorted(options.extra)}")
+        local = AttachedRegions("this side")
+        driver = IpcDriver(self._driver, options, local, self._make_copier)
+        try:
+            return ControlledEndpoint(driver, local, options)
+        except BaseException:
+            driver.close()
+            raise
+
+    def reaches(self, local: bytes, remote: bytes) -> str | None:
+        """See ``Transport``."""
+        try:
+            ours, theirs = (read_address(data, NAME, VERSION) for data in (local, remote))
+            return why_unreachable(decode_facts(ours.facts), decode_facts(theirs.facts))
+        except TransferError as exc:
+            return str(exc)
+
+
+def load() -> IpcTransport:
+    """Load the driver and construct the transport.
+
+    Raises:
+        TransportUnavailable: the driver does not load.
+    """
+    try:
+        return IpcTransport(CudaDriver())
+    except DeviceError as exc:
+        raise TransportUnavailable(NAME, str(exc)) from exc

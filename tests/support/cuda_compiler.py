@@ -1,0 +1,112 @@
+"""Compiles what the CUDA backend's ops launch, at the launch's own specialisation, with no GPU.
+
+An op called with ``meta`` tensors under ``compiling`` launches nothing: each kernel is compiled to
+a cubin for the generation asked for, as Triton would in that place, and measured.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """What one launch became.
+
+    Args:
+        name: of the kernel.
+        shared_bytes: per program, dynamic.
+        registers: per thread.
+        spilled_bytes: of stack and local memory per thread; 0 means that all fits in registers.
+        warps: per program.
+        cubin_bytes: its size.
+    """
+
+    name: str
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    warps: int
+    cubin_bytes: int
+
+
+class CompileOnlyDriver:
+    """What Triton's runtime asks of a driver before it has to launch anything."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(generation: str) -> Iterator[list[CompiledKernel]]:
+    """Compile every launch in the body; the list holds them, each specialisation once."""
+    before, run = driver._active, JITFunction.run
+    found: dict[Any, CompiledKernel] = {}
+    functions: set[JITFunction] = set()
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        functions.add(self)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in found:
+            found[kernel.hash] = measure(kernel)
+            kernels.append(found[kernel.hash])
+
+    kernels: list[CompiledKernel] = []
+    driver.set_active(CompileOnlyDriver(int(generation.removeprefix("sm_"))))
+    JITFunction.run = compile_only
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = run
+        driver._active = before
+        for function in functions:  # their keys don't name the generation
+            function.device_caches.clear()
+
+
+def measure(kernel: Any) -> CompiledKernel:
+    """Read what the assembler reports of a cubin."""
+    cubin = kernel.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = _USAGE.search(report)
+    assert usage is not None, report
+    registers, stack, _, local = map(int, usage.groups())
+    return CompiledKernel(
+        kernel.metadata.name,
+        kernel.metadata.shared,
+        registers,
+        stack + local,
+        kernel.metadata.num_warps,
+        len(cubin),
+    )

@@ -1,0 +1,147 @@
+"""Calls of the CUDA backend's ops with the shapes that models have, on tensors of any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import AttentionBatch
+from mooncake_hal_cuda.ops import CudaOps
+
+BLOCKS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Grouped attention of one rank of a model."""
+
+    query: int
+    kv: int
+    dim: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A layer of experts of one rank of a model."""
+
+    count: int
+    chosen: int
+    hidden: int
+    inner: int
+
+
+GROUPED = {
+    "Llama-3-8B": Heads(32, 8, 128, 4096),
+    "Llama-3-70B, 1 of 8 ranks": Heads(8, 1, 128, 8192),
+    "Qwen2.5-0.5B": Heads(14, 2, 64, 896),
+}
+LATENT_HEADS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128, "DeepSeek-V3, 1 of 8 ranks": 16}
+EXPERTS = {"Mixtral-8x7B": Experts(8, 2, 4096, 14336), "DeepSeek-V3": Experts(256, 8, 7168, 2048)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Makes tensors, and calls ops with them.
+
+    Args:
+        ops: under test.
+        dtype: of everything that floats.
+        device: of everything.
+        block_size: of the caches.
+    """
+
+    ops: CudaOps
+    dtype: torch.dtype
+    device: str = "meta"
+    block_size: int = 16
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An empty tensor."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def batch(self, new_tokens: int, width: int, sequences: int = 4) -> AttentionBatch:
+        """Sequences of the same length, block tables of ``width``."""
+        decodes = sequences if new_tokens == 1 else 0
+        return AttentionBatch(
+            decodes,
+            self.new(sequences + 1, dtype=torch.int32),
+            self.new(sequences, dtype=torch.int32),
+            self.new(sequences, width, dtype=torch.int32),
+            self.new(sequences * new_tokens, dtype=torch.int64),
+            self.block_size,
+            (new_tokens,) * sequences,
+            (width * self.block_size,) * sequences,
+        )
+
+    def rows(self, heads: Heads) -> None:
+        """Everything of a decoder's layer that works row by row."""
+        x, weight = self.new(4, heads.hidden), self.new(heads.hidden)
+        self.ops.rms_norm(x, weight, 1e-5)
+        self.ops.add_rms_norm(x, self.new(4, heads.hidden), weight, 1e-5)
+        self.ops.silu_mul(self.new(4, 2 * heads.hidden))
+        query, key = self.new(4, heads.query, heads.dim), self.new(4, heads.kv, heads.dim)
+        self.ops.rms_norm(query, self.new(heads.dim), 1e-5)
+        table = self.new(4096, heads.dim, dtype=torch.float32)
+        self.ops.rope(query, key, self.new(4, dtype=torch.int64), table)
+
+    def blocks(self, heads: Heads) -> None:
+        """Writing KV and moving blocks."""
+        cache = self.cache(heads.kv, heads.dim)
+        new, ids = self.new(4, heads.kv, heads.dim), self.new(4, dtype=torch.int64)
+        self.ops.write_kv(new, new, cache, cache, ids)
+        self.ops.copy_blocks(cache, ids, ids)
+        staging = self.new(4, *cache.shape[1:])
+        self.ops.gather_blocks(cache, ids, staging)
+        self.ops.scatter_blocks(staging, cache, ids)
+
+    def grouped(self, heads: Heads) -> None:
+        """Decodes of short and long contexts, and prompts."""
+        cache = self.cache(heads.kv, heads.dim)
+        for new_tokens, width in ((1, 1), (1, 2048), (700, 64)):
+            batch = self.batch(new_tokens, width)
+            query = self.new(4 * new_tokens, heads.query, heads.dim)
+            op = self.ops.decode_attention if new_tokens == 1 else self.ops.prefill_attention
+            op(query, cache, cache, batch, 0.1)
+
+    def latent(self, heads: int) -> None:
+        """The same over latents of DeepSeek's widths."""
+        latent, rope = self.cache(1, 512), self.cache(1, 64)
+        for new_tokens, width in ((1, 1), (1, 2048), (700, 64)):
+            batch = self.batch(new_tokens, width)
+            query = self.new(4 * new_tokens, heads, 576)
+            one = self.ops.mla_decode_attention
+            op = one if new_tokens == 1 else self.ops.mla_prefill_attention
+            op(query, latent, rope, batch, 0.1)
+        new = self.new(4, 1, 512), self.new(4, 1, 64)
+        self.ops.write_kv(*new, latent, rope, self.new(4, dtype=torch.int64))
+
+    def experts(self, layer: Experts) -> None:
+        """Few tokens, and so many that every expert has a full tile."""
+        gate_up = (self.new(layer.count, 2 * layer.inner, layer.hidden),)
+        down = (self.new(layer.count, layer.hidden, layer.inner),)
+        for tokens in (1, 8, 64 * layer.count):
+            ids = self.new(tokens, layer.chosen, dtype=torch.int64)
+            weights = self.new(tokens, layer.chosen, dtype=torch.float32)
+            self.ops.moe(self.new(tokens, layer.hidden), gate_up, down, ids, weights)
+
+    def cache(self, heads: int, dim: int) -> Tensor:
+        """One plane of one layer in the layout BHLPT, of a model with 32 layers."""
+        layers_and_planes = 64
+        dense = self.new(BLOCKS, heads, layers_and_planes, self.block_size, dim)
+        return dense[:, :, 1].transpose(1, 2)
+
+    def everything(self) -> list[tuple[str, Callable[[], None]]]:
+        """Every call, with a name."""
+        calls: list[tuple[str, Callable[[], None]]] = []
+        for name, heads in GROUPED.items():
+            for part in (self.rows, self.blocks, self.grouped):
+                calls.append((f"{part.__name__} of {name}", lambda p=part, h=heads: p(h)))
+        for name, count in LATENT_HEADS.items():
+            calls.append((f"latents of {name}", lambda c=count: self.latent(c)))
+        for name, layer in EXPERTS.items():
+            calls.append((f"experts of {name}", lambda e=layer: self.experts(e)))
+        return calls
