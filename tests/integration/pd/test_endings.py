@@ -373,6 +373,21 @@ def test_an_abort_while_decoding(model: Path, gate: Gate) -> None:
     run(model, scenario)
 
 
+def test_an_abort_of_a_prefill_that_waits_its_turn(model: Path, gate: Gate) -> None:
+    async def scenario(both: Pair, expected: list[int]) -> None:
+        endless = replace(GREEDY, max_tokens=400)
+        busy = asyncio.create_task(ask(both.prefill, PROMPT, endless))
+        await wait_until(lambda: both.prefill.engine.stats().num_running == 1, 5.0)
+        waiting = asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, ORDER))
+        await wait_until(lambda: both.prefill.engine.stats().num_waiting == 1, 5.0)
+        waiting.cancel()
+        await wait_until(lambda: both.prefill.engine.stats().num_waiting == 0, 5.0)
+        busy.cancel()
+        await both.prefill.check_clean(within_s=LEASE_S)
+
+    run(model, scenario, prefill={"max_num_seqs": 1})
+
+
 def test_an_abort_during_prefill(model: Path, gate: Gate) -> None:
     """Chunks of 16 tokens: it takes many steps, and ends in the middle."""
 

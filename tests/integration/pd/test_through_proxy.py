@@ -17,6 +17,7 @@ from support.programs import TINY_LLAMA, running
 PAGE = (TINY_LLAMA / "page.txt").read_text()
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 LEASE_S = 2.0
+EXPIRED = "mooncake:kv_transfer_leases_expired"
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,14 @@ def deployment() -> Iterator[Deployment]:
         yield Deployment(proxy.wait_for("listens on").split()[-1], prefill, decode)
 
 
-def usage(url: str) -> float:
+def figure(url: str, name: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    [line] = [line for line in lines if line.startswith("vllm:kv_cache_usage_perc")]
+    [line] = [line for line in lines if line.startswith(name)]
     return float(line.rsplit(" ", 1)[1])
+
+
+def usage(url: str) -> float:
+    return figure(url, "vllm:kv_cache_usage_perc")
 
 
 def wait_until(is_true: Callable[[], bool], within_s: float) -> None:
@@ -87,6 +92,23 @@ def test_a_client_that_leaves_a_whole_answer_frees_both_sides(deployment: Deploy
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model="tiny-llama", prompt=PAGE[:400], **ENDLESS)
     deployment.wait_until_idle()
+
+
+def test_a_client_that_leaves_several_answers_ends_all_their_leases(deployment: Deployment) -> None:
+    """Each has blocks of its own on both sides; none of them has to run out."""
+    expired = figure(deployment.prefill.url, EXPIRED)
+    stream = deployment.client.completions.create(
+        model="tiny-llama", prompt=PAGE[:400], n=3, stream=True, **ENDLESS
+    )
+    for _, _ in zip(range(9), stream, strict=False):
+        pass
+    stream.close()
+    deployment.wait_until_idle()
+    client = deployment.client.with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model="tiny-llama", prompt=PAGE[:400], n=3, **ENDLESS)
+    deployment.wait_until_idle()
+    assert figure(deployment.prefill.url, EXPIRED) == expired
 
 
 ORDER = {"prompt": PAGE[:200], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
