@@ -4,7 +4,8 @@ ARGS ?=
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check bench install test-rdma test-adapters test-grid \
-    test-faults test-proxy bench-transfer bench-connectors bench-proxy check-deploy test-cuda test-ascend wheels
+    test-faults test-proxy test-proxy-vllm bench-transfer bench-connectors bench-proxy check-deploy \
+    test-cuda test-ascend wheels
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -50,6 +51,9 @@ test-faults:  ## fault injection and soak; prints requests, faults, wrong answer
 test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_proxy_faults.py $(ARGS)
+
+test-proxy-vllm:  ## the proxy in front of a real vLLM (its CPU build, 3.7 GB under .cache/)
+	@ci/test-proxy-vllm $(ARGS)
 
 bench-transfer:  ## transports beside memcpy, plain sockets and the field's engines
 	@ci/install dev

@@ -2,7 +2,7 @@
 
     python ci/test_proxy_vllm.py [--start-timeout 420]
 
-Installs vLLM into a venv of its own under .cache/ the first time (about 3.5 GB), serves
+Installs vLLM into a venv of its own under .cache/ the first time (about 3.7 GB), serves
 examples/tiny-llama twice, and compares what the proxy answers with what one instance answers by
 itself, whole and streamed. Prints every comparison. Exit 0: all the same and all KV came over;
 1: something differed; 77: "skipped: ..." and why vLLM can't be run here.
