@@ -75,6 +75,8 @@ class Capabilities:
         graphs: whether ``runtime.capture`` works.
         transports: names of the transports that can move this backend's memory, best first.
         constraints: what it allows in a deployment.
+        scheduler_resource: what cluster schedulers (Ray) call one of its devices, ``"GPU"`` or
+            ``"NPU"``; empty where only CPUs are counted.
     """
 
     dtypes: tuple[str, ...]
@@ -83,6 +85,7 @@ class Capabilities:
     graphs: bool
     transports: tuple[str, ...]
     constraints: DeploymentConstraints = DeploymentConstraints()
+    scheduler_resource: str = ""
 
 
 class Event(Protocol):

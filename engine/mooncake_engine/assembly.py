@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mooncake_engine.config import EngineConfig, LoadFailurePolicy
+from mooncake_engine.config import EngineConfig, ExecutorKind, LoadFailurePolicy
 from mooncake_engine.core import Command, EngineCore
 from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.execution.executor import (
@@ -16,6 +16,7 @@ from mooncake_engine.execution.executor import (
     InProcessExecutor,
 )
 from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.execution.ray_ranks import RayLauncher
 from mooncake_engine.execution.weights import ProgressHandler
 from mooncake_engine.kv_transfer.base import (
     Connector,
@@ -89,6 +90,9 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
 
 
 def _build_executor(config: EngineConfig, backend: Backend, options: ExecutorOptions) -> Executor:
+    if config.executor is ExecutorKind.RAY:
+        resource = backend.capabilities.scheduler_resource
+        return ProcessExecutor(config, backend, options, RayLauncher(config, resource))
     if config.tp_size == 1:
         return InProcessExecutor(config, backend, options)
     return ProcessExecutor(config, backend, options)

@@ -11,8 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mooncake_engine.config import EngineConfig, KVTransferConfig, LoadFailurePolicy, Role
+from mooncake_engine.config import (
+    EngineConfig,
+    ExecutorKind,
+    KVTransferConfig,
+    LoadFailurePolicy,
+    Role,
+)
 from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.server.options import ServerOptions
 from mooncake_hal.errors import HalError
 
 if TYPE_CHECKING:
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = EngineConfig(model=Path())
 _KV_DEFAULTS = KVTransferConfig()
+_SERVER_DEFAULTS = ServerOptions()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
     serve.add_argument("--served-model-name", default="", help="name in the API")
     _add_engine_options(serve)
+    _add_server_options(serve)
     _add_kv_transfer_options(serve)
     serve.set_defaults(run=_serve)
 
@@ -72,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
     up.add_argument("--prompt", default="What is prefill?", help="asked once everything is up")
     _add_engine_options(up)
+    _add_server_options(up)
     _add_connector_options(up)
     up.set_defaults(run=_up)
     return parser
@@ -94,7 +104,20 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests)
     add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
     add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
+    add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
+    add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tool-call-parser",
+        default=_SERVER_DEFAULTS.tool_call_parser,
+        help="auto (from the chat template), none, hermes (Qwen), llama3_json",
+    )
+    parser.add_argument(
+        "--otlp-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP"
+    )
 
 
 def _add_kv_transfer_options(parser: argparse.ArgumentParser) -> None:
@@ -155,14 +178,17 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         prefix_caching=not args.no_prefix_caching,
         kv_transfer=kv_transfer,
         threads=args.threads,
+        executor=ExecutorKind(args.executor),
+        ray_address=args.ray_address,
     )
 
 
 def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
-    """The engine's part of a command line again, as far as it differs from the defaults. Without
+    """The instances' part of a command line again, as far as it differs from the defaults. Without
     ``--threads``, the instances of a deployment share the CPUs evenly."""
     options = argparse.ArgumentParser(add_help=False)
     _add_engine_options(options)
+    _add_server_options(options)
     wanted = vars(args)
     if not args.threads:
         num_instances = args.prefill + args.decode
@@ -217,7 +243,9 @@ def _byte_count(text: str) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from mooncake_engine.server.run import serve
 
-    serve(engine_config(args, kv_transfer_config(args)), args.host, args.port, _start_engine)
+    options = ServerOptions(args.tool_call_parser, args.otlp_endpoint)
+    config = engine_config(args, kv_transfer_config(args))
+    serve(config, args.host, args.port, _start_engine, options)
     return 0
 
 
@@ -249,6 +277,7 @@ def _up(args: argparse.Namespace) -> int:
     from mooncake_engine.launch import Deployment, up
 
     engine_config(args, None)  # refuse what every instance would refuse
+    ServerOptions(args.tool_call_parser, args.otlp_endpoint)
     up(
         Deployment(
             host=args.host,

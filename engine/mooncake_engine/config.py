@@ -24,6 +24,13 @@ class LoadFailurePolicy(str, Enum):
     FAIL = "fail"
 
 
+class ExecutorKind(str, Enum):
+    """Where an instance's ranks run."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
     """How KV moves between instances.
@@ -73,6 +80,8 @@ class EngineConfig:
         prefix_caching: keep and reuse the KV of finished prompts.
         kv_transfer: how KV moves; None for an instance that works alone.
         threads: CPU threads per rank; 0 leaves the backend's default.
+        executor: where the ranks run.
+        ray_address: of the Ray cluster; empty takes this host's, or starts one.
     """
 
     model: Path
@@ -93,6 +102,8 @@ class EngineConfig:
     prefix_caching: bool = True
     kv_transfer: KVTransferConfig | None = None
     threads: int = 0
+    executor: ExecutorKind = ExecutorKind.LOCAL
+    ray_address: str = ""
     seed: int | None = field(default=None)
 
     def __post_init__(self) -> None:

@@ -1,20 +1,11 @@
-"""One process per tensor-parallel rank, all of them children of the executor's process."""
+"""One process per tensor-parallel rank, on this host or, through Ray, on several."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
-
-import torch
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
@@ -25,6 +16,7 @@ from mooncake_engine.execution.executor import (
     RankFacts,
     make_facts,
 )
+from mooncake_engine.execution.ranks import Launcher, LocalLauncher, Rank
 from mooncake_engine.execution.setup import plan_execution
 from mooncake_engine.execution.weights import LoadProgress
 from mooncake_engine.models.heads import share_heads
@@ -38,75 +30,6 @@ _CAUSE_TIMEOUT_S = 1.0
 _USER_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
 
 
-class RankHandle:
-    """The parent's side of one rank.
-
-    Args:
-        rank: which.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.orders, their_orders = Pipe()
-        self.messages, their_messages = Pipe()
-        self.failed: wire.Failed | None = None
-        self._lock = threading.Lock()
-        descriptors = (their_orders.fileno(), their_messages.fileno())
-        # the rank must find what this process can import, extensions above all
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
-            pass_fds=descriptors,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-        )
-        their_orders.close()
-        their_messages.close()
-
-    def order(self, encoded: bytes) -> None:
-        """Send an order; a rank that is gone shows when its report is read."""
-        try:
-            self.orders.send_bytes(encoded)
-        except ConnectionError:
-            return
-
-    def report(self) -> wire.Report | None:
-        """Read one report; None if the rank is gone."""
-        try:
-            report: wire.Report = wire.decode_report(self.orders.recv_bytes())
-        except (EOFError, ConnectionError):
-            return None
-        if isinstance(report, wire.Failed):
-            self.failed = report
-        return report
-
-    def send(self, message: bytes) -> None:
-        """Send a message to the rank's extension."""
-        with self._lock:
-            self.messages.send_bytes(message)
-
-    def has_vanished(self) -> bool:
-        """Whether the process ended without saying why."""
-        return self.failed is None and self.process.poll() is not None
-
-    def describe_end(self) -> str:
-        """Why the rank ended, in words."""
-        if self.failed is not None:
-            return f"{self.failed.kind}: {self.failed.reason}"
-        status = self.process.poll()
-        if status is None:
-            return "it closed its connection"
-        if status < 0:
-            return f"killed by {signal.Signals(-status).name}"
-        return f"exited with status {status}; its log says why"
-
-    def kill(self) -> None:
-        """End the process now, and reap it."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-
 class ProcessExecutor:
     """Ranks in processes of their own; a dead rank ends the instance with its reason.
 
@@ -114,6 +37,7 @@ class ProcessExecutor:
         config: any ``tp_size``.
         backend: the ranks load it by name; this process only reads its facts.
         options: extension and handlers.
+        launcher: starts the ranks; closed with the executor. None: children of this process.
 
     Raises:
         CheckpointError, ConfigError: the model can't be loaded so.
@@ -121,7 +45,11 @@ class ProcessExecutor:
     """
 
     def __init__(
-        self, config: EngineConfig, backend: Backend, options: ExecutorOptions | None = None
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        options: ExecutorOptions | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self._options = options or ExecutorOptions()
         self._failure = FirstFailure()
@@ -129,8 +57,8 @@ class ProcessExecutor:
         setup = plan_execution(config, backend)
         for rank in range(config.tp_size):  # refuse before anything is started
             share_heads(setup.model.num_heads, setup.model.num_kv_heads, config.tp_size, rank)
-        self._scratch = Path(tempfile.mkdtemp(prefix="mooncake-ranks-"))
-        self._ranks: list[RankHandle] = []
+        self._launcher = launcher or LocalLauncher(config)
+        self._ranks: Sequence[Rank] = ()
         self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
         try:
             self._start(config, backend)
@@ -144,7 +72,7 @@ class ProcessExecutor:
     @property
     def rank_pids(self) -> tuple[int, ...]:
         """Process ids, in rank order."""
-        return tuple(rank.process.pid for rank in self._ranks)
+        return tuple(rank.pid for rank in self._ranks)
 
     def warm_up(self) -> None:
         """See ``Executor``."""
@@ -185,19 +113,17 @@ class ProcessExecutor:
         if self._listener.is_alive() and self._listener is not threading.current_thread():
             self._listener.join(_STOP_TIMEOUT_S)
         for rank in self._ranks:
-            rank.orders.close()
-            rank.messages.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+            rank.close()
+        self._launcher.close()
 
     def _start(self, config: EngineConfig, backend: Backend) -> None:
-        # a file and not a port: nobody can take it in between; the host makes groups use loopback
-        rendezvous = f"file://127.0.0.1{self._scratch / 'rendezvous'}"
-        threads = config.threads or max(1, torch.get_num_threads() // config.tp_size)
-        self._ranks = [RankHandle(rank) for rank in range(config.tp_size)]
+        launcher = self._launcher
+        self._ranks = launcher.start()
         for rank in self._ranks:
-            group = GroupSpec(rank.rank, config.tp_size, rendezvous, _GROUP_TIMEOUT_S)
+            group = GroupSpec(rank.rank, config.tp_size, launcher.init_method, _GROUP_TIMEOUT_S)
             extension = self._options.extension
-            start = wire.Start(config, backend.name, group, extension, threads)
+            adapted = rank.adapt(config)
+            start = wire.Start(adapted, backend.name, group, extension, launcher.threads)
             rank.order(wire.encode(start))
 
     def _await_ready(self) -> tuple[RankFacts, ...]:
@@ -222,7 +148,7 @@ class ProcessExecutor:
                 result = report.result
         return result
 
-    def _reports(self) -> Iterator[tuple[RankHandle, wire.Report]]:
+    def _reports(self) -> Iterator[tuple[Rank, wire.Report]]:
         """Reports as they come, until every rank is Ready or Done.
 
         Raises:
@@ -240,7 +166,7 @@ class ProcessExecutor:
                     del pending[connection]
                 yield rank, report
 
-    def _end_all(self, noticed: RankHandle) -> EngineError:
+    def _end_all(self, noticed: Rank) -> EngineError:
         """End every rank after one failed; returns what to raise, about the true culprit."""
         culprit = self._find_culprit(noticed)
         what = f"rank {culprit.rank} of {len(self._ranks)} died: {culprit.describe_end()}"
@@ -252,7 +178,7 @@ class ProcessExecutor:
             rank.kill()
         return error
 
-    def _find_culprit(self, noticed: RankHandle) -> RankHandle:
+    def _find_culprit(self, noticed: Rank) -> Rank:
         """A rank that vanished makes others complain about the group; it is the one to name."""
         deadline = time.monotonic() + _CAUSE_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -280,7 +206,7 @@ class ProcessExecutor:
                 if not self._pass_on(rank):
                     del open_ends[connection]
 
-    def _pass_on(self, rank: RankHandle) -> bool:
+    def _pass_on(self, rank: Rank) -> bool:
         """Handle one notice of a rank; returns whether more may come."""
         try:
             notice = wire.decode_notice(rank.messages.recv_bytes())
@@ -294,18 +220,14 @@ class ProcessExecutor:
             self._options.on_message(rank.rank, notice.message)
         return True
 
-    def _record_end(self, rank: RankHandle) -> None:
+    def _record_end(self, rank: Rank) -> None:
         if self._closing.is_set():
             return
-        try:
-            rank.process.wait(_CAUSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        if not rank.wait(_CAUSE_TIMEOUT_S):
             rank.kill()
         cause = EngineDead(rank.describe_end())
         self._failure.record(f"rank {rank.rank} of {len(self._ranks)} died", cause)
 
-    def _reap(self, rank: RankHandle, deadline: float) -> None:
-        try:
-            rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
+    def _reap(self, rank: Rank, deadline: float) -> None:
+        rank.wait(max(0.0, deadline - time.monotonic()))
+        rank.kill()

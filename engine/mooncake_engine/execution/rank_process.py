@@ -119,6 +119,11 @@ def main(arguments: list[str]) -> int:
     # a terminal's Ctrl-C reaches every process; when a rank ends is the parent's decision
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders, messages = (Connection(int(descriptor)) for descriptor in arguments)
+    return serve(orders, messages)
+
+
+def serve(orders: Connection, messages: Connection) -> int:
+    """Be a rank until told to stop; returns the exit status."""
     rank = RankProcess(orders, messages)
     try:
         rank.run()

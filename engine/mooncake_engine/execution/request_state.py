@@ -180,9 +180,7 @@ class RequestTable:
         for admitted in requests:
             self.retire((admitted.request_id,))
             row = self.tables.take_row(admitted.block_ids)
-            state = RequestState(
-                admitted, row, self._counts(admitted), self._grammar(admitted)
-            )
+            state = RequestState(admitted, row, self._counts(admitted), self._grammar(admitted))
             self._states[admitted.request_id] = state
 
     def retire(self, request_ids: Iterable[str]) -> None:

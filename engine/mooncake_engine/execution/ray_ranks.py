@@ -1,0 +1,233 @@
+"""Ranks on several hosts: one Ray actor each, which connects back to the executor.
+
+Ray places the processes and ends them; orders, steps and messages go over the executor's own
+connections, proved by a key that only the actors are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.ranks import Rank, import_path
+
+logger = logging.getLogger(__name__)
+
+_PLACE_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 60.0
+_KEY_BYTES = 32
+
+
+class RankActor:
+    """What runs on the rank's host; Ray makes an actor of it."""
+
+    def describe(self) -> tuple[str, int, int]:
+        """Address of the host, the actor's process id, and a free port for the group to meet."""
+        ray = _ray()
+        address = ray.util.get_node_ip_address()
+        with socket.create_server((address, 0)) as probe:
+            return address, os.getpid(), int(probe.getsockname()[1])
+
+    def serve(self, address: tuple[str, int], key: bytes) -> int:
+        """Connect to the executor and be a rank until told to stop."""
+        orders, messages = (Client(address, authkey=key) for _ in range(2))
+        from mooncake_engine.execution.rank_process import serve
+
+        return serve(orders, messages)
+
+
+class RayRank(Rank):
+    """A rank in a Ray actor.
+
+    Args:
+        rank: which.
+        connections: its orders and its messages.
+        actor: the actor's handle.
+        running: the reference of its ``serve``.
+        place: address of the rank's host and of ours, and its process id there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: tuple[Connection, Connection],
+        actor: Any,
+        running: Any,
+        place: tuple[str, str, int],
+    ) -> None:
+        super().__init__(rank, *connections)
+        self._actor = actor
+        self._running = running
+        self._host, self._our_host, self._pid = place
+
+    @property
+    def pid(self) -> int:
+        """See ``Rank``."""
+        return self._pid
+
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        """See ``Rank``: transports listen where the rank is.
+
+        Raises:
+            ConfigError: KV is to move by loopback, and the rank is on another host.
+        """
+        kv = config.kv_transfer
+        if kv is None or self._host == self._our_host:
+            return config
+        if ipaddress.ip_address(kv.host).is_loopback:
+            raise ConfigError(
+                f"rank {self.rank} is on {self._host}, where peers can't reach --kv-host "
+                f"{kv.host}: give the address of this host in their network"
+            )
+        return dataclasses.replace(config, kv_transfer=dataclasses.replace(kv, host=self._host))
+
+    def wait(self, timeout_s: float) -> bool:
+        """See ``Rank``."""
+        ray = _ray()
+        done, _ = ray.wait([self._running], timeout=timeout_s)
+        return bool(done)
+
+    def last_words(self) -> str:
+        """See ``Rank``."""
+        ray = _ray()
+        try:
+            status = ray.get(self._running)
+        except ray.exceptions.RayError as exc:
+            return " ".join(str(exc).split())
+        return f"exited with status {status}; its log says why"
+
+    def kill(self) -> None:
+        """See ``Rank``."""
+        ray = _ray()
+        ray.kill(self._actor, no_restart=True)
+
+
+class RayLauncher:
+    """Ranks as actors of a Ray cluster, packed onto as few hosts as hold them.
+
+    Args:
+        config: says how many, their threads, and the cluster.
+        resource: what Ray calls the device that each rank needs one of; empty for CPUs alone.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster.
+    """
+
+    def __init__(self, config: EngineConfig, resource: str = "") -> None:
+        ray = _connect(config.ray_address)
+        self.threads = config.threads or 1
+        self.init_method = ""
+        devices = {resource: 1.0} if resource else {}
+        self._bundle = {"CPU": float(self.threads), **devices}
+        self._place = ray.util.placement_group([self._bundle] * config.tp_size, strategy="PACK")
+        self._key = secrets.token_bytes(_KEY_BYTES)
+
+    def start(self) -> Sequence[Rank]:
+        """See ``Launcher``.
+
+        Raises:
+            ConfigError: the cluster has no room.
+            EngineDead: an actor died before it connected.
+        """
+        ray = _ray()
+        if not self._place.wait(_PLACE_TIMEOUT_S):
+            raise ConfigError(
+                f"the Ray cluster has no room for {self._place.bundle_count} ranks of "
+                f"{self._bundle}, it has {ray.cluster_resources()}: add hosts or free some"
+            )
+        actors = [self._actor(index) for index in range(self._place.bundle_count)]
+        try:
+            described = ray.get([actor.describe.remote() for actor in actors])
+        except ray.exceptions.RayError as exc:
+            raise EngineDead(f"Ray could not start the ranks: {exc}") from exc
+        head, _, port = described[0]
+        self.init_method = f"tcp://{head}:{port}"
+        our_host = ray.util.get_node_ip_address()
+        with socket.create_server((our_host, 0)) as listener:
+            listener.settimeout(_CONNECT_TIMEOUT_S)
+            return [
+                self._connect_rank(listener, rank, actor, (host, our_host, pid))
+                for rank, (actor, (host, pid, _)) in enumerate(zip(actors, described, strict=True))
+            ]
+
+    def close(self) -> None:
+        """See ``Launcher``."""
+        ray = _ray()
+        ray.util.remove_placement_group(self._place)
+
+    def _actor(self, index: int) -> Any:
+        ray = _ray()
+        strategies = ray.util.scheduling_strategies
+        amounts = dict(self._bundle)
+        settings = {"num_cpus": amounts.pop("CPU"), "num_gpus": amounts.pop("GPU", 0)}
+        return (
+            ray.remote(RankActor)
+            .options(
+                **settings,
+                resources=amounts,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(self._place, index),
+                runtime_env={"env_vars": {"PYTHONPATH": import_path()}},
+            )
+            .remote()
+        )
+
+    def _connect_rank(
+        self, listener: socket.socket, rank: int, actor: Any, place: tuple[str, str, int]
+    ) -> RayRank:
+        running = actor.serve.remote(listener.getsockname()[:2], self._key)
+        try:
+            orders, messages = (_accept(listener, self._key) for _ in range(2))
+        except TimeoutError as exc:
+            raise EngineDead(
+                f"rank {rank} on {place[0]} did not connect to {place[1]} within "
+                f"{_CONNECT_TIMEOUT_S:g} s: can it reach this host?"
+            ) from exc
+        logger.info("rank %d runs on %s, process %d", rank, place[0], place[2])
+        return RayRank(rank, (orders, messages), actor, running, place)
+
+
+def _accept(listener: socket.socket, key: bytes) -> Connection:
+    """The next connection that knows the key; others are turned away."""
+    while True:
+        accepted, address = listener.accept()
+        connection = Connection(accepted.detach())
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+        except (AuthenticationError, EOFError, OSError) as exc:
+            logger.warning("somebody at %s is not a rank of ours: %s", address[0], exc)
+            connection.close()
+        else:
+            return connection
+
+
+def _ray() -> Any:
+    """Ray, which declares few types; imported by those who use it alone."""
+    import ray
+    import ray.util.scheduling_strategies
+
+    return ray
+
+
+def _connect(address: str) -> Any:
+    # Ray would report its use to its makers unless told otherwise.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray = _ray()
+    except ImportError as exc:
+        raise ConfigError("--executor ray needs Ray: pip install 'mooncake-engine[ray]'") from exc
+    try:
+        ray.init(address=address or None, ignore_reinit_error=True, include_dashboard=False)
+    except (ConnectionError, ValueError, RuntimeError) as exc:
+        raise ConfigError(f"no Ray cluster at {address or 'this host'}: {exc}") from exc
+    return ray
