@@ -18,7 +18,13 @@ from mooncake_engine.server.jobs import Job, usage
 from mooncake_engine.server.metrics import RequestClock, ServerMetrics
 from mooncake_engine.server.streams import merge
 from mooncake_engine.text.answers import Answer
-from mooncake_engine.text.generation import AnswerText, Engine, TextUpdate, generate_text
+from mooncake_engine.text.generation import (
+    AnswerText,
+    Engine,
+    TextUpdate,
+    generate_text,
+    without_shown,
+)
 from mooncake_engine.text.tokenizer import Tokenizer
 
 
@@ -102,6 +108,7 @@ class Answerer:
             self.engine,
             self.tokenizer,
             request,
+            parser=job.make_parser(),
             is_first_delivered=job.handover.is_first_delivered,
         )
 
@@ -109,10 +116,9 @@ class Answerer:
         self, job: Job, index: int, finished: TokenUpdate
     ) -> AsyncGenerator[TextUpdate, None]:
         """An answer that ended at the prefill instance with its first token."""
-        update = AnswerText(self.tokenizer, job.requests[index].sampling).advance(finished)
-        if job.handover.is_first_delivered:
-            update = replace(update, text="", logprobs=(), text_offsets=())
-        yield update
+        sampling = job.requests[index].sampling
+        update = AnswerText(self.tokenizer, sampling, job.make_parser()).advance(finished)
+        yield without_shown(update) if job.handover.is_first_delivered else update
 
     def _handover_params(self, job: Job, answers: list[Answer]) -> KVTransferParams | None:
         facts = {
@@ -158,7 +164,8 @@ class _EventWriter:
     def _delta(self, index: int, update: TextUpdate, *, is_first: bool) -> bytes:
         job = self._job
         is_first = is_first and not job.handover.is_first_delivered
-        has_details = update.logprobs or (job.returns_token_ids and update.token_ids)
+        shows_ids = job.returns_token_ids and update.token_ids
+        has_details = update.logprobs or update.calls or shows_ids
         if update.finish is not None or has_details or (is_first and job.echo):
             choice = self._form.delta(job, index, update, is_first=is_first)
             return sse(chunk(self._form, job, [choice]))

@@ -17,16 +17,22 @@ from mooncake_engine.server.endpoints import GenerationEndpoint, PlainEndpoints
 from mooncake_engine.server.errors import ApiError, to_api_error
 from mooncake_engine.server.forms import ChatForm, CompletionForm
 from mooncake_engine.server.metrics import ServerMetrics
+from mooncake_engine.server.options import ServerOptions
 from mooncake_engine.server.planning import Planner
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest
 from mooncake_engine.server.request_ids import LiveRequests
 from mooncake_engine.text.generation import Engine
 from mooncake_engine.text.tokenizer import Tokenizer
 
+_DEFAULTS = ServerOptions()
 
-def create_app(engine: Engine, tokenizer: Tokenizer) -> Starlette:
+
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, options: ServerOptions = _DEFAULTS
+) -> Starlette:
     """OpenAI's API over an engine that has been started; closing the engine is the caller's."""
-    planner = Planner(engine.config.model_name, engine.facts, tokenizer)
+    tool_format = options.tool_format(tokenizer)
+    planner = Planner(engine.config.model_name, engine.facts, tokenizer, tool_format)
     answerer = Answerer(engine, tokenizer, ServerMetrics(engine))
     live = LiveRequests()
     plain = PlainEndpoints(planner, answerer, live, started=int(time.time()))

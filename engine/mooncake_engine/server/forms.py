@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from mooncake_engine.messages import FinishReason
 from mooncake_engine.server.jobs import Echo, Job
 from mooncake_engine.server.logprobs import (
     TokenBytes,
@@ -15,6 +16,7 @@ from mooncake_engine.server.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from mooncake_engine.server.tools import call_deltas, call_prefix, whole_calls
 from mooncake_engine.text.answers import Answer
 from mooncake_engine.text.generation import TextUpdate
 
@@ -139,10 +141,17 @@ class ChatForm:
 
     def delta(self, job: Job, index: int, update: TextUpdate, *, is_first: bool) -> dict[str, Any]:
         choice = self.plain_delta(index, update.text)
+        if update.calls:
+            calls = call_deltas(call_prefix(job.request_id, index), update)
+            content = {"content": update.text} if update.text else {}
+            choice["delta"] = content | {"tool_calls": calls}
         return self._complete(choice, job, index, update)
 
     def choice(self, job: Job, index: int, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = whole_calls(call_prefix(job.request_id, index), answer)
         choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
         if job.returns_token_ids:
             choice["prompt_token_ids"] = job.prompt_of(index).token_ids
@@ -158,6 +167,8 @@ class ChatForm:
         self, choice: dict[str, Any], job: Job, index: int, answer: TextUpdate | Answer
     ) -> dict[str, Any]:
         choice["finish_reason"] = answer.finish
+        if answer.ends_with_calls and answer.finish is FinishReason.STOP:
+            choice["finish_reason"] = "tool_calls"
         if answer.finish is not None:
             choice["stop_reason"] = answer.stop_reason
         if job.wants_logprobs(index):

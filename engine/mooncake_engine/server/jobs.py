@@ -8,6 +8,7 @@ from typing import Any
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.server.handover import Handover
 from mooncake_engine.server.prompts import Prompt
+from mooncake_engine.text.tool_calls import PARSERS, ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Job:
         echo: what the answers begin with, one per prompt; empty for none.
         is_prompt_only: the client wants to know about its prompt, and gets no new token.
         shows_prompt_logprobs: log probabilities of the prompt are an entry of their own.
+        tool_format: name of the form in which the model calls tools; None if none are offered.
         trace_parent: W3C ``traceparent`` of the caller's span.
     """
 
@@ -56,6 +58,7 @@ class Job:
     echo: tuple[Echo, ...] = ()
     is_prompt_only: bool = False
     shows_prompt_logprobs: bool = False
+    tool_format: str | None = None
     trace_parent: str | None = None
 
     @property
@@ -70,6 +73,10 @@ class Job:
     def echo_of(self, index: int) -> Echo | None:
         """What answer ``index`` begins with."""
         return self.echo[index // self.answers_per_prompt] if self.echo else None
+
+    def make_parser(self) -> ToolCallParser | None:
+        """Finds the tool calls in one answer."""
+        return PARSERS[self.tool_format]() if self.tool_format else None
 
     def wants_logprobs(self, index: int) -> bool:
         """Whether answer ``index`` shows log probabilities."""

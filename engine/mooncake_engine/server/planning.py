@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineFacts, EngineRequest
-from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.server.envelope import Envelope
 from mooncake_engine.server.handover import check_same_tokenizer, read_handover
 from mooncake_engine.server.jobs import Echo, Job
@@ -17,6 +17,7 @@ from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, Gene
 from mooncake_engine.server.request_ids import choice_ids
 from mooncake_engine.server.sampling import chat_sampling, completion_sampling, is_prompt_only
 from mooncake_engine.server.structured import check_grammar, grammar_of
+from mooncake_engine.server.tools import offered_tools
 from mooncake_engine.text.detokenizer import text_offsets
 from mooncake_engine.text.limits import answer_sampling
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -24,16 +25,25 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Turns requests into jobs for one engine and its tokenizer."""
+    """Turns requests into jobs for one engine and its tokenizer.
+
+    Args:
+        model_name: as served.
+        facts: of the engine.
+        tokenizer: the model's.
+        tool_format: in which the model calls tools; None if it can't.
+    """
 
     model_name: str
     facts: EngineFacts
     tokenizer: Tokenizer
+    tool_format: str | None = None
 
     async def completion(self, request: CompletionRequest, envelope: Envelope) -> Job:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
-        sampling = await self._structured(request, completion_sampling(request, self.facts))
+        sampling = completion_sampling(request, self.facts)
+        sampling = await self._structured(sampling, grammar_of(request))
         prompts = await completion_prompts(request, self.tokenizer, self.facts)
         job = self._job(request, envelope, sampling, prompts)
         return replace(
@@ -45,9 +55,12 @@ class Planner:
     async def chat(self, request: ChatRequest, envelope: Envelope) -> Job:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
-        sampling = await self._structured(request, chat_sampling(request, self.facts))
-        prompt = await chat_prompt(request, self.tokenizer, self.facts)
-        return self._job(request, envelope, sampling, [prompt])
+        sampling = chat_sampling(request, self.facts)
+        tools = offered_tools(request, self.tool_format, grammar_of(request))
+        sampling = await self._structured(sampling, tools.grammar)
+        prompt = await chat_prompt(request, self.tokenizer, self.facts, tools.shown)
+        job = self._job(request, envelope, sampling, [prompt])
+        return replace(job, tool_format=tools.tool_format)
 
     def check_model(self, model: str | None) -> None:
         """Raises InvalidRequest (404) for a model that is not served here."""
@@ -59,9 +72,8 @@ class Planner:
             )
 
     async def _structured(
-        self, request: GenerationFields, sampling: SamplingParams
+        self, sampling: SamplingParams, grammar: Grammar | None
     ) -> SamplingParams:
-        grammar = grammar_of(request)
         if grammar is None:
             return sampling
         structured = replace(sampling, grammar=grammar)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineFacts
 from mooncake_engine.server.protocol import ChatMessage, ChatRequest, CompletionRequest
+from mooncake_engine.server.tools import template_calls
 from mooncake_engine.text.limits import check_prompt
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -48,8 +49,13 @@ async def completion_prompts(
     return prompts
 
 
-async def chat_prompt(request: ChatRequest, tokenizer: Tokenizer, facts: EngineFacts) -> Prompt:
-    """The conversation as the chat template lays it out.
+async def chat_prompt(
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    facts: EngineFacts,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Prompt:
+    """The conversation as the chat template lays it out, with the tools that are offered.
 
     Raises:
         InvalidRequest: no messages, no template, or the template refuses them.
@@ -66,6 +72,7 @@ async def chat_prompt(request: ChatRequest, tokenizer: Tokenizer, facts: EngineF
         template_messages(request.messages),
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
+        tools=tools,
         template_kwargs=request.chat_template_kwargs,
     )
     ids = await encode(tokenizer, text, add_special_tokens=bool(request.add_special_tokens))
@@ -118,4 +125,8 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     laid_out: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         laid_out["name"] = message.name
+    if message.tool_calls:
+        laid_out["tool_calls"] = template_calls(message.tool_calls)
+    if message.tool_call_id is not None:
+        laid_out["tool_call_id"] = message.tool_call_id
     return laid_out

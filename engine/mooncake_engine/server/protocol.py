@@ -107,13 +107,59 @@ class TextPart(
     text: str
 
 
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What an earlier answer called, its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in an earlier answer."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool; only functions are served."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Names one of the functions."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function that has to be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn. The null fields are those that clients send back from earlier answers."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: None = None
     refusal: None = None
     audio: None = None
@@ -130,9 +176,9 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: None = None
-    tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: None = None
     function_call: None = None
     modalities: None = None

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.server.app import create_app
+from mooncake_engine.server.options import ServerOptions
 from mooncake_engine.text.generation import Engine
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -35,7 +36,13 @@ def check_kv_port(config: EngineConfig) -> None:
         bind(kv_transfer.host, kv_transfer.port, option="--kv-port").close()
 
 
-def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine) -> None:
+def serve(
+    config: EngineConfig,
+    host: str,
+    port: int,
+    start_engine: StartEngine,
+    options: ServerOptions | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then answer what runs. To be called in the main thread.
 
     Prints ``ready http://HOST:PORT`` on standard output once requests are taken; ``port`` 0 takes
@@ -51,7 +58,7 @@ def serve(config: EngineConfig, host: str, port: int, start_engine: StartEngine)
         with closing(start_engine(config)) as engine:
             url = f"http://{_in_url(host)}:{listener.getsockname()[1]}"
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
-            _run_server(create_app(engine, tokenizer), listener, url)
+            _run_server(create_app(engine, tokenizer, options or ServerOptions()), listener, url)
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mooncake_engine.messages import FinishReason, KVTransferParams, TokenLogprobs
 from mooncake_engine.text.generation import TextUpdate
+from mooncake_engine.text.tool_calls import CallDelta
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class Answer:
     num_cached_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    ends_with_calls: bool = False
 
     @property
     def text(self) -> str:
@@ -38,3 +41,5 @@ class Answer:
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         self.kv_transfer_params = update.kv_transfer_params
         self.prompt_logprobs.extend(update.prompt_logprobs)
+        self.calls.extend(update.calls)
+        self.ends_with_calls = update.ends_with_calls

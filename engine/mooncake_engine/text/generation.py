@@ -23,6 +23,7 @@ from mooncake_engine.messages import (
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.text.detokenizer import IncrementalDetokenizer
 from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tool_calls import CallDelta, ParsedText, ToolCallParser
 
 
 class Engine(Protocol):
@@ -73,6 +74,8 @@ class TextUpdate:
         stop_reason: the client's stop string or stop token that ended the answer; None for EOS.
         num_cached_tokens: prompt tokens that needed no computing.
         kv_transfer_params: for the peer, if the answer goes on there.
+        calls: pieces of tool calls, where they are looked for; they are no part of ``text``.
+        ends_with_calls: on the last update, whether the answer calls tools.
         prompt_logprobs: of the next prompt tokens, from the second one on.
         times: how the request came on; with the engine's last update.
     """
@@ -87,15 +90,28 @@ class TextUpdate:
     kv_transfer_params: KVTransferParams | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     times: RequestTimes | None = None
+    calls: tuple[CallDelta, ...] = ()
+    ends_with_calls: bool = False
 
 
 class AnswerText:
-    """Turns one request's token updates into text updates; pure."""
+    """Turns one request's token updates into text updates; pure.
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    Args:
+        tokenizer, sampling: what the text depends on.
+        parser: finds tool calls in it; None leaves them in the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        parser: ToolCallParser | None = None,
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, sampling)
         self._is_stop_kept = sampling.include_stop_str_in_output
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._parser = parser
 
     def advance(self, update: TokenUpdate) -> TextUpdate:
         """The text that an update makes certain.
@@ -113,8 +129,10 @@ class AnswerText:
         if stop_string is None and update.finish is not None and not is_handed_over(update):
             text += self._detokenizer.finish()
         ends_here = stop_string is not None
+        is_last = ends_here or (update.finish is not None and not is_handed_over(update))
+        parsed = self._parse(text, is_last=is_last)
         return TextUpdate(
-            text=text,
+            text=parsed.content,
             token_ids=update.token_ids[: len(offsets)],
             logprobs=(update.logprobs or ())[: len(offsets)],
             text_offsets=offsets,
@@ -124,7 +142,18 @@ class AnswerText:
             kv_transfer_params=update.kv_transfer_params,
             prompt_logprobs=update.prompt_logprobs,
             times=update.times,
+            calls=parsed.calls,
+            ends_with_calls=is_last and self._parser is not None and self._parser.num_calls > 0,
         )
+
+    def _parse(self, text: str, *, is_last: bool) -> ParsedText:
+        if self._parser is None:
+            return ParsedText(text)
+        parsed = self._parser.push(text)
+        if not is_last:
+            return parsed
+        rest = self._parser.finish()
+        return ParsedText(parsed.content + rest.content, parsed.calls + rest.calls)
 
     def _shown_stop_token(self, update: TokenUpdate) -> int | None:
         """The stop token if the client asked for it; as in vLLM, EOS needs no mention."""
@@ -158,11 +187,13 @@ async def generate_text(
     tokenizer: Tokenizer,
     request: EngineRequest,
     *,
+    parser: ToolCallParser | None = None,
     is_first_delivered: bool = False,
 ) -> AsyncGenerator[TextUpdate, None]:
     """One answer's text as it becomes certain; closing the iterator early aborts the request.
 
     Args:
+        parser: finds tool calls in the text.
         is_first_delivered: the client already has the first token's text and log probabilities,
             from a prefill instance: they are left out here.
 
@@ -170,14 +201,14 @@ async def generate_text(
         InvalidRequest, Overloaded, EngineDead: the engine does not take the request.
         RequestFailed: it could not be finished; DeadlineExceeded: not in time.
     """
-    answer = AnswerText(tokenizer, request.sampling)
+    answer = AnswerText(tokenizer, request.sampling, parser)
     async with aclosing(engine.generate(request)) as updates:
         async for whole_update in updates:
             update = whole_update
             if is_first_delivered and update.token_ids:
                 is_first_delivered = False
                 first, update = _split_first_token(update)
-                yield replace(answer.advance(first), text="", logprobs=(), text_offsets=())
+                yield without_shown(answer.advance(first))
                 if not update.token_ids and update.finish is None:
                     continue
             text_update = answer.advance(update)
@@ -187,6 +218,11 @@ async def generate_text(
             yield text_update
             if text_update.finish is not None:
                 return
+
+
+def without_shown(update: TextUpdate) -> TextUpdate:
+    """An update less what the client has from a prefill instance."""
+    return replace(update, text="", calls=(), logprobs=(), text_offsets=())
 
 
 def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:

@@ -21,7 +21,7 @@ from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
 
 _PARAM = "response_format"
 _NUM_KEPT = 64
-_JSON_STYLE = {"whitespace_pattern": r"[ \t\n]{0,20}"}
+JSON_STYLE = {"whitespace_pattern": r"[ \t\n]{0,20}"}
 """Room for indentation, and an end: a model may otherwise write spaces until its limit."""
 
 
@@ -92,7 +92,7 @@ class Vocabulary:
         kind = self._library.LLMatcher
         try:
             if grammar.kind is GrammarKind.JSON_SCHEMA:
-                text = kind.grammar_from_json_schema(grammar.source, overrides=_JSON_STYLE)
+                text = kind.grammar_from_json_schema(grammar.source, overrides=JSON_STYLE)
             elif grammar.kind is GrammarKind.REGEX:
                 text = kind.grammar_from_regex(grammar.source)
             else:

@@ -71,6 +71,14 @@ class Tokenizer:
         return cls(hf_tokenizer, fingerprint=fingerprint)
 
     @property
+    def chat_template(self) -> str | None:
+        """How the model lays a conversation out; of several templates the one with tools."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use", template.get("default"))
+        return template if isinstance(template, str) else None
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation is laid out."""
         return self._hf.chat_template is not None
@@ -98,6 +106,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation laid out by the model's chat template, ready for ``encode`` without
@@ -123,6 +132,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=list(tools) or None,
                 **kwargs,
             )
         except (TemplateError, ValueError, TypeError, KeyError) as exc:

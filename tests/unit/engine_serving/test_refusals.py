@@ -28,7 +28,6 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens 3"),
     ({"prompt": "x", "n": 0}, "n", "n must be in [1, 128], got 0"),
     ({"prompt": "x", "n": 2, "best_of": 3}, "best_of", "they must be equal"),
-    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens must be in [1"),
     ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole answers"),
     ({"prompt": "x", "timeout": 0}, "timeout", "a positive number of seconds, got 0"),
     ({"prompt": "x", "stop": ""}, "stop", "stop holds an empty string"),
@@ -94,7 +93,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [{"role": "king"}]}, "messages[0].role", "invalid enum value 'king'"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role", "messages[0].role is required"),
     ({"messages": [{"role": "tool", "content": "1"}]}, "messages", "no tools here"),
-    ({"messages": [USER], "tools": [{}]}, "tools", "tools is not supported by this server"),
+    ({"messages": [USER], "tools": [{}]}, "tools[0].function", "tools[0].function is required"),
     ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     (
         {"messages": [USER], "chat_template_kwargs": {"tokenize": True}},

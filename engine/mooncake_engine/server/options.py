@@ -1,0 +1,42 @@
+"""How the API in front of an engine is set up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tool_calls import PARSERS, detect_parser
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What is set about the API, beside the engine.
+
+    Args:
+        tool_call_parser: form in which the model calls tools: a name in ``PARSERS``, ``auto`` to
+            read it from the chat template, or ``none``.
+        otlp_endpoint: where traces go (OTLP over HTTP); None for none.
+
+    Raises:
+        ConfigError: an unknown form.
+    """
+
+    tool_call_parser: str = AUTO
+    otlp_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        known = [AUTO, NONE, *PARSERS]
+        if self.tool_call_parser not in known:
+            raise ConfigError(
+                f"--tool-call-parser must be one of {', '.join(known)}, "
+                f"got {self.tool_call_parser!r}"
+            )
+
+    def tool_format(self, tokenizer: Tokenizer) -> str | None:
+        """The form in which this model calls tools; None if it can't."""
+        if self.tool_call_parser == AUTO:
+            return detect_parser(tokenizer.chat_template)
+        return None if self.tool_call_parser == NONE else self.tool_call_parser

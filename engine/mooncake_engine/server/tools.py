@@ -1,0 +1,213 @@
+"""Tools between the API and the model: what is offered, what has to be called, what was called."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.sampling_params import Grammar, GrammarKind
+from mooncake_engine.server.protocol import ChatRequest, NamedToolChoice, Tool, ToolCall
+from mooncake_engine.text.answers import Answer
+from mooncake_engine.text.generation import TextUpdate
+from mooncake_engine.text.grammars import JSON_STYLE
+
+_ARGUMENTS_FIELD = {"hermes": "arguments", "llama3_json": "parameters"}
+_CALLS = {
+    "hermes": ('"<tool_call>\\n" call "\\n</tool_call>"', '"\\n"'),
+    "llama3_json": ("call", '"; "'),
+}
+"""By form: a call in Lark, and what stands between two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools of one request.
+
+    Args:
+        tool_format: how the model calls them; None where no calls are looked for.
+        shown: what the chat template gets.
+        grammar: what the answer must look like where a call is wanted.
+    """
+
+    tool_format: str | None = None
+    shown: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    grammar: Grammar | None = None
+
+
+def offered_tools(
+    request: ChatRequest, tool_format: str | None, structure: Grammar | None
+) -> OfferedTools:
+    """What a request offers and wants, for a model that calls tools in that form.
+
+    Args:
+        structure: what an answer must look like that calls nothing.
+
+    Raises:
+        InvalidRequest: a choice without tools or of an unknown one, two tools of one name, a model
+            without tools, or a structure beside a call that has to be made.
+    """
+    choice = request.tool_choice
+    if not request.tools:
+        if choice not in (None, "none"):
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        return OfferedTools(grammar=structure)
+    if choice == "none":
+        return OfferedTools(grammar=structure)
+    _check_names(request.tools)
+    if tool_format is None:
+        raise InvalidRequest(
+            "this model's chat template shows no way to call tools that is known here; if it has "
+            "one, start the server with --tool-call-parser hermes or llama3_json",
+            param="tools",
+        )
+    shown = [_shown(tool) for tool in request.tools]
+    return OfferedTools(tool_format, shown, _grammar(request, tool_format, structure))
+
+
+def call_prefix(request_id: str, index: int) -> str:
+    """What the ids of the calls of answer ``index`` begin with."""
+    return f"call_{request_id}_{index}"
+
+
+def call_deltas(prefix: str, update: TextUpdate) -> list[dict[str, Any]]:
+    """Pieces of calls as a stream shows them."""
+    return [
+        {"index": delta.index, "function": {"arguments": delta.arguments}}
+        if delta.name is None
+        else {
+            "index": delta.index,
+            **_call(f"{prefix}_{delta.index}", delta.name, delta.arguments),
+        }
+        for delta in update.calls
+    ]
+
+
+def whole_calls(prefix: str, answer: Answer) -> list[dict[str, Any]]:
+    """An answer's calls."""
+    names = [delta.name for delta in answer.calls if delta.name is not None]
+    arguments = [""] * len(names)
+    for delta in answer.calls:
+        arguments[delta.index] += delta.arguments
+    pairs = zip(names, arguments, strict=True)
+    return [_call(f"{prefix}_{index}", *pair) for index, pair in enumerate(pairs)]
+
+
+def template_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """An earlier answer's calls as chat templates expect them: arguments as data.
+
+    Raises:
+        InvalidRequest: arguments that are no JSON.
+    """
+    return [
+        {
+            "type": "function",
+            **({"id": call.id} if call.id is not None else {}),
+            "function": {"name": call.function.name, "arguments": _data(call.function.arguments)},
+        }
+        for call in calls
+    ]
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _shown(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.function.name}
+    if tool.function.description is not None:
+        function["description"] = tool.function.description
+    if tool.function.parameters is not None:
+        function["parameters"] = tool.function.parameters
+    return {"type": "function", "function": function}
+
+
+def _data(arguments: str) -> Any:
+    try:
+        return msgspec.json.decode(arguments or "{}")
+    except msgspec.DecodeError as exc:
+        raise InvalidRequest(
+            f"a tool call's arguments must be JSON: {exc}", param="messages"
+        ) from exc
+
+
+def _check_names(tools: Sequence[Tool]) -> None:
+    names = [tool.function.name for tool in tools]
+    for name in names:
+        if not name or names.count(name) > 1:
+            raise InvalidRequest(
+                f"tools must have names of their own, got {name!r} {names.count(name)} times",
+                param="tools",
+            )
+
+
+def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) -> Grammar | None:
+    """What the answer must look like: free where nothing is forced and nothing structured."""
+    tools, choice = request.tools or [], request.tool_choice
+    if choice in (None, "auto"):
+        if structure is None:
+            return None
+        return _lark(tools, tool_format, is_one=_is_one(request), instead=_json_rule(structure))
+    if structure is not None:
+        raise InvalidRequest(
+            "an answer that has to call a tool has no other structure: leave response_format and "
+            "structured_outputs out",
+            param="tool_choice",
+        )
+    if not isinstance(choice, NamedToolChoice):
+        return _lark(tools, tool_format, is_one=_is_one(request))
+    named = [tool for tool in tools if tool.function.name == choice.function.name]
+    if not named:
+        raise InvalidRequest(
+            f"tool_choice names {choice.function.name!r}, which is not among the tools",
+            param="tool_choice",
+        )
+    return _lark(named, tool_format, is_one=True)
+
+
+def _is_one(request: ChatRequest) -> bool:
+    return request.parallel_tool_calls is False
+
+
+def _json_rule(structure: Grammar) -> str:
+    if structure.kind is not GrammarKind.JSON_SCHEMA:
+        raise InvalidRequest(
+            "beside tools, structured_outputs may only be a JSON schema", param="structured_outputs"
+        )
+    return f"%json {structure.source}"
+
+
+def _lark(
+    tools: Sequence[Tool], tool_format: str, *, is_one: bool, instead: str | None = None
+) -> Grammar:
+    """Calls of these tools, or ``instead`` of any call something else, as a Lark rule's body."""
+    call, separator = _CALLS[tool_format]
+    calls = "one" if is_one else f"one ({separator} one)*"
+    bodies = [json.dumps(_schema(tool, _ARGUMENTS_FIELD[tool_format])) for tool in tools]
+    rules = ["start: calls" if instead is None else "start: calls | instead"]
+    rules += [f"calls: {calls}", f"one: {call}"]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(bodies))))
+    rules += [f"call_{i}: %json {body}" for i, body in enumerate(bodies)]
+    if instead is not None:
+        rules.append(f"instead: {instead}")
+    return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
+
+
+def _schema(tool: Tool, field_name: str) -> dict[str, Any]:
+    """A call as a schema. Definitions move up with it, because references start at the top."""
+    parameters = dict(tool.function.parameters or {"type": "object"})
+    names = [name for name in ("$defs", "definitions") if name in parameters]
+    definitions: dict[str, Any] = {name: parameters.pop(name) for name in names}
+    return {
+        "x-guidance": JSON_STYLE,
+        **definitions,
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, field_name: parameters},
+        "required": ["name", field_name],
+        "additionalProperties": False,
+    }

@@ -1,0 +1,279 @@
+"""Tool calls in an answer's text, found while it arrives.
+
+Hermes' form (Qwen, Hermes) puts each call between tags; Llama 3's makes the answer nothing but
+calls. What is no well-formed call stays text: nothing is lost, but for the tags, the names of the
+fields and the white space around well-formed calls. The result depends on the text alone, not on
+how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_engine.text.json_scanner import ObjectScanner
+
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+    r"(?=\{)"
+)
+_HEAD_CHARACTERS = 1024
+"""Calls with longer names have to be complete to be seen."""
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a tool call.
+
+    Args:
+        index: which call of the answer.
+        name: of the tool; with the call's first piece, and only there.
+        arguments: JSON to append to what came before.
+    """
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedText:
+    """What became certain: text that is no call, and pieces of calls."""
+
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+class ToolCallParser(ABC):
+    """Tells calls from text. ``opening`` and ``closing`` are the tags around a call."""
+
+    opening = ""
+    closing = ""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._held = ""
+        self._state: Callable[[], bool] = self._read_text
+        self._scanner = ObjectScanner()
+        self._num_scanned = 0
+        self._tail: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def push(self, text: str) -> ParsedText:
+        """Read on; what is certain now."""
+        self._held += text
+        while self._held and self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> ParsedText:
+        """The text has ended: what was held back is no call."""
+        if self._state == self._read_tail or self._is_between_calls():
+            self._held = self._held if self._held.strip() else ""
+        self._content.append(self._held)
+        self._held = ""
+        return self._take()
+
+    @abstractmethod
+    def _read_text(self) -> bool:
+        """Read text up to the next call. Whether there is more to do; like all states."""
+
+    @abstractmethod
+    def _refuse(self) -> None:
+        """``_held`` begins like a call and is none: let it, or its beginning, be text."""
+
+    def _is_between_calls(self) -> bool:
+        """Whether only white space has come since a call."""
+        return self.num_calls > 0 and self._state == self._read_text and not self._held.strip()
+
+    def _begin_call(self) -> bool:
+        """``_held`` begins with the opening tag, or with the call itself where there is none."""
+        self._scanner, self._num_scanned = ObjectScanner(), len(self.opening)
+        self._state = self._read_head
+        return True
+
+    def _read_head(self) -> bool:
+        """Up to the arguments, or to the call's end if its fields stand in another order."""
+        start = len(self.opening)
+        is_short = len(self._held) <= _HEAD_CHARACTERS
+        head = _HEAD.match(self._held, start) if is_short else None
+        if head is not None and (name := _loads(head["name"])) is not None:
+            self._name_call(name)
+            self._held = self._held[head.end() :]
+            self._scanner, self._state = ObjectScanner(), self._read_arguments
+            return True
+        return self._scan_whole(start)
+
+    def _scan_whole(self, start: int) -> bool:
+        """Read on to the end of an object that does not begin like a call."""
+        if self._num_scanned == start:  # white space may come before it
+            self._num_scanned += len(self._held[start:]) - len(self._held[start:].lstrip())
+        self._num_scanned += self._scanner.feed(self._held[self._num_scanned :])
+        if self._scanner.is_broken:
+            self._refuse()
+            return True
+        if not self._scanner.is_complete:
+            return False
+        call = _whole_call(self._held[start : self._num_scanned])
+        if call is None:
+            self._refuse()
+            return True
+        self._name_call(call[0])
+        self._calls.append(CallDelta(self.num_calls - 1, arguments=call[1]))
+        self._held = self._held[self._num_scanned :]
+        return self._end_call([])
+
+    def _name_call(self, name: str) -> None:
+        self._calls.append(CallDelta(self.num_calls, name))
+        self.num_calls += 1
+
+    def _read_arguments(self) -> bool:
+        count = self._scanner.feed(self._held)
+        self._calls.append(CallDelta(self.num_calls - 1, arguments=self._held[:count]))
+        self._held = self._held[count:]
+        if self._scanner.is_complete:
+            return self._end_call(["}"])
+        if self._scanner.is_broken:
+            self._state = self._read_text
+            return True
+        return False
+
+    def _end_call(self, missing: list[str]) -> bool:
+        self._tail = [*missing, self.closing] if self.closing else missing
+        self._state = self._read_tail
+        return True
+
+    def _read_tail(self) -> bool:
+        """What closes a call; anything else is text."""
+        if not self._tail:
+            self._state = self._read_text
+            return True
+        text, wanted = self._held.lstrip(), self._tail[0]
+        if text.startswith(wanted):
+            self._held = text[len(wanted) :]
+            del self._tail[0]
+            return True
+        if wanted.startswith(text):
+            return False
+        self._state = self._read_text
+        return True
+
+    def _take(self) -> ParsedText:
+        parsed = ParsedText("".join(self._content), tuple(self._calls))
+        self._content.clear()
+        self._calls.clear()
+        return parsed
+
+
+class HermesParser(ToolCallParser):
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, anywhere, any number."""
+
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+
+    def _read_text(self) -> bool:
+        start = self._held.find(self.opening)
+        if start >= 0:
+            self._release(start)
+            return self._begin_call()
+        if not self._is_between_calls():
+            self._release(len(self._held) - _overlap(self._held, self.opening))
+        return False
+
+    def _release(self, end: int) -> None:
+        """Let the beginning of what is held be text, but for white space between two calls."""
+        text, rest = self._held[:end], self._held[end:]
+        is_layout = self.num_calls > 0 and not text.strip() and rest.startswith(self.opening)
+        if not text.strip() and self.num_calls and not is_layout:
+            return  # it may yet turn out to stand between two calls
+        if not is_layout:
+            self._content.append(text)
+        self._held = rest
+
+    def _refuse(self) -> None:
+        self._content.append(self.opening)
+        self._held = self._held[len(self.opening) :]
+        self._state = self._read_text
+
+
+class Llama3Parser(ToolCallParser):
+    """``{"name": …, "parameters": {…}}``, several apart by ``;`` or white space, and nothing else.
+
+    The tag before it is a special token, which is not part of the text as a rule.
+    """
+
+    _TAG = "<|python_tag|>"
+
+    def _read_text(self) -> bool:
+        separators = " \t\r\n;" if self.num_calls else " \t\r\n"
+        rest = self._held.lstrip(separators)
+        if rest.startswith(self._TAG):
+            rest = rest[len(self._TAG) :].lstrip()
+        if rest.startswith("{"):
+            self._held = rest
+            return self._begin_call()
+        if not rest or self._TAG.startswith(rest):
+            return False
+        self._state = self._read_rest
+        return True
+
+    def _is_between_calls(self) -> bool:
+        is_text = self._state == self._read_text
+        return self.num_calls > 0 and is_text and not self._held.strip(" \t\r\n;")
+
+    def _refuse(self) -> None:
+        self._state = self._read_rest
+
+    def _read_rest(self) -> bool:
+        """Text up to the end: calls would have come first."""
+        self._content.append(self._held)
+        self._held = ""
+        return False
+
+
+PARSERS: dict[str, type[ToolCallParser]] = {"hermes": HermesParser, "llama3_json": Llama3Parser}
+"""By the names that vLLM gives them."""
+
+
+def detect_parser(chat_template: str | None) -> str | None:
+    """The form that a chat template teaches, or None."""
+    if chat_template is None or "tools" not in chat_template:
+        return None
+    if HermesParser.opening in chat_template:
+        return "hermes"
+    is_llama = '"parameters"' in chat_template and "<|start_header_id|>" in chat_template
+    return "llama3_json" if is_llama else None
+
+
+def _whole_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call whose fields stand in any order."""
+    call = _loads(text, dict)
+    if call is None or len(call) != 2 or not isinstance(call.get("name"), str):
+        return None
+    arguments = next((call[field] for field in _ARGUMENTS if field in call), None)
+    if not isinstance(arguments, dict):
+        return None
+    return call["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def _loads(text: str, kind: type = str) -> Any:
+    """A JSON value of that kind, or None."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, kind) else None
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many characters at the text's end may begin the tag."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0
