@@ -2,8 +2,7 @@
 
 Accelerator memory is tried as a plain address first: with a peer-memory module (nvidia_peermem for
 CUDA) the kernel resolves it. Otherwise the driver is asked for a dma-buf of the range. Which
-of the two worked is logged. Neither could be tried on the machines this was written on: soft-RoCE
-supports no dma-buf, and no NIC was there.
+of the two worked is logged. Neither is under test: soft-RoCE supports no dma-buf.
 """
 
 from __future__ import annotations
