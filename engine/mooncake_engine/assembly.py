@@ -26,7 +26,8 @@ from mooncake_engine.kv_transfer.base import (
 )
 from mooncake_engine.messages import EngineFacts
 from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from mooncake_engine.scheduling.limits import SchedulerLimits
+from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.text.tokenizer import tokenizer_fingerprint
 from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import Hardware
@@ -161,6 +162,8 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         max_model_len=facts.max_model_len,
         eos_token_ids=frozenset(facts.eos_token_ids),
         load_failure=policy,
+        watermark=config.watermark,
+        delay_factor=config.scheduler_delay_factor,
     )
     logger.info(
         "KV pool: %d blocks of %d tokens, %d tokens in all",
@@ -168,7 +171,12 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         facts.block_size,
         facts.num_blocks * facts.block_size,
     )
-    blocks = BlockManager(facts.num_blocks, facts.block_size, prefix_caching=config.prefix_caching)
+    blocks = BlockManager(
+        facts.num_blocks,
+        facts.block_size,
+        prefix_caching=config.prefix_caching,
+        num_host_blocks=facts.num_host_blocks,
+    )
     return Scheduler(limits, blocks, connector)
 
 

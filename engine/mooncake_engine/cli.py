@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _DEFAULTS = EngineConfig(model=Path())
 _KV_DEFAULTS = KVTransferConfig()
 _SERVER_DEFAULTS = ServerOptions()
+_GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +99,25 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
     add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")
     add("--kv-cache-bytes", type=_byte_count, default=_DEFAULTS.kv_cache_bytes, metavar="N[K|M|G]")
+    add(
+        "--swap-space",
+        type=float,
+        default=_DEFAULTS.swap_space_bytes / _GIB,
+        metavar="GIB",
+        help="host memory per rank for preempted groups of sequences; default: 1",
+    )
+    add(
+        "--watermark",
+        type=float,
+        default=_DEFAULTS.watermark,
+        help="share of the KV blocks kept free when requests are admitted",
+    )
+    add(
+        "--scheduler-delay-factor",
+        type=float,
+        default=_DEFAULTS.scheduler_delay_factor,
+        help="let prompts wait for that many times the last prompt's step",
+    )
     add("--max-model-len", type=int, help="longest sequence; default: the model's")
     add("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, help="per step")
     add("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens)
@@ -171,6 +191,9 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         kv_layout=args.kv_layout,
         num_kv_blocks=args.num_kv_blocks,
         kv_cache_bytes=args.kv_cache_bytes,
+        swap_space_bytes=int(args.swap_space * _GIB),
+        watermark=args.watermark,
+        scheduler_delay_factor=args.scheduler_delay_factor,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

@@ -73,6 +73,10 @@ class EngineConfig:
         kv_layout: ``auto`` or a name of mooncake_hal.kv.layout.
         num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes`` .
         kv_cache_bytes: memory for KV when ``num_kv_blocks`` is None.
+        swap_space_bytes: host memory per rank that preempted groups of sequences are swapped to.
+        watermark: share of the KV blocks that admitting a request leaves free for those that run.
+        scheduler_delay_factor: a prompt waits that many times as long as the last step that
+            admitted some took, so that more come together; 0 admits at once.
         max_model_len: longest sequence; None takes the model's.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; longer prompts run in chunks.
@@ -95,6 +99,9 @@ class EngineConfig:
     kv_layout: str = "auto"
     num_kv_blocks: int | None = None
     kv_cache_bytes: int = 1 << 30
+    swap_space_bytes: int = 1 << 30
+    watermark: float = 0.01
+    scheduler_delay_factor: float = 0.0
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -111,6 +118,10 @@ class EngineConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.swap_space_bytes < 0 or self.scheduler_delay_factor < 0:
+            raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.role is not Role.BOTH and self.kv_transfer is None:
             raise ConfigError(
                 f"an instance of role {self.role.value!r} hands KV over or takes it: "

@@ -117,8 +117,10 @@ class EngineCore:
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_swapped=self._scheduler.num_swapped,
             kv_cache_usage=blocks.pool.usage,
             num_preemptions=self._scheduler.num_preemptions,
+            num_swap_outs=self._scheduler.num_swap_outs,
             prefix_cache_queries=blocks.num_queried_tokens,
             prefix_cache_hits=blocks.num_hit_tokens,
             prompt_tokens=self._num_prompt_tokens,

@@ -34,6 +34,8 @@ class EngineRequest:
             after the first token; with ``do_remote_prefill`` it loads the prompt's KV from one.
         priority: lower is sooner; equal priorities are served first come, first served.
         timeout_s: the request ends with TIMEOUT if it takes longer; None for no limit.
+        group: a name that the answers to one prompt share, and nobody else: the prompt is
+            computed or loaded once for all of them.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class EngineRequest:
     kv_transfer_params: KVTransferParams | None = None
     priority: int = 0
     timeout_s: float | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,14 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for metrics; counts only grow, but for ``num_running`` and ``num_waiting``.
+    """A snapshot for metrics; counts only grow, but for those of requests by state.
 
     Args:
-        num_running, num_waiting: requests in steps, and requests queued for them.
+        num_running, num_waiting, num_swapped: requests in steps, queued for them, and of these
+            those whose KV is in host memory.
         kv_cache_usage: share of the KV blocks in use, 0 to 1.
-        num_preemptions: requests that gave their blocks up for older ones.
+        num_preemptions: requests that gave their blocks up for older ones, by swap or recompute.
+        num_swap_outs: those of them whose KV went to host memory.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found.
         prompt_tokens, generation_tokens: processed and sampled.
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
@@ -142,8 +147,10 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_swapped: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
+    num_swap_outs: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mooncake_engine.execution.request_state import BlockTables, RequestState
+from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.scheduling.plan import ScheduledSequence
 from mooncake_hal.backend import AttentionBatch
 
@@ -22,8 +22,8 @@ class StepInputs:
     Args:
         token_ids, positions: [tokens] int64.
         attention: which of them attend to what.
-        sampled_rows: [n] int64, last token of each sequence that samples; None if that is every
-            token, in order.
+        sampled_rows: [n] int64, last token of each sequence that samples, once more for each
+            sibling; None if that is every token, in order.
         sampling: the requests of these rows.
     """
 
@@ -37,7 +37,7 @@ class StepInputs:
 def make_inputs(
     sequences: Sequence[ScheduledSequence],
     states: Sequence[RequestState],
-    tables: BlockTables,
+    requests: RequestTable,
     block_size: int,
     device: torch.device,
 ) -> StepInputs:
@@ -47,7 +47,7 @@ def make_inputs(
     contexts = [start + count for start, count in zip(starts, counts, strict=True)]
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
-    block_tables = tables.gather(
+    block_tables = requests.tables.gather(
         np.fromiter((state.row for state in states), np.int64, len(states)),
         -(-max(contexts) // block_size),
     )
@@ -62,13 +62,13 @@ def make_inputs(
         host_query_lens=tuple(counts),
         host_context_lens=tuple(contexts),
     )
-    is_sampling = [sequence.is_sampling for sequence in sequences]
+    num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
     return StepInputs(
         token_ids=_on(device, _token_ids(states, starts, contexts)),
         positions=_on(device, positions),
         attention=attention,
-        sampled_rows=_sampled_rows(query_start, is_sampling, device),
-        sampling=[state for state, samples in zip(states, is_sampling, strict=True) if samples],
+        sampled_rows=_sampled_rows(query_start, num_sampled, device),
+        sampling=_samplers(sequences, states, requests),
     )
 
 
@@ -116,9 +116,22 @@ def _token_ids(
 
 
 def _sampled_rows(
-    query_start: NDArray[np.int32], is_sampling: list[bool], device: torch.device
+    query_start: NDArray[np.int32], num_sampled: list[int], device: torch.device
 ) -> Tensor | None:
-    if all(is_sampling) and query_start[-1] == len(is_sampling):
+    is_every_token = query_start[-1] == len(num_sampled)
+    if is_every_token and all(count == 1 for count in num_sampled):
         return None
-    rows = query_start[1:][is_sampling].astype(np.int64) - 1
+    rows = np.repeat(query_start[1:].astype(np.int64) - 1, num_sampled)
     return _on(device, rows)
+
+
+def _samplers(
+    sequences: Sequence[ScheduledSequence], states: Sequence[RequestState], requests: RequestTable
+) -> list[RequestState]:
+    """The requests that sample, siblings behind the one whose logits they share."""
+    samplers = []
+    for sequence, state in zip(sequences, states, strict=True):
+        if sequence.is_sampling:
+            samplers.append(state)
+            samplers += [requests[name] for name in sequence.siblings]
+    return samplers

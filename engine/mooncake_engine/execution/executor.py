@@ -47,6 +47,7 @@ class ExecutorFacts:
         geometry: its KV.
         ranks: every rank's memory, in rank order.
         num_blocks, block_size: the KV pool of each rank.
+        num_host_blocks: what each rank can swap out to.
         max_model_len: longest sequence, in tokens.
     """
 
@@ -55,6 +56,7 @@ class ExecutorFacts:
     ranks: tuple[RankFacts, ...]
     num_blocks: int
     block_size: int
+    num_host_blocks: int
     max_model_len: int
 
     @property
@@ -214,6 +216,7 @@ def make_facts(setup: ExecutionSetup, ranks: tuple[RankFacts, ...]) -> ExecutorF
         ranks=ranks,
         num_blocks=setup.pool_size.num_blocks,
         block_size=setup.pool_size.block_size,
+        num_host_blocks=setup.pool_size.num_host_blocks,
         max_model_len=setup.max_model_len,
     )
 

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """How many blocks of how many tokens."""
+    """How many blocks of how many tokens, and how many more in host memory."""
 
     num_blocks: int
     block_size: int
+    num_host_blocks: int = 0
 
 
 class KVPool:
@@ -126,6 +127,13 @@ def choose_layout(config: EngineConfig, supported: tuple[str, ...]) -> str:
     return config.kv_layout
 
 
+def choose_num_host_blocks(
+    config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]
+) -> int:
+    """Blocks of host memory per rank that ``swap_space_bytes`` holds on every rank."""
+    return config.swap_space_bytes // _block_bytes(config, geometry, shards)
+
+
 def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]) -> int:
     """Blocks per rank: the config's number, or what ``kv_cache_bytes`` holds on every rank.
 
@@ -136,10 +144,15 @@ def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[K
         if config.num_kv_blocks < 1:
             raise ConfigError(f"num_kv_blocks must be at least 1, got {config.num_kv_blocks}")
         return config.num_kv_blocks
-    block_bytes = max(layout_bytes(geometry, shard, 1, config.block_size) for shard in shards)
+    block_bytes = _block_bytes(config, geometry, shards)
     if config.kv_cache_bytes < block_bytes:
         raise ConfigError(
             f"kv_cache_bytes is {config.kv_cache_bytes}, but one block of {config.block_size} "
             f"tokens takes {block_bytes} bytes; raise it or make blocks smaller"
         )
     return config.kv_cache_bytes // block_bytes
+
+
+def _block_bytes(config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]) -> int:
+    """Of one block on the rank that holds most."""
+    return max(layout_bytes(geometry, shard, 1, config.block_size) for shard in shards)

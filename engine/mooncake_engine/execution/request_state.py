@@ -122,9 +122,9 @@ class BlockTables:
         self.extend(row, block_ids)
         return row
 
-    def extend(self, row: int, block_ids: tuple[int, ...]) -> None:
-        """Append blocks to a row."""
-        start = self._lengths[row]
+    def extend(self, row: int, block_ids: tuple[int, ...], at: int | None = None) -> None:
+        """Append blocks to a row, or put them in from index ``at`` on, which is its new end."""
+        start = self._lengths[row] if at is None else at
         stop = start + len(block_ids)
         self._table[row, start:stop] = block_ids
         self._lengths[row] = stop

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mooncake_engine.execution.batch import StepInputs, make_inputs
+from mooncake_engine.execution.block_mover import BlockMover
 from mooncake_engine.execution.extension import LayerDone
 from mooncake_engine.execution.grammar_masks import failures
 from mooncake_engine.execution.kv_pool import KVPool
@@ -15,7 +16,6 @@ from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
-from mooncake_hal.backend import Ops
 
 
 class ModelRunner:
@@ -26,7 +26,7 @@ class ModelRunner:
         pool: where KV lives.
         requests: what is running.
         sampler: the same on every rank, so that all ranks choose the same tokens.
-        ops: for copies on write.
+        mover: copies blocks.
         device: of the model and the pool.
     """
 
@@ -36,14 +36,14 @@ class ModelRunner:
         pool: KVPool,
         requests: RequestTable,
         sampler: Sampler,
-        ops: Ops,
+        mover: BlockMover,
         device: torch.device,
     ) -> None:
         self._model = model
         self._pool = pool
         self._requests = requests
         self._sampler = sampler
-        self._ops = ops
+        self._mover = mover
         self._device = device
         self._kv = [pool.layer(index) for index in range(pool.shard.layers)]
 
@@ -52,13 +52,12 @@ class ModelRunner:
         """Do what the plan says; returns when the sampled tokens are known on the host."""
         self._requests.retire(plan.retired)
         self._requests.admit(plan.admitted)
-        if plan.block_copies:
-            self._copy_blocks(plan.block_copies)
+        self._mover.carry_out(plan)
         if not plan.sequences:
             return StepResult(plan.step, {})
         states = [self._state_of(sequence) for sequence in plan.sequences]
         inputs = make_inputs(
-            plan.sequences, states, self._requests.tables, self._pool.block_size, self._device
+            plan.sequences, states, self._requests, self._pool.block_size, self._device
         )
         hidden = self._forward(inputs, layer_done)
         scores = score_prompts(hidden, plan.sequences, states, self._model.logits)
@@ -68,7 +67,8 @@ class ModelRunner:
     def _state_of(self, sequence: ScheduledSequence) -> RequestState:
         state = self._requests[sequence.request_id]
         if sequence.new_block_ids:
-            self._requests.tables.extend(state.row, sequence.new_block_ids)
+            tables = self._requests.tables
+            tables.extend(state.row, sequence.new_block_ids, sequence.new_blocks_at)
         return state
 
     def _forward(self, inputs: StepInputs, layer_done: LayerDone | None) -> Tensor:
@@ -85,9 +85,3 @@ class ModelRunner:
         return {
             state.request_id: token for state, token in zip(inputs.sampling, sampled, strict=True)
         }
-
-    def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        source, target = torch.tensor(copies, device=self._device).unbind(dim=1)
-        for planes in self._kv:
-            for plane in planes:
-                self._ops.copy_blocks(plane, source, target)

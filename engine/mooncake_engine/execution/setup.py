@@ -13,6 +13,7 @@ from mooncake_engine.execution.kv_pool import (
     PoolSize,
     choose_layout,
     choose_num_blocks,
+    choose_num_host_blocks,
     torch_dtype,
 )
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
@@ -67,11 +68,12 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     geometry = kv_geometry(model, dtype)
     shards = [shard_of(geometry, config.tp_size, rank) for rank in range(config.tp_size)]
     num_blocks = choose_num_blocks(config, geometry, shards)
+    num_host_blocks = choose_num_host_blocks(config, geometry, shards)
     return ExecutionSetup(
         model=model,
         dtype=dtype,
         geometry=geometry,
-        pool_size=PoolSize(num_blocks, config.block_size),
+        pool_size=PoolSize(num_blocks, config.block_size, num_host_blocks),
         layout_name=choose_layout(config, capabilities.kv_layouts),
         max_model_len=_choose_length(config, model, num_blocks * config.block_size),
     )

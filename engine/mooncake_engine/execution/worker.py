@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.block_mover import BlockMover
 from mooncake_engine.execution.extension import (
     ExtensionContext,
     WorkerExtension,
@@ -108,7 +109,8 @@ class Worker:
             config.max_num_seqs, self._setup.max_blocks, facts.vocab_size, device, vocabulary
         )
         sampler = Sampler(facts.eos_token_ids)
-        return ModelRunner(model, self.pool, requests, sampler, ops, device)
+        mover = BlockMover(self.pool, self._setup.pool_size.num_host_blocks, ops, device)
+        return ModelRunner(model, self.pool, requests, sampler, mover, device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""

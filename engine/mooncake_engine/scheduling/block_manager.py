@@ -1,10 +1,34 @@
-"""Block tables of requests: prefix hits, growth, publication, release."""
+"""Block tables of requests: prefix hits, growth, copies on write, swapping, release."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from mooncake_engine.kv.block_pool import BlockPool
 from mooncake_engine.kv.prefix import extend_chain
 from mooncake_engine.scheduling.request import Request
+
+BlockCopies = tuple[tuple[int, int], ...]
+"""``(source, target)`` block ids."""
+
+
+class Growth(NamedTuple):
+    """What a table gained.
+
+    Args:
+        at: index in the table where the new blocks begin.
+        block_ids: the new blocks.
+        copied: ``(source, target)`` if the first of them stands for a shared block, whose content
+            is to be copied before anything is written.
+    """
+
+    at: int = 0
+    block_ids: tuple[int, ...] = ()
+    copied: tuple[int, int] | None = None
+
+
+NO_GROWTH = Growth()
 
 
 class BlockManager:
@@ -14,10 +38,14 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens per block.
         prefix_caching: reuse blocks of equal prefixes.
+        num_host_blocks: size of the pool in host memory that tables are swapped out to.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool, num_host_blocks: int = 0
+    ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.host_pool = BlockPool(num_host_blocks)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.num_queried_tokens = 0
@@ -52,16 +80,51 @@ class BlockManager:
         self.num_hit_tokens += request.num_computed
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
-        """Extend a table to hold ``num_tokens``; returns the new blocks, or None if it can't."""
-        wanted = self.blocks_for(num_tokens) - len(request.block_ids)
-        if wanted <= 0:
-            return ()
+    def fork(self, request: Request, parent: Request) -> None:
+        """Give a request without blocks the prompt's blocks of a sibling, the last one too.
+
+        As much of it is computed as of the parent's; whoever writes to the last block first gets
+        a copy of it.
+
+        Args:
+            request: owns no blocks.
+            parent: its table holds the whole prompt.
+        """
+        prompt = request.num_prompt_tokens
+        request.block_ids = parent.block_ids[: self.blocks_for(prompt)]
+        self.pool.share(request.block_ids)
+        complete = prompt // self.block_size
+        request.chain = parent.chain[:complete]
+        request.num_published = min(parent.num_published, complete)
+        request.num_computed = min(parent.num_computed, prompt)
+        request.num_cached_tokens = parent.num_cached_tokens
+
+    def lacking(self, request: Request, num_tokens: int) -> int:
+        """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
+        table = request.block_ids
+        wanted = -(-num_tokens // self.block_size) - len(table)
+        written = request.num_computed // self.block_size
+        if written < len(table) and self.pool.references(table[written]) > 1:
+            return wanted + 1
+        return max(wanted, 0)
+
+    def grow(self, request: Request, num_tokens: int) -> Growth | None:
+        """Make a table hold ``num_tokens``, its own from ``num_computed`` on; None if it can't."""
+        wanted = self.lacking(request, num_tokens)
+        if not wanted:
+            return NO_GROWTH
         fresh = self.pool.allocate(wanted)
         if fresh is None:
             return None
-        request.block_ids.extend(fresh)
-        return tuple(fresh)
+        table, copied = request.block_ids, None
+        written = request.num_computed // self.block_size
+        if written < len(table) and self.pool.references(table[written]) > 1:
+            assert written == len(table) - 1, "only a table's last block is shared and written to"
+            copied = (table.pop(), fresh[0])
+            self.pool.release(copied[:1])
+        growth = Growth(len(table), tuple(fresh), copied)
+        table.extend(fresh)
+        return growth
 
     def publish(self, request: Request) -> None:
         """Make full blocks whose KV is there known to later requests."""
@@ -74,6 +137,57 @@ class BlockManager:
         for index in range(request.num_published, complete):
             self.pool.publish(request.block_ids[index], request.chain[index])
         request.num_published = complete
+
+    def swap_out(self, requests: Sequence[Request]) -> BlockCopies | None:
+        """Move tables to host memory, blocks that they share as one; None if there is no room.
+
+        ``num_computed`` stays as it is.
+        """
+        blocks = list(dict.fromkeys(b for request in requests for b in request.block_ids))
+        host_blocks = self.host_pool.allocate(len(blocks))
+        if host_blocks is None:
+            return None
+        target = dict(zip(blocks, host_blocks, strict=True))
+        for request in requests:
+            request.host_block_ids = [target[block_id] for block_id in request.block_ids]
+            self.host_pool.share(request.host_block_ids)
+            self.pool.release(request.block_ids)
+            request.block_ids = []
+            request.num_published = 0
+        self.host_pool.release(host_blocks)
+        return tuple(target.items())
+
+    def swap_in(self, requests: Sequence[Request], *, reserve: int = 0) -> BlockCopies | None:
+        """Move tables back from host memory; None if there is no room.
+
+        Args:
+            requests: were swapped out together.
+            reserve: blocks that must stay free.
+        """
+        host_blocks = list(dict.fromkeys(b for request in requests for b in request.host_block_ids))
+        if len(host_blocks) + reserve > self.pool.num_free:
+            return None
+        blocks = self.pool.allocate(len(host_blocks))
+        assert blocks is not None, "the pool shrank between the count and the allocation"
+        target = dict(zip(host_blocks, blocks, strict=True))
+        for request in requests:
+            request.block_ids = [target[block_id] for block_id in request.host_block_ids]
+            self.pool.share(request.block_ids)
+            self.drop_swapped(request)
+        self.pool.release(blocks)
+        return tuple(target.items())
+
+    def drop_swapped(self, request: Request) -> None:
+        """Give the host blocks of a table back."""
+        self.host_pool.release(request.host_block_ids)
+        request.host_block_ids = []
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the content of all free blocks; refused, with False, while any block is in use."""
+        if self.pool.num_free < self.pool.num_blocks:
+            return False
+        self.pool.forget_content()
+        return True
 
     def release(self, request: Request) -> None:
         """Take the table back; the request starts over if it runs again."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -36,9 +38,8 @@ class AdmittedRequest:
     sends_kv: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's share of a step.
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's share of a step. A Struct, because a step makes one per running request.
 
     Args:
         request_id: which.
@@ -46,6 +47,9 @@ class ScheduledSequence:
         count: how many tokens to run.
         new_block_ids: blocks to append to its block table before the step.
         is_sampling: whether a token is sampled after the last one.
+        new_blocks_at: where in its table they go instead of at its end: the last block was copied
+            on write, and they begin with the copy.
+        siblings: requests that sample from the same logits; all their tokens so far are the same.
     """
 
     request_id: str
@@ -53,6 +57,8 @@ class ScheduledSequence:
     count: int
     new_block_ids: tuple[int, ...] = ()
     is_sampling: bool = True
+    new_blocks_at: int | None = None
+    siblings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,17 @@ class StepPlan:
         step: counts up from 0.
         retired: requests to forget, before anything else.
         admitted: requests to learn.
-        block_copies: ``(source, target)`` blocks to copy before running (copy on write).
+        swap_outs: ``(block, host block)`` to copy to host memory, before any other copy.
+        swap_ins: ``(host block, block)`` to copy back from there, next.
+        block_copies: ``(source, target)`` blocks to copy then, before running (copy on write).
         sequences: what to run; may be empty.
     """
 
     step: int
     retired: tuple[str, ...] = ()
     admitted: tuple[AdmittedRequest, ...] = ()
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
 
@@ -79,8 +89,7 @@ class StepPlan:
         return sum(sequence.count for sequence in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """A sampled token and, if its request asked, its log probabilities."""
 
     token_id: int

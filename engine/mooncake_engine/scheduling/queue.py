@@ -9,16 +9,16 @@ from itertools import count
 from mooncake_engine.scheduling.request import Request
 
 
-def urgency(request: Request) -> tuple[int, float]:
+def urgency(request: Request) -> tuple[int, float, int]:
     """Sort key: smaller runs sooner, larger is preempted sooner."""
-    return request.spec.priority, request.arrival
+    return request.group.urgency
 
 
 class RequestQueue:
     """Requests in order of urgency. A request keeps its place in line when it comes back."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float], int, Request]] = []
+        self._heap: list[tuple[tuple[int, float, int], int, Request]] = []
         self._members: dict[str, Request] = {}
         self._ties = count()
 

@@ -20,6 +20,8 @@ class RequestState(Enum):
     """Waits for its turn; owns blocks if its KV was loaded."""
     RUNNING = auto()
     """Takes part in steps."""
+    SWAPPED = auto()
+    """Gave way; its KV is in host memory."""
     FINISHED = auto()
 
 
@@ -30,6 +32,38 @@ class FirstToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """Live requests that answer one prompt; a request on its own is a group of one.
+
+    They share the prompt's blocks, have one place in line, and give way together.
+
+    Args:
+        urgency: sort key: smaller runs sooner, larger is preempted sooner.
+        members: in the order in which they came.
+    """
+
+    urgency: tuple[int, float, int]
+    members: list[Request] = field(default_factory=list)
+
+    def find_prompt(self) -> Request | None:
+        """A member whose blocks hold the whole prompt's KV, or None.
+
+        One that is still catching up does not count: it has blocks beyond those that it writes
+        next, and only a table's last block is ever copied on write.
+        """
+        for member in self.members:
+            has_prompt = member.num_computed >= member.num_prompt_tokens
+            if member.block_ids and has_prompt and member.num_pending <= 1:
+                return member
+        return None
+
+    def holders(self) -> list[Request]:
+        """Members that own blocks and would have to give them up together."""
+        states = (RequestState.RUNNING, RequestState.WAITING)
+        return [member for member in self.members if member.block_ids and member.state in states]
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +78,12 @@ class Request:
         first_token: set if a peer holds the prompt's KV.
         sends_kv: its KV goes to a peer as it is computed; implies ``keeps_kv``.
         receives_kv: a peer sends the prompt's KV, and the first token with it.
+
+    Attributes:
+        group: its own or its siblings'; set when it comes to the scheduler.
+        leader: the sibling whose prompt is on its way and will be this one's, too.
+        host_block_ids: its block table in host memory while it is swapped out.
+        chain: digests of its full blocks, as far as they were needed.
     """
 
     spec: EngineRequest
@@ -54,8 +94,11 @@ class Request:
     sends_kv: bool = False
     receives_kv: bool = False
     state: RequestState = RequestState.WAITING
+    group: SequenceGroup = field(init=False)
+    leader: Request | None = None
     token_ids: list[int] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_published: int = 0
@@ -114,6 +157,17 @@ class Request:
         none. ``num_scored`` of them have been reported; the first token has none."""
         is_asked = self.sampling.prompt_logprobs is not None
         return is_asked and self.num_scored < self.num_prompt_tokens - 1
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether a sibling's KV of the prompt serves it as well: a peer may wait for its own, and
+        log probabilities come with computing it."""
+        return not self.sends_kv and not self.awaits_scores
+
+    @property
+    def shares_first_token(self) -> bool:
+        """Whether it may sample its first token from the logits of a sibling's prompt."""
+        return self.shares_prompt and not self.num_output_tokens
 
     @property
     def num_pending(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from mooncake_engine.scheduling.block_manager import NO_GROWTH, BlockCopies, Growth
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_engine.scheduling.request import Request
 
@@ -18,6 +21,9 @@ class StepBuilder:
         self._admitted: list[AdmittedRequest] = []
         self._decodes: list[ScheduledSequence] = []
         self._prefills: list[ScheduledSequence] = []
+        self._swap_outs: list[tuple[int, int]] = []
+        self._swap_ins: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
 
     def admit(self, request: Request) -> None:
         """Tell the workers about a request, with the block table that it has now."""
@@ -33,15 +39,50 @@ class StepBuilder:
             )
         )
 
-    def add(self, request: Request, count: int, fresh: tuple[int, ...] = ()) -> None:
-        """Run the request's next ``count`` tokens."""
+    def add(
+        self,
+        request: Request,
+        count: int,
+        growth: Growth = NO_GROWTH,
+        followers: Iterable[Request] = (),
+    ) -> None:
+        """Run the request's next ``count`` tokens.
+
+        Args:
+            request: whose.
+            count: at most what it has pending.
+            growth: what its table gained since the workers heard of it.
+            followers: siblings that sample their first token from its prompt.
+        """
         is_sampling = count == request.num_pending
         sequence = ScheduledSequence(
-            request.request_id, request.num_computed, count, fresh, is_sampling
+            request.request_id,
+            request.num_computed,
+            count,
+            growth.block_ids,
+            is_sampling,
+            None if growth.copied is None else growth.at,
+            tuple([follower.request_id for follower in followers]),
         )
         is_decode = count == 1 and is_sampling
         (self._decodes if is_decode else self._prefills).append(sequence)
         self.budget -= count
+        self.copy(growth)
+
+    def copy(self, growth: Growth) -> None:
+        """Copy the block that a table no longer shares, if it is so."""
+        if growth.copied is not None:
+            self._copies.append(growth.copied)
+
+    def swap_out(self, copies: BlockCopies) -> None:
+        """Copy blocks to host memory before anything else."""
+        assert not self._swap_ins, "what comes in may go out again in a later step only"
+        self._swap_outs += copies
+
+    def swap_in(self, copies: BlockCopies) -> None:
+        """Copy blocks back from host memory."""
+        assert not self._swap_outs, "host blocks that are read in a step are not written in it"
+        self._swap_ins += copies
 
     def build(self, step: int, retired: tuple[str, ...]) -> StepPlan:
         """The plan, decodes first."""
@@ -49,5 +90,8 @@ class StepBuilder:
             step,
             retired,
             tuple(self._admitted),
-            sequences=(*self._decodes, *self._prefills),
+            tuple(self._swap_outs),
+            tuple(self._swap_ins),
+            tuple(self._copies),
+            (*self._decodes, *self._prefills),
         )

@@ -123,8 +123,10 @@ class _EngineCollector:
         gauge, counter = self._gauge, self._counter
         yield gauge("vllm:num_requests_running", "Requests in steps.", stats.num_running)
         yield gauge("vllm:num_requests_waiting", "Requests queued.", stats.num_waiting)
+        yield gauge("vllm:num_requests_swapped", "KV in host memory.", stats.num_swapped)
         yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", stats.kv_cache_usage)
         yield counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)
+        yield counter("mooncake:num_swap_outs", "Preemptions by swap.", stats.num_swap_outs)
         yield counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries
         )

@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.scheduling import EOS, RecordingConnector, make_request
 
 from mooncake_engine.config import LoadFailurePolicy
-from mooncake_engine.messages import EngineRequest, FinishReason, TokenUpdate
-from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.limits import SchedulerLimits
 from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
-from mooncake_engine.scheduling.request import FirstToken, Request
-from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
-
-EOS = 2
-
-
-class RecordingConnector:
-    """Remembers what the scheduler asked for; the test plays the peer."""
-
-    def __init__(self) -> None:
-        self.announced: set[str] = set()
-        self.offered: dict[str, list[int]] = {}
-        self.withdrawn: list[str] = []
-        self.expected: set[str] = set()
-        self.loading: dict[str, int] = {}
-        self.cancelled: set[str] = set()
-
-    def announce(self, request: Request) -> None:
-        self.announced.add(request.request_id)
-
-    def offer(self, request: Request, block_ids: list[int]) -> dict[str, object] | None:
-        self.offered[request.request_id] = list(block_ids)
-        if request.sends_kv:
-            return None
-        return {"do_remote_prefill": True, "remote_request_id": request.request_id}
-
-    def withdraw(self, request_id: str) -> None:
-        self.withdrawn.append(request_id)
-
-    def expect(self, request: Request) -> None:
-        self.expected.add(request.request_id)
-
-    def load(self, request: Request, first_token: int) -> None:
-        self.loading[request.request_id] = first_token
-
-    def cancel(self, request_id: str) -> None:
-        self.cancelled.add(request_id)
+from mooncake_engine.scheduling.request import FirstToken
+from mooncake_engine.scheduling.scheduler import Scheduler
 
 
 def make_scheduler(
@@ -64,29 +28,6 @@ def make_scheduler(
     )
     blocks = BlockManager(num_blocks, block_size, prefix_caching=True)
     return Scheduler(limits, blocks, connector), connector
-
-
-def make_request(
-    name: str,
-    prompt: list[int],
-    *,
-    arrival: float = 0.0,
-    max_tokens: int = 8,
-    keeps_kv: bool = False,
-    first_token: int | None = None,
-    sends_kv: bool = False,
-    receives_kv: bool = False,
-) -> Request:
-    spec = EngineRequest(name, tuple(prompt), SamplingParams(max_tokens=max_tokens))
-    return Request(
-        spec,
-        0,
-        arrival,
-        keeps_kv=keeps_kv or sends_kv,
-        first_token=None if first_token is None else FirstToken(first_token),
-        sends_kv=sends_kv,
-        receives_kv=receives_kv,
-    )
 
 
 def run_step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, list[TokenUpdate]]:
@@ -315,108 +256,3 @@ def test_an_aborted_prefill_that_sends_holds_its_blocks_until_it_has_stopped() -
     scheduler.release("p")
     scheduler.check_integrity()
     assert scheduler.blocks.pool.num_free == 16
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of add, step, abort, load endings and releases keeps the books balanced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler, self.connector = make_scheduler(num_blocks=12, budget=10, max_num_seqs=3)
-        self.count = 0
-        self.live: set[str] = set()
-        self.receivers: set[str] = set()
-
-    def _take(self, updates: list[TokenUpdate]) -> None:
-        for update in updates:
-            assert update.request_id in self.live, "an update after the end"
-            if update.finish is not None:
-                self.live.remove(update.request_id)
-
-    @rule(
-        length=st.integers(1, 20),
-        family=st.integers(0, 2),
-        kind=st.sampled_from(["plain", "prefill", "decode", "sender", "receiver"]),
-        max_tokens=st.integers(1, 12),
-    )
-    def add(self, length: int, family: int, kind: str, max_tokens: int) -> None:
-        name = f"r{self.count}"
-        self.count += 1
-        prompt = [100 * family + index for index in range(length)]
-        first = 5 if kind == "decode" else None
-        request = make_request(
-            name,
-            prompt,
-            arrival=self.count,
-            max_tokens=max_tokens,
-            keeps_kv=kind == "prefill",
-            first_token=first,
-            sends_kv=kind == "sender",
-            receives_kv=kind == "receiver",
-        )
-        self.live.add(name)
-        if kind == "receiver":
-            self.receivers.add(name)
-        self.scheduler.add(request)
-
-    @rule(token=st.sampled_from([7, 7, 7, EOS]))
-    def step(self, token: int) -> None:
-        plan, updates = run_step(self.scheduler, token)
-        assert plan.num_tokens <= 10
-        assert len(plan.sequences) <= 3
-        self._take(updates)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.scheduler.abort(data.draw(st.sampled_from(sorted(self.live))))
-        self._take(self.scheduler.take_updates())
-
-    @precondition(lambda self: self.connector.loading)
-    @rule(data=st.data(), error=st.sampled_from([None, None, "peer lost"]))
-    def load_ends(self, data: st.DataObject, error: str | None) -> None:
-        name = data.draw(st.sampled_from(sorted(self.connector.loading)))
-        self._end_load(name, error)
-        self.scheduler.load_ended(name, error)
-
-    @precondition(lambda self: self.connector.loading)
-    @rule(data=st.data())
-    def peer_falls_silent(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.connector.loading)))
-        self.scheduler.load_ended(name, "silent peer", is_drained=False)
-
-    def _end_load(self, name: str, error: str | None) -> None:
-        del self.connector.loading[name]
-        first = FirstToken(9) if name in self.receivers and error is None else None
-        self.scheduler.load_ended(name, error, first_token=first)
-
-    @precondition(lambda self: self.connector.offered)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.connector.offered)))
-        del self.connector.offered[name]
-        self.scheduler.release(name)
-
-    @invariant()
-    def books_balance(self) -> None:
-        self.scheduler.check_integrity()
-
-    def teardown(self) -> None:
-        """When peers answer, everything ends and every block comes back."""
-        for _ in range(2000):
-            for name in list(self.connector.loading):
-                self._end_load(name, None)
-            for name in [*self.connector.offered, *self.connector.withdrawn]:
-                self.connector.offered.pop(name, None)
-                self.scheduler.release(name)
-            if not self.live and not self.scheduler.has_work:
-                break
-            self._take(run_step(self.scheduler)[1])
-        assert not self.live, f"never finished: {self.live}"
-        assert self.scheduler.blocks.pool.num_free == 12
-
-
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None
-)
-TestSchedulerMachine = SchedulerMachine.TestCase

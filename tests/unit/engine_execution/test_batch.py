@@ -19,7 +19,7 @@ def lay_out(
     table: RequestTable, sequences: list[ScheduledSequence], block_size: int = 4
 ) -> StepInputs:
     states = [table[sequence.request_id] for sequence in sequences]
-    return make_inputs(sequences, states, table.tables, block_size, CPU)
+    return make_inputs(sequences, states, table, block_size, CPU)
 
 
 def admit(table: RequestTable, name: str, tokens: range, blocks: tuple[int, ...]) -> None:

@@ -1,0 +1,249 @@
+"""A scheduler under test: requests, a peer, and workers whose KV says what it was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mooncake_engine.messages import EngineRequest, TokenUpdate
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.limits import SchedulerLimits
+from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from mooncake_engine.scheduling.request import FirstToken, Request
+from mooncake_engine.scheduling.scheduler import Scheduler
+
+EOS = 2
+
+
+def token_of(request_id: str, position: int) -> int:
+    """What the made-up model samples: it depends on the request and the position alone."""
+    draw = hash((len(request_id), *request_id.encode(), position)) % 40
+    return EOS if draw == 0 else 50 + draw
+
+
+class Worker:
+    """Blocks that remember, per slot, which tokens they were computed from.
+
+    Every step is checked: what a sequence attends to must be its own tokens' KV, wherever its
+    blocks have been copied, shared or swapped to.
+
+    Args:
+        num_blocks, num_host_blocks, block_size: the pools.
+        token: sample this one always, instead of ``token_of``.
+    """
+
+    def __init__(
+        self, num_blocks: int, num_host_blocks: int, block_size: int, token: int | None = None
+    ) -> None:
+        self.token = token
+        self._block_size = block_size
+        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._host: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
+        self._tables: dict[str, list[int]] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._num_prompt: dict[str, int] = {}
+        self.num_computed = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry a plan out as the real workers do."""
+        for name in plan.retired:
+            del self._tables[name], self._tokens[name]
+        for block, host in plan.swap_outs:
+            self._host[host] = list(self._slots[block])
+        for host, block in plan.swap_ins:
+            self._slots[block] = list(self._host[host])
+        for source, target in plan.block_copies:
+            self._slots[target] = list(self._slots[source])
+        for admitted in plan.admitted:
+            self._tables[admitted.request_id] = list(admitted.block_ids)
+            self._tokens[admitted.request_id] = list(admitted.token_ids)
+            self._num_prompt[admitted.request_id] = admitted.num_prompt_tokens
+        tokens: dict[str, SampledToken] = {}
+        for sequence in plan.sequences:
+            self._run(sequence)
+        for sequence in plan.sequences:
+            if sequence.is_sampling:
+                for name in (sequence.request_id, *sequence.siblings):
+                    tokens[name] = self._sample(name)
+        return StepResult(plan.step, tokens)
+
+    def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:
+        """A peer's KV comes in, from token ``start`` on; what lies before must be here."""
+        self.check(block_ids, tokens[:start])
+        self._write(block_ids, tokens, start)
+
+    def check(self, block_ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """Prove that the leading slots of a table hold these tokens' KV."""
+        found = [
+            self._slots[block_ids[i // self._block_size]][i % self._block_size]
+            for i in range(len(tokens))
+        ]
+        assert found == _fingerprints(tokens), f"foreign KV in {list(block_ids)}"
+
+    def _run(self, sequence: ScheduledSequence) -> None:
+        name = sequence.request_id
+        table, tokens = self._tables[name], self._tokens[name]
+        at = len(table) if sequence.new_blocks_at is None else sequence.new_blocks_at
+        table[at:] = sequence.new_block_ids if sequence.new_block_ids else table[at:]
+        stop = sequence.start + sequence.count
+        assert sequence.is_sampling == (stop == len(tokens)), "samples elsewhere than at the end"
+        self.check(table, tokens[: sequence.start])
+        self._write(table, tokens[:stop], sequence.start)
+        self.num_computed += sequence.count
+        for sibling in sequence.siblings:
+            assert self._tokens[sibling] == tokens, "siblings that differ share no logits"
+
+    def _write(self, table: Sequence[int], tokens: Sequence[int], start: int) -> None:
+        fingerprints = _fingerprints(tokens)
+        for position in range(start, len(tokens)):
+            block, offset = table[position // self._block_size], position % self._block_size
+            self._slots[block][offset] = fingerprints[position]
+
+    def _sample(self, name: str) -> SampledToken:
+        tokens = self._tokens[name]
+        position = len(tokens) - self._num_prompt[name]
+        tokens.append(token_of(name, position) if self.token is None else self.token)
+        return SampledToken(tokens[-1])
+
+
+def _fingerprints(tokens: Sequence[int]) -> list[int | None]:
+    """Per position, a number that stands for all tokens up to it."""
+    result: list[int | None] = []
+    last = 0
+    for token in tokens:
+        last = hash((last, token))
+        result.append(last)
+    return result
+
+
+class RecordingConnector:
+    """Remembers what the scheduler asked for; the test plays the peer."""
+
+    def __init__(self) -> None:
+        self.announced: set[str] = set()
+        self.offered: dict[str, list[int]] = {}
+        self.withdrawn: list[str] = []
+        self.expected: set[str] = set()
+        self.loading: dict[str, int] = {}
+        self.tables: dict[str, tuple[list[int], tuple[int, ...]]] = {}
+        self.cancelled: set[str] = set()
+
+    def announce(self, request: Request) -> None:
+        self.announced.add(request.request_id)
+
+    def offer(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+        self.offered[request.request_id] = list(block_ids)
+        if request.sends_kv:
+            return None
+        return {"do_remote_prefill": True, "remote_request_id": request.request_id}
+
+    def withdraw(self, request_id: str) -> None:
+        self.withdrawn.append(request_id)
+
+    def expect(self, request: Request) -> None:
+        self.expected.add(request.request_id)
+
+    def load(self, request: Request, first_token: int) -> None:
+        self.loading[request.request_id] = first_token
+        self.tables[request.request_id] = (list(request.block_ids), request.spec.prompt_token_ids)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.add(request_id)
+
+
+class Bench:
+    """A scheduler with its peer and its workers.
+
+    Args:
+        num_blocks: size of the pool.
+        num_host_blocks: room to swap to.
+        block_size: tokens per block.
+        token: see ``Worker``.
+        limits: fields of ``SchedulerLimits`` that differ.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int = 16,
+        *,
+        num_host_blocks: int = 0,
+        block_size: int = 4,
+        prefix_caching: bool = True,
+        token: int | None = 7,
+        **limits: Any,
+    ) -> None:
+        wanted = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "max_model_len": num_blocks * block_size,
+            "eos_token_ids": frozenset({EOS}),
+            **limits,
+        }
+        blocks = BlockManager(
+            num_blocks, block_size, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
+        )
+        self.connector = RecordingConnector()
+        self.worker = Worker(num_blocks, num_host_blocks, block_size, token)
+        self.scheduler = Scheduler(SchedulerLimits(**wanted), blocks, self.connector)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns."""
+        return self.scheduler.blocks.pool.num_free
+
+    def add(self, name: str, prompt: Sequence[int], **options: Any) -> Request:
+        """Take a request in; see ``make_request``."""
+        request = make_request(name, prompt, **options)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> tuple[StepPlan, list[TokenUpdate]]:
+        """Plan, run and take in one step, and audit the books."""
+        plan = self.scheduler.schedule()
+        updates = self.scheduler.update(plan, self.worker.execute(plan))
+        self.scheduler.check_integrity()
+        return plan, updates
+
+    def run(self, max_steps: int = 500) -> dict[str, list[int]]:
+        """Step until nothing is left; every request's tokens."""
+        answers: dict[str, list[int]] = {}
+        for _ in range(max_steps):
+            for update in self.step()[1]:
+                answers.setdefault(update.request_id, []).extend(update.token_ids)
+            if not self.scheduler.has_work:
+                return answers
+        raise AssertionError(f"not done after {max_steps} steps: {answers}")
+
+    def end_load(self, name: str, error: str | None, first_token: FirstToken | None = None) -> None:
+        """The peer's KV is there, or won't come."""
+        start = self.connector.loading.pop(name)
+        block_ids, prompt = self.connector.tables.pop(name)
+        if error is None:
+            self.worker.load(block_ids, prompt, start)
+        self.scheduler.load_ended(name, error, first_token=first_token)
+
+
+def make_request(
+    name: str,
+    prompt: Sequence[int],
+    *,
+    arrival: float = 0.0,
+    max_tokens: int = 8,
+    first_token: int | None = None,
+    group: str | None = None,
+    priority: int = 0,
+    **kind: bool,
+) -> Request:
+    """A request.
+
+    Args:
+        name, prompt, arrival, max_tokens, group, priority: as its fields.
+        first_token: of a peer that holds the prompt's KV.
+        kind: ``keeps_kv``, ``sends_kv`` (implies it) or ``receives_kv``.
+    """
+    sampling = SamplingParams(max_tokens=max_tokens)
+    spec = EngineRequest(name, tuple(prompt), sampling, priority=priority, group=group)
+    first = None if first_token is None else FirstToken(first_token)
+    kind["keeps_kv"] = kind.get("keeps_kv", False) or kind.get("sends_kv", False)
+    return Request(spec, 0, arrival, first_token=first, **kind)
