@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvloop
 from support.proxy_fakes import Stand, stand
@@ -43,5 +44,24 @@ def test_text_and_token_ids_are_the_same_prompt() -> None:
             [home] = await prefillers(s, PAGE, 1)
             assert await prefillers(s, list(load_tokenizer(MODEL)(PAGE)), 12) == {home}
             assert await prefillers(s, OTHER, 1)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("told_by", ["header", "user"])
+def test_a_session_stays_where_it_began(told_by: str) -> None:
+    async def main() -> None:
+        async with stand(num_prefills=3, num_decodes=3, prefill_policy="session") as s:
+            homes = set()
+            for session in ("anna", "bert", "cleo", "dora", "emil", "fred"):
+                headers = {"x-session-id": session} if told_by == "header" else {}
+                body = BODY | ({"user": session} if told_by == "user" else {})
+                before = {fake.name: len(fake.generated) for fake in s.prefills}
+                async with httpx.AsyncClient(base_url=s.url, headers=headers) as client:
+                    for _ in range(4):
+                        assert (await client.post("/v1/completions", json=body)).is_success
+                [home] = [f.name for f in s.prefills if len(f.generated) > before[f.name]]
+                homes.add(home)
+            assert len(homes) > 1
 
     uvloop.run(main())

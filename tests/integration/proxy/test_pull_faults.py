@@ -18,7 +18,6 @@ from support.proxy_fakes_client import (
     STREAM,
     events_of,
     post,
-    send_raw,
     streamed_text,
 )
 
@@ -233,32 +232,6 @@ def test_missing_parameters_are_noticed_and_the_decoder_prefills() -> None:
             assert s.count("fallbacks", "no_params") == 1
             [prefiller] = [i for i in s.app.router.fleet if i.name == s.prefill.url]
             assert prefiller.warned == {"no_params"}
-
-    uvloop.run(main())
-
-
-@pytest.mark.parametrize("stage", ["prefill", "gap", "decode"])
-def test_a_client_that_leaves_cancels_both_sides_within_100_ms(stage: str) -> None:
-    async def main() -> None:
-        async with stand() as s:
-            waiting_at = s.prefill if stage == "prefill" else s.decode
-            if stage == "decode":
-                s.decode.behaviour.hang_after = 2
-            else:
-                waiting_at.behaviour.hangs = True
-            reader, writer = await send_raw(s, STREAM)
-            await waiting_at.wait_for(lambda: bool(waiting_at.generated))
-            if stage == "decode":
-                await reader.readuntil(word(2).encode())
-            left = asyncio.get_running_loop().time()
-            writer.transport.abort()
-            await waiting_at.wait_for(lambda: waiting_at.cut_off == ["abc"])
-            if stage == "gap":
-                await s.prefill.wait_for(lambda: s.prefill.released == ["p0:abc"])
-            assert asyncio.get_running_loop().time() - left < 0.1
-            await asyncio.sleep(0)
-            assert all(instance.num_running == 0 for instance in s.app.router.fleet)
-            assert s.count("disconnects", "prefill" if stage == "prefill" else "decode") == 1
 
     uvloop.run(main())
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import uvloop
 from support.proxy_fakes import post_json, stand, text_of
-from support.proxy_fakes_client import BODY, events_of, post, streamed_text
+from support.proxy_fakes_client import BODY, events_of, post, send_raw, streamed_text
 
 
 def test_the_prefiller_gets_what_the_decoder_posted() -> None:
@@ -36,6 +39,26 @@ def test_a_repeated_post_is_answered_and_not_prefilled_twice() -> None:
             assert len(s.prefill.generated) == 1
 
     uvloop.run(main())
+
+
+def test_a_post_is_answered_at_once_however_long_the_prefill_takes() -> None:
+    """The field's metaserver holds the post, and one of D's few threads, for the whole prefill."""
+
+    async def main() -> None:
+        async with stand(flow="push") as s:
+            s.prefill.behaviour.hangs = True
+            _, writer = await send_raw(s, BODY)
+            await s.prefill.wait_for(lambda: bool(s.prefill.generated))
+            await _until(lambda: s.decode.metaserver_statuses == [202])
+            writer.transport.abort()
+            await s.decode.wait_for(lambda: s.decode.cut_off == ["abc"])
+
+    uvloop.run(main())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # the other side's metaserver call has no event
+        await asyncio.sleep(0.002)
 
 
 def test_a_second_attempt_reaches_the_prefiller_again() -> None:

@@ -1,0 +1,89 @@
+"""Clients that leave: both sides are cancelled, wherever the request is, and nothing is left over.
+
+How soon (100 ms) is judged by tests/benchmarks/proxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvloop
+from support.proxy_fakes import stand, text_of
+from support.proxy_fakes_client import BODY, post, send_raw
+from support.proxy_fakes_leaving import STAGES, leave
+
+from mooncake_proxy.config import AdmissionConfig
+from mooncake_proxy.http1.connection import ClientContext
+from mooncake_proxy.http1.driver import Driver
+from mooncake_proxy.http1.origin import Origin
+from mooncake_proxy.http1.pool import Pool
+
+
+@pytest.mark.parametrize(("flow", "stage", "counted_as"), STAGES)
+def test_both_sides_are_cancelled(flow: str, stage: str, counted_as: str) -> None:
+    uvloop.run(leave(flow, stage, counted_as))
+
+
+def test_who_leaves_the_queue_takes_no_place() -> None:
+    async def main() -> None:
+        async with stand(admission=AdmissionConfig(max_running=1)) as s:
+            s.decode.behaviour.hangs = True
+            _, running = await send_raw(s, BODY)
+            await s.decode.wait_for(lambda: len(s.decode.generated) == 1)
+            _, waiting = await send_raw(s, BODY)
+            while s.app.admission.num_waiting == 0:  # noqa: ASYNC110  # no such event
+                await asyncio.sleep(0.002)
+            waiting.transport.abort()
+            while s.app.admission.num_waiting:  # noqa: ASYNC110  # no such event
+                await asyncio.sleep(0.002)
+            s.decode.behaviour.hangs = False
+            running.transport.abort()
+            assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
+            assert s.app.admission.num_running == 0
+            assert s.count("disconnects", "queue") == 1
+
+    uvloop.run(main())
+
+
+def test_who_leaves_just_as_the_connection_stands_leaves_it_to_the_next() -> None:
+    """The gap between a connection that stands and the one who waits for it."""
+
+    async def main() -> None:
+        accepted, ended = [], asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.append(writer)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+            await reader.read()
+            writer.transport.abort()
+            ended.set()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pool = Pool(Origin.parse(f"http://127.0.0.1:{port}"), ClientContext())
+        loop = asyncio.get_running_loop()
+
+        async def connect() -> None:
+            await pool.connect(loop.time() + 5)
+
+        before = asyncio.all_tasks()
+        ends: list[BaseException | None] = []
+        driver = Driver(loop, connect(), ends.append)
+        driver.step()
+        [connecting] = asyncio.all_tasks() - before
+        while not connecting.done():  # noqa: ASYNC110  # every turn of the loop counts here
+            await asyncio.sleep(0)
+        driver.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [type(end) for end in ends] == [asyncio.CancelledError]
+        request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        assert await pool.fetch(request, loop.time() + 5) == b"hi"
+        assert len(accepted) == 1
+        pool.close()
+        await ended.wait()
+        server.close()
+
+    uvloop.run(main())
