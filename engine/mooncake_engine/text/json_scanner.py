@@ -6,7 +6,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class ObjectScanner:
-    """Follows brackets and strings, and nothing else: what is between them is not judged.
+    """Follows brackets and strings, and nothing else: what is between them is not judged. White
+    space may come first.
 
     No character is looked at twice.
     """
@@ -46,7 +47,7 @@ class ObjectScanner:
     def _read(self, character: str) -> bool:
         """Whether the character may stand there."""
         if not self._open and character != "{":
-            return False
+            return character.isspace()
         if character in _CLOSING:
             self._open.append(_CLOSING[character])
         elif character in "}]":

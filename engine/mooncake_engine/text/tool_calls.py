@@ -50,18 +50,22 @@ class ParsedText:
 
 
 class ToolCallParser(ABC):
-    """Tells calls from text. ``opening`` and ``closing`` are the tags around a call."""
+    """Tells calls from text. ``opening`` and ``closing`` are the tags around a call, ``layout`` the
+    characters between two of them that mean nothing."""
 
     opening = ""
     closing = ""
+    layout = " \t\r\n"
 
     def __init__(self) -> None:
         self.num_calls = 0
         self._held = ""
+        self._lead = ""  # what stood before a call; text after all, if it turns out to be none
         self._state: Callable[[], bool] = self._read_text
         self._scanner = ObjectScanner()
         self._num_scanned = 0
         self._tail: list[str] = []
+        self._is_after_call = False
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
 
@@ -74,10 +78,10 @@ class ToolCallParser(ABC):
 
     def finish(self) -> ParsedText:
         """The text has ended: what was held back is no call."""
-        if self._state == self._read_tail or self._is_between_calls():
-            self._held = self._held if self._held.strip() else ""
-        self._content.append(self._held)
-        self._held = ""
+        is_layout = self._state == self._read_tail or self._is_after_call
+        if not is_layout or self._held.strip(self.layout):
+            self._emit(self._lead + self._held)
+        self._held = self._lead = ""
         return self._take()
 
     @abstractmethod
@@ -88,13 +92,15 @@ class ToolCallParser(ABC):
     def _refuse(self) -> None:
         """``_held`` begins like a call and is none: let it, or its beginning, be text."""
 
-    def _is_between_calls(self) -> bool:
-        """Whether only white space has come since a call."""
-        return self.num_calls > 0 and self._state == self._read_text and not self._held.strip()
+    def _emit(self, text: str) -> None:
+        """This is certainly no call."""
+        self._content.append(text)
+        self._is_after_call = False
 
     def _begin_call(self) -> bool:
         """``_held`` begins with the opening tag, or with the call itself where there is none."""
         self._scanner, self._num_scanned = ObjectScanner(), len(self.opening)
+        self._is_after_call = False
         self._state = self._read_head
         return True
 
@@ -112,8 +118,6 @@ class ToolCallParser(ABC):
 
     def _scan_whole(self, start: int) -> bool:
         """Read on to the end of an object that does not begin like a call."""
-        if self._num_scanned == start:  # white space may come before it
-            self._num_scanned += len(self._held[start:]) - len(self._held[start:].lstrip())
         self._num_scanned += self._scanner.feed(self._held[self._num_scanned :])
         if self._scanner.is_broken:
             self._refuse()
@@ -132,6 +136,7 @@ class ToolCallParser(ABC):
     def _name_call(self, name: str) -> None:
         self._calls.append(CallDelta(self.num_calls, name))
         self.num_calls += 1
+        self._lead = ""
 
     def _read_arguments(self) -> bool:
         count = self._scanner.feed(self._held)
@@ -152,7 +157,7 @@ class ToolCallParser(ABC):
     def _read_tail(self) -> bool:
         """What closes a call; anything else is text."""
         if not self._tail:
-            self._state = self._read_text
+            self._state, self._is_after_call = self._read_text, True
             return True
         text, wanted = self._held.lstrip(), self._tail[0]
         if text.startswith(wanted):
@@ -182,22 +187,19 @@ class HermesParser(ToolCallParser):
         if start >= 0:
             self._release(start)
             return self._begin_call()
-        if not self._is_between_calls():
-            self._release(len(self._held) - _overlap(self._held, self.opening))
+        end = len(self._held) - _overlap(self._held, self.opening)
+        if not self._is_after_call or self._held[:end].strip():
+            self._release(end)
         return False
 
     def _release(self, end: int) -> None:
         """Let the beginning of what is held be text, but for white space between two calls."""
-        text, rest = self._held[:end], self._held[end:]
-        is_layout = self.num_calls > 0 and not text.strip() and rest.startswith(self.opening)
-        if not text.strip() and self.num_calls and not is_layout:
-            return  # it may yet turn out to stand between two calls
-        if not is_layout:
-            self._content.append(text)
-        self._held = rest
+        text, self._held = self._held[:end], self._held[end:]
+        if not self._is_after_call or text.strip():
+            self._emit(text)
 
     def _refuse(self) -> None:
-        self._content.append(self.opening)
+        self._emit(self.opening)
         self._held = self._held[len(self.opening) :]
         self._state = self._read_text
 
@@ -208,14 +210,15 @@ class Llama3Parser(ToolCallParser):
     The tag before it is a special token, which is not part of the text as a rule.
     """
 
+    layout = " \t\r\n;"
     _TAG = "<|python_tag|>"
 
     def _read_text(self) -> bool:
-        separators = " \t\r\n;" if self.num_calls else " \t\r\n"
-        rest = self._held.lstrip(separators)
+        rest = self._held.lstrip(self.layout if self.num_calls else None)
         if rest.startswith(self._TAG):
             rest = rest[len(self._TAG) :].lstrip()
         if rest.startswith("{"):
+            self._lead = self._held[: len(self._held) - len(rest)]
             self._held = rest
             return self._begin_call()
         if not rest or self._TAG.startswith(rest):
@@ -223,16 +226,13 @@ class Llama3Parser(ToolCallParser):
         self._state = self._read_rest
         return True
 
-    def _is_between_calls(self) -> bool:
-        is_text = self._state == self._read_text
-        return self.num_calls > 0 and is_text and not self._held.strip(" \t\r\n;")
-
     def _refuse(self) -> None:
+        self._held, self._lead = self._lead + self._held, ""
         self._state = self._read_rest
 
     def _read_rest(self) -> bool:
         """Text up to the end: calls would have come first."""
-        self._content.append(self._held)
+        self._emit(self._held)
         self._held = ""
         return False
 

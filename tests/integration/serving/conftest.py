@@ -51,6 +51,6 @@ def served(byte_tokenizer: Tokenizer) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def tiny_llama_url() -> Iterator[str]:
-    """One instance, both roles, of the real engine."""
-    with serving() as (url, _):
+    """One instance, both roles, of the real engine; tools are called in Hermes' form."""
+    with serving("--tool-call-parser", "hermes") as (url, _):
         yield url

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from typing import Any
@@ -139,3 +140,49 @@ def _eventually(holds: Any, timeout_s: float = 5.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.01)
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"cups": {"type": "integer", "minimum": 1, "maximum": 9}},
+                "required": ["cups"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("brew", "pour")
+]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pour"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_has_to_be_made(tiny_llama_url: str, choice: Any, *, stream: bool) -> None:
+    """Also by a model that has never heard of tools."""
+    with client_of(tiny_llama_url) as client:
+        answer = client.chat.completions.create(
+            model="tiny-llama",
+            messages=[{"role": "user", "content": "Tea!"}],
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            stream=stream,
+        )
+        if stream:
+            chunks = [chunk.choices[0] for chunk in answer]
+            pieces = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+            name, ending = pieces[0].function.name, chunks[-1].finish_reason
+            arguments = "".join(piece.function.arguments or "" for piece in pieces)
+            assert len(pieces) > 2
+            assert pieces[0].id
+        else:
+            ending = answer.choices[0].finish_reason
+            [call] = answer.choices[0].message.tool_calls
+            name, arguments = call.function.name, call.function.arguments
+    assert ending == "tool_calls"
+    assert name == "pour" if isinstance(choice, dict) else name in ("brew", "pour")
+    assert 1 <= json.loads(arguments)["cups"] <= 9
