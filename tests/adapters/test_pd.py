@@ -50,3 +50,4 @@ def test_same_tokens(transport: str, expected: list[list[int]]) -> None:
         serving(TINY_LLAMA, "decode", *forced) as decode,
     ):
         asyncio.run(main(prefill, decode))
+        assert [instance.program.end() for instance in (decode, prefill)] == [0, 0]

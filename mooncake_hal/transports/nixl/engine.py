@@ -6,10 +6,11 @@ that each agent keeps a core busy for as long as it lives.
 
 from __future__ import annotations
 
+import ctypes
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -60,6 +61,7 @@ def load() -> AdapterTransport:
     Raises:
         TransportUnavailable: its libraries do not load.
     """
+    _load_system_netlink()
     try:
         import nixl
 
@@ -67,6 +69,16 @@ def load() -> AdapterTransport:
     except (ImportError, AttributeError) as exc:
         raise TransportUnavailable(NAME, f"nixl does not load: {exc}") from exc
     return AdapterTransport(NAME, partial(configure, bindings))
+
+
+def _load_system_netlink() -> None:
+    """Load the host's libnl before NIXL's wheel loads its own copy.
+
+    NIXL loads both; where its own comes first, the process dies of a segmentation fault when it
+    ends, all work done (nixl-cu12 1.5.1).
+    """
+    with suppress(OSError):  # a host without it has only one, and no such trouble
+        ctypes.CDLL("libnl-route-3.so.200")
 
 
 def configure(bindings: ModuleType, options: EndpointOptions) -> Engine:
