@@ -8,12 +8,13 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import Engine, build_engine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import AbortRequest, AddRequest, Wake
+from mooncake_engine.core import AbortRequest, AddRequest, ResetPrefixCache, Wake
 from mooncake_engine.errors import EngineDead, Overloaded
 from mooncake_engine.execution.weights import LoadProgress
 from mooncake_engine.kv_transfer.base import Topology, find_connector
@@ -48,6 +49,7 @@ class AsyncEngine:
         self._core = engine.core
         self._facts = engine.facts
         self._streams: dict[str, _Stream] = {}
+        self._asked: set[Future[bool]] = set()
         self._lock = threading.Lock()
         self._failure: EngineDead | None = None
         self._is_stopping = False
@@ -117,6 +119,24 @@ class AsyncEngine:
         """
         self._core.post(AbortRequest(request_id))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the KV of finished prompts; refused, with False, while any block is in use.
+
+        Raises:
+            EngineDead: the engine died.
+        """
+        answer: Future[bool] = Future()
+        answer.set_running_or_notify_cancel()  # whoever waits may leave, the core still answers
+        with self._lock:
+            self._asked.add(answer)
+        try:
+            self.check_health()
+            self._core.post(ResetPrefixCache(answer.set_result))
+            return await asyncio.wrap_future(answer)
+        finally:
+            with self._lock:
+                self._asked.discard(answer)
+
     def stats(self) -> EngineStats:
         """A snapshot for metrics. Any thread."""
         return self._core.stats()
@@ -179,6 +199,9 @@ class AsyncEngine:
         with self._lock:
             self._failure = failure
             streams = list(self._streams.values())
+            asked = [answer for answer in self._asked if not answer.done()]
+        for answer in asked:
+            answer.set_exception(EngineDead(str(failure)))
         for stream in streams:
             _call(stream.loop, [(stream, failure)])
 

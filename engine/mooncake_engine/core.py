@@ -48,11 +48,19 @@ class AbortRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget the KV of finished prompts; ``reply`` hears, on the core's thread, whether it was
+    done."""
+
+    reply: Callable[[bool], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Nothing to do but to look again."""
 
 
-Command = AddRequest | AbortRequest | Wake | Event
+Command = AddRequest | AbortRequest | ResetPrefixCache | Wake | Event
 
 
 class EngineCore:
@@ -107,6 +115,11 @@ class EngineCore:
         self._num_generated += sum(len(update.token_ids) for update in updates)
         return updates
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of finished prompts; refused, with False, while any block is in use. Only
+        from the core's thread; others post ``ResetPrefixCache``."""
+        return self._scheduler.reset_prefix_cache()
+
     def check_integrity(self) -> None:
         """Prove that no block is lost or owned twice; only from the core's thread."""
         self._scheduler.check_integrity()
@@ -157,6 +170,8 @@ class EngineCore:
             self._add(command)
         elif isinstance(command, AbortRequest):
             self._scheduler.abort(command.request_id)
+        elif isinstance(command, ResetPrefixCache):
+            command.reply(self.reset_prefix_cache())
         elif isinstance(command, LoadEnded):
             self._scheduler.load_ended(
                 command.request_id,

@@ -14,7 +14,7 @@ from mooncake_engine.llm_engine import AnswerUpdate, LLMEngine
 from mooncake_engine.messages import FinishReason, TokenLogprobs
 from mooncake_engine.progress import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.text.answers import Answer
+from mooncake_engine.text.answers import Answer, best_answers
 from mooncake_engine.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -136,6 +136,10 @@ class LLM:
             list(prompts), sampling_params, ProgressBar() if shows_progress else None
         )
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of earlier prompts; refused, with False, while requests use any."""
+        return self._engine.reset_prefix_cache()
+
     def close(self) -> None:
         """End the engine; idempotent."""
         self._engine.close()
@@ -164,7 +168,7 @@ class LLM:
                 request_id = f"llm-{self._num_prompts}"
                 ids = self._engine.add_request(request_id, prompt, wanted)
                 text = prompt if isinstance(prompt, str) else None
-                jobs[request_id] = _Job(text, ids, [Answer() for _ in range(wanted.n)])
+                jobs[request_id] = _Job(text, ids, wanted)
             self._finish(jobs, bar)
         finally:  # whatever ends it early, Ctrl-C too
             for request_id in jobs:
@@ -185,8 +189,12 @@ class LLM:
 class _Job:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    answers: list[Answer]
+    sampling: SamplingParams
+    answers: list[Answer] = field(init=False)
     num_finished: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        self.answers = [Answer() for _ in range(self.sampling.num_candidates)]
 
     def add(self, update: AnswerUpdate) -> bool:
         """Take an update in; whether it was the prompt's last."""
@@ -198,10 +206,11 @@ class _Job:
 
     def output(self) -> RequestOutput:
         first = self.answers[0]
+        best = best_answers(self.answers, self.sampling)
         return RequestOutput(
             self.prompt,
             self.prompt_token_ids,
-            tuple(_completion(index, answer) for index, answer in enumerate(self.answers)),
+            tuple(_completion(index, answer) for index, answer in enumerate(best)),
             first.num_cached_tokens,
             tuple(first.prompt_logprobs),
         )

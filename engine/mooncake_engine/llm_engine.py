@@ -27,7 +27,7 @@ class AnswerUpdate:
 
     Args:
         request_id: as the request was added.
-        index: which of its ``n`` answers.
+        index: which of its answers, those included that ``best_of`` will leave out.
         update: what became certain; with ``finish`` the answer is complete.
         error: why the engine could not finish it; nothing more comes.
     """
@@ -120,8 +120,9 @@ class LLMEngine:
                 answer_sampling(sampling, index, len(ids), self._facts),
                 priority=priority,
                 timeout_s=timeout_s,
+                group=request_id if sampling.num_candidates > 1 else None,
             )
-            for index in range(sampling.n)
+            for index in range(sampling.num_candidates)
         ]
         if sampling.grammar is not None:
             facts = self._facts
@@ -141,6 +142,10 @@ class LLMEngine:
         for name in list(self._live.get(request_id, ())):
             self._core.post(AbortRequest(name))
             self._forget(name)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of finished prompts; refused, with False, while requests use any."""
+        return self._core.reset_prefix_cache()
 
     def step(self) -> list[AnswerUpdate]:
         """Run one step; what it did for whom. Its cost depends on the batch alone.

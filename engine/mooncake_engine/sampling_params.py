@@ -36,6 +36,8 @@ class SamplingParams:
 
     Args:
         n: answers per prompt.
+        best_of: so many are generated, and the ``n`` of highest cumulative log probability are
+            returned; None generates ``n``.
         temperature: 0 is greedy.
         top_p: smallest set of tokens whose probability reaches this; 1 is off.
         top_k: the k most probable tokens; 0 is off.
@@ -59,6 +61,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -81,6 +84,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_range("n", self.n, 1, 128)
+        if self.best_of is not None:
+            _check_range("best_of", self.best_of, self.n, 128)
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_range("top_k", self.top_k, -1, 2**31)
@@ -109,6 +114,16 @@ class SamplingParams:
                 "kept beside it",
                 param="min_tokens" if self.min_tokens else "ignore_eos",
             )
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers to generate per prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more answers are generated than returned."""
+        return self.num_candidates > self.n
 
     @property
     def is_greedy(self) -> bool:

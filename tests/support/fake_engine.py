@@ -72,6 +72,8 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     left_early: list[str] = field(default_factory=list)
     is_closed: bool = False
+    is_busy: bool = False
+    num_resets: int = 0
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
         self.seen.append(request)
@@ -89,6 +91,10 @@ class FakeEngine:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        self.num_resets += 1
+        return not self.is_busy
 
     def stats(self) -> EngineStats:
         return EngineStats(

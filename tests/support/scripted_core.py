@@ -11,8 +11,9 @@ from mooncake_engine.core import EngineCore
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.messages import EngineFacts, EngineRequest, TokenLogprobs
 from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.limits import SchedulerLimits
 from mooncake_engine.scheduling.plan import AdmittedRequest, SampledToken, StepPlan, StepResult
-from mooncake_engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from mooncake_engine.scheduling.scheduler import Scheduler
 
 FACTS = EngineFacts(256, 258, (EOS,), 64, 16, "scripted")
 
@@ -45,7 +46,8 @@ class ScriptedExecutor:
             spec = EngineRequest(admitted.request_id, admitted.token_ids, admitted.sampling)
             self.live[admitted.request_id] = (admitted, list(self.script(spec)))
             self.seen.append(admitted)
-        sampling = [s.request_id for s in plan.sequences if s.is_sampling]
+        sequences = [s for s in plan.sequences if s.is_sampling]
+        sampling = [name for s in sequences for name in (s.request_id, *s.siblings)]
         return StepResult(plan.step, {name: self._say(name) for name in sampling})
 
     def _say(self, request_id: str) -> SampledToken:

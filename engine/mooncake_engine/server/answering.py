@@ -47,14 +47,15 @@ class Answerer:
             async with aclosing(self._updates(job)) as updates:
                 async for index, update in updates:
                     answers[index].add(update)
+        shown, best = job.best(answers)
         body: dict[str, Any] = {
             "id": form.api_id(job),
             "object": form.object_name,
             "created": job.created,
             "model": job.model,
-            "choices": [form.choice(job, i, answer) for i, answer in enumerate(answers)],
+            "choices": [form.choice(shown, i, answer) for i, answer in enumerate(best)],
             "usage": _total_usage(job, answers),
-            **form.beside_choices(job, answers),
+            **form.beside_choices(shown, best),
         }
         if job.handover.is_outgoing:
             body["kv_transfer_params"] = self._handover_params(job, answers)

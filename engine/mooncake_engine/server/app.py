@@ -61,6 +61,7 @@ def _plain_routes(plain: PlainEndpoints) -> list[Route]:
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/kv/topology", plain.topology, methods=["GET"]),
         Route("/abort", plain.abort, methods=["POST"]),
+        Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/tokenize", plain.tokenize, methods=["POST"]),
         Route("/detokenize", plain.detokenize, methods=["POST"]),
     ]

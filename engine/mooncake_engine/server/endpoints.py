@@ -146,6 +146,13 @@ class PlainEndpoints:
         self.answerer.engine.abort(wanted.request_id)
         return _json({})
 
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """``POST /reset_prefix_cache``: 200, or 409 while requests use the KV cache."""
+        if await self.answerer.engine.reset_prefix_cache():
+            return _json({})
+        message = "the prefix cache can't be reset while requests use the KV cache; try again later"
+        return ApiError(409, message, "invalid_request_error").response()
+
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
         wanted = decode_request(await read_body(request), TokenizeRequest)

@@ -98,7 +98,7 @@ class CompletionForm:
             choice["text"] = echo.text + answer.text
         choice["finish_reason"] = answer.finish
         choice["stop_reason"] = answer.stop_reason
-        if job.wants_logprobs(index):
+        if job.wants_logprobs:
             choice["logprobs"] = self._logprobs(answer, echo, is_first=is_first)
         if job.returns_token_ids:
             choice["token_ids"] = answer.token_ids
@@ -171,7 +171,7 @@ class ChatForm:
             choice["finish_reason"] = "tool_calls"
         if answer.finish is not None:
             choice["stop_reason"] = answer.stop_reason
-        if job.wants_logprobs(index):
+        if job.wants_logprobs:
             choice["logprobs"] = chat_logprobs(answer.logprobs, self._token_bytes)
         if job.returns_token_ids:
             choice["token_ids"] = answer.token_ids

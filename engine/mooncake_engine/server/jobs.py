@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mooncake_engine.messages import EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.server.handover import Handover
 from mooncake_engine.server.prompts import Prompt
+from mooncake_engine.text.answers import Answer, best_answers
 from mooncake_engine.text.tool_calls import PARSERS, ToolCallParser
 
 
@@ -28,7 +31,8 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One client request. Answer ``i`` continues prompt ``i // n`` and is ``requests[i]``.
+    """One client request. Answer ``i`` continues prompt ``i // answers_per_prompt`` and is
+    ``requests[i]``.
 
     Args:
         request_id: the client's.
@@ -36,6 +40,7 @@ class Job:
         model: as served.
         prompts: what the answers continue.
         requests: one per answer.
+        sampling: of all of them, as the client asked for it.
         handover: what comes from or goes to another instance.
         is_streamed, includes_usage: the form of the answer.
         returns_token_ids: token ids go with the text.
@@ -51,6 +56,7 @@ class Job:
     model: str
     prompts: tuple[Prompt, ...]
     requests: tuple[EngineRequest, ...]
+    sampling: SamplingParams
     handover: Handover = field(default_factory=Handover)
     is_streamed: bool = False
     includes_usage: bool = False
@@ -63,8 +69,18 @@ class Job:
 
     @property
     def answers_per_prompt(self) -> int:
-        """``n``."""
+        """``n``, or ``best_of`` while they are generated."""
         return len(self.requests) // len(self.prompts)
+
+    def best(self, answers: Sequence[Answer]) -> tuple[Job, list[Answer]]:
+        """The answers that the client is shown, and the job as if no others had been generated."""
+        if not self.sampling.is_ranked:
+            return self, list(answers)
+        size, shown = self.answers_per_prompt, range(self.sampling.n)
+        starts = range(0, len(answers), size)
+        best = [best_answers(answers[start : start + size], self.sampling) for start in starts]
+        requests = [self.requests[start + index] for start in starts for index in shown]
+        return replace(self, requests=tuple(requests)), [a for group in best for a in group]
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of answer ``index``."""
@@ -78,9 +94,10 @@ class Job:
         """Finds the tool calls in one answer."""
         return PARSERS[self.tool_format]() if self.tool_format else None
 
-    def wants_logprobs(self, index: int) -> bool:
-        """Whether answer ``index`` shows log probabilities."""
-        return self.requests[index].sampling.logprobs is not None
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether answers show log probabilities."""
+        return self.sampling.logprobs is not None
 
 
 def usage(job: Job, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,15 +97,17 @@ class Planner:
         is_streamed = bool(request.stream)
         if request.stream_options is not None and not is_streamed:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        num_answers = len(prompts) * sampling.n
+        num_candidates = sampling.num_candidates
+        num_answers = len(prompts) * num_candidates
         handover = read_handover(request.kv_transfer_params, num_answers, stream=is_streamed)
         check_same_tokenizer(handover, self.tokenizer.fingerprint)
         timeout_s = envelope.timeout_s(request.timeout)
         names = choice_ids(request_id, num_answers)
+        group = secrets.token_hex(8)  # ids are the clients', and may not be unique
         per_answer = [
             answer_sampling(sampling, index, len(prompt.token_ids), self.facts)
             for prompt in prompts
-            for index in range(sampling.n)
+            for index in range(num_candidates)
         ]
         return Job(
             request_id=request_id,
@@ -114,14 +117,16 @@ class Planner:
             requests=tuple(
                 EngineRequest(
                     request_id=names[i],
-                    prompt_token_ids=prompts[i // sampling.n].token_ids,
+                    prompt_token_ids=prompts[i // num_candidates].token_ids,
                     sampling=per_answer[i],
                     kv_transfer_params=handover.params(i),
                     priority=request.priority or 0,
                     timeout_s=timeout_s,
+                    group=f"{group}-{i // num_candidates}" if num_candidates > 1 else None,
                 )
                 for i in range(num_answers)
             ),
+            sampling=sampling,
             handover=handover,
             is_streamed=is_streamed,
             includes_usage=bool(request.stream_options and request.stream_options.include_usage),

@@ -96,6 +96,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
     suffix: None = None
 
 

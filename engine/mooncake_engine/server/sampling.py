@@ -34,19 +34,31 @@ def completion_sampling(request: CompletionRequest, facts: EngineFacts) -> Sampl
     Raises:
         InvalidRequest: a value out of range, or a combination that is not served.
     """
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise InvalidRequest(
-            f"best_of is {request.best_of} and n is {request.n or 1}; they must be equal, "
-            "because answers are not ranked here",
-            param="best_of",
-        )
+    _check_ranking(request)
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
     if is_prompt_only(request):
         max_tokens = 1  # and nobody sees it
     sampling = _sampling(request, facts, max_tokens=max_tokens, logprobs=request.logprobs)
+    if request.best_of is not None:
+        sampling = replace(sampling, best_of=request.best_of)
     if not request.echo or request.logprobs is None:
         return sampling
     return replace(sampling, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0))
+
+
+def _check_ranking(request: CompletionRequest) -> None:
+    if request.use_beam_search:
+        raise InvalidRequest(
+            "beam search is not served here: best_of returns the most probable of several sampled "
+            "answers, temperature 0 the greedy one",
+            param="use_beam_search",
+        )
+    if request.stream and (request.best_of or 1) > (request.n or 1):
+        raise InvalidRequest(
+            f"best_of {request.best_of} of n {request.n or 1} can't be streamed: which answers are "
+            "best is known at the end; leave stream or best_of out",
+            param="best_of",
+        )
 
 
 def is_prompt_only(request: CompletionRequest) -> bool:

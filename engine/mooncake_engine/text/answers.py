@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake_engine.messages import FinishReason, KVTransferParams, TokenLogprobs
+from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.text.generation import TextUpdate
 from mooncake_engine.text.tool_calls import CallDelta
 
@@ -26,6 +28,11 @@ class Answer:
     ends_with_calls: bool = False
 
     @property
+    def cumulative_logprob(self) -> float:
+        """Of all its tokens together."""
+        return sum(entry.logprob for entry in self.logprobs)
+
+    @property
     def text(self) -> str:
         """All of it."""
         return "".join(self.texts)
@@ -43,3 +50,16 @@ class Answer:
         self.prompt_logprobs.extend(update.prompt_logprobs)
         self.calls.extend(update.calls)
         self.ends_with_calls = update.ends_with_calls
+
+
+def best_answers(candidates: Sequence[Answer], sampling: SamplingParams) -> list[Answer]:
+    """The ``n`` most probable of a prompt's answers, the best first; all, as they are, where no
+    more were generated. Log probabilities that only served the ranking are dropped."""
+    if not sampling.is_ranked:
+        return list(candidates)
+    ranked = sorted(candidates, key=lambda answer: answer.cumulative_logprob, reverse=True)
+    best = ranked[: sampling.n]
+    if sampling.logprobs is None:
+        for answer in best:
+            answer.logprobs = []
+    return best

@@ -48,6 +48,9 @@ class Engine(Protocol):
         """End a live request, or release the KV that a finished prefill holds for a peer.
         Unknown ids are normal."""
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the KV of finished prompts; False if it is refused because some is in use."""
+
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
 

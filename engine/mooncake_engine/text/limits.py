@@ -33,11 +33,21 @@ def check_prompt(token_ids: Sequence[int], facts: EngineFacts, *, param: str) ->
 def answer_sampling(
     sampling: SamplingParams, index: int, num_prompt_tokens: int, facts: EngineFacts
 ) -> SamplingParams:
-    """For answer ``index`` of ``n``: its own seed, and a limit that ends with the context."""
+    """For one of a prompt's answers: its own seed, a limit that ends with the context, and the log
+    probabilities that it is ranked by."""
     room = facts.max_model_len - num_prompt_tokens
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     seed = sampling.seed
     if seed is not None and index > 0:
         seed = (seed + index) % _SEED_SPACE
     min_tokens = min(sampling.min_tokens, limit)
-    return replace(sampling, n=1, seed=seed, max_tokens=limit, min_tokens=min_tokens)
+    logprobs = 0 if sampling.logprobs is None and sampling.is_ranked else sampling.logprobs
+    return replace(
+        sampling,
+        n=1,
+        best_of=None,
+        seed=seed,
+        max_tokens=limit,
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+    )

@@ -206,3 +206,29 @@ def test_request_ids_are_sane(engine: FakeEngine, client: AsgiClient) -> None:
     answer = client.post(PATH, prompt="tea")
     assert len(answer.headers["x-request-id"]) == 32
     assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_most_probable_of_several_answers_are_shown(
+    client: AsgiClient, engine: FakeEngine, logprobs: int | None
+) -> None:
+    body = {"prompt": ["x", "y"], "n": 2, "best_of": 3, "logprobs": logprobs}
+    # equally probable per token, so that short answers are the most probable
+    engine.script = lambda request: [
+        *(b"three", b"one", b"four")[int(request.request_id.rpartition("-")[2]) % 3],
+        EOS,
+    ]
+    answer = client.post(PATH, **body).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["one", "four"] * 2
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    shown = [choice["logprobs"] is not None for choice in answer["choices"]]
+    assert shown == [logprobs is not None] * 4
+    assert answer["usage"]["completion_tokens"] == 2 * (6 + 4 + 5)
+    groups = [request.group for request in engine.seen]
+    assert len(set(groups)) == 2
+    assert groups[0] is not None
+
+
+def test_a_single_answer_is_in_no_group(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post(PATH, prompt="x")
+    assert engine.seen[0].group is None

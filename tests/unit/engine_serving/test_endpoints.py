@@ -56,6 +56,17 @@ def test_refusals(client: AsgiClient, path: str, body: dict[str, object], words:
     assert words in response.json()["error"]["message"]
 
 
+def test_the_prefix_cache_is_reset_unless_it_is_in_use(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
+    assert client.post("/reset_prefix_cache").status_code == 200
+    engine.is_busy = True
+    response = client.post("/reset_prefix_cache")
+    assert response.status_code == 409
+    assert "while requests use the KV cache" in response.json()["error"]["message"]
+    assert engine.num_resets == 2
+
+
 def test_abort_releases_what_a_peer_left(client: AsgiClient, engine: FakeEngine) -> None:
     assert client.post("/abort", request_id="req-9-a1b2").status_code == 200
     assert engine.aborted == ["req-9-a1b2"]

@@ -65,6 +65,26 @@ def test_several_answers(llm: LLM, executor: ScriptedExecutor) -> None:
     assert llm.generate(prompt)[0].num_cached_tokens == 48
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_the_most_probable_answers_of_several(
+    llm: LLM, executor: ScriptedExecutor, logprobs: int | None
+) -> None:
+    executor.script = saying("three", "one", "four")  # equal per token: short ones are probable
+    output = llm.generate("count", SamplingParams(n=2, best_of=3, seed=5, logprobs=logprobs))[0]
+    assert [answer.text for answer in output.outputs] == ["one", "four"]
+    assert [answer.index for answer in output.outputs] == [0, 1]
+    assert [bool(answer.logprobs) for answer in output.outputs] == [logprobs is not None] * 2
+    assert len(executor.seen) == 3
+
+
+def test_the_prefix_cache_can_be_reset(llm: LLM) -> None:
+    prompt = "count" * 10
+    llm.generate(prompt)
+    assert llm.generate(prompt)[0].num_cached_tokens == 48
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt)[0].num_cached_tokens == 0
+
+
 def test_chat_with_one_conversation_or_several(llm: LLM, executor: ScriptedExecutor) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     llm.chat(conversation)
