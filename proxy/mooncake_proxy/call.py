@@ -108,6 +108,8 @@ def forwarded_headers(
 ) -> bytes:
     """Header lines for instances; absent ones are not sent (never `Bearer None`)."""
     lines = b""
+    if headers.keys().isdisjoint(names):
+        return lines
     for name in names:
         if name in headers:
             lines += b"%b: %b\r\n" % (name, headers[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -221,6 +222,9 @@ async def serve(config: ProxyConfig, share: Share | None = None) -> None:
         raise ConfigError(f"can't listen on {config.host}:{config.port}: {exc}") from exc
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls.certificate else "http"
+    # What was loaded so far stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     print(f"mooncake-proxy listens on {scheme}://{host}:{app.port}", flush=True)
     try:
         while not stop.is_set():

@@ -110,16 +110,6 @@ class Instance:
         """Prompt tokens of those requests."""
         return self.num_prompt_tokens + self.num_elsewhere[1]
 
-    def occupy(self, prompt_tokens: int) -> None:
-        """A request begins here; `vacate` must follow."""
-        self.num_running += 1
-        self.num_prompt_tokens += prompt_tokens
-
-    def vacate(self, prompt_tokens: int) -> None:
-        """It ended, however."""
-        self.num_running -= 1
-        self.num_prompt_tokens -= prompt_tokens
-
     def request(self, path: str, request_id: str, extra: bytes, body: bytes) -> bytes:
         """A POST of JSON to this instance, ready to be written."""
         head = self._heads.get(path)

@@ -186,7 +186,8 @@ class Router:
         tried: list[Instance] = []
         while True:
             instance = self.choose(role, call, tried)
-            instance.occupy(call.prompt_tokens)
+            instance.num_running += 1
+            instance.num_prompt_tokens += call.prompt_tokens
             try:
                 result = await step(self, call, instance)
             except Recomputed:
@@ -204,7 +205,8 @@ class Router:
                 self.passive.succeeded(instance.name)
                 return result
             finally:
-                instance.vacate(call.prompt_tokens)
+                instance.num_running -= 1
+                instance.num_prompt_tokens -= call.prompt_tokens
                 if instance.is_draining:
                     self.fleet.forget_drained(instance)
 

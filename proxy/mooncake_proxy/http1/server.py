@@ -290,11 +290,13 @@ class ServerProtocol(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The request is whole: it runs when those before it are answered."""
-        exchange, self._incoming = self._incoming, None
+        exchange = self._incoming
         if exchange is None or self._is_refused:
             return
-        parts, self._parts = self._parts, []
+        self._incoming = None
+        parts = self._parts
         exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
         self._waiting.append(exchange)
         if len(self._waiting) >= self._context.limits.max_pipelined and self._transport:
             self._transport.pause_reading()
