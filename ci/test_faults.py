@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 FULL_REQUESTS = 5_000
-FAULT_TESTS = ("transfers", "endings", "kills", "through_proxy")
+FAULT_TESTS = ("transfers", "endings", "aborts", "messages", "kills", "through_proxy")
 CONNECTORS = {"pull": "MooncakeConnector", "push": "MooncakeLayerwiseConnector"}
 
 
