@@ -17,6 +17,7 @@ from mooncake_hal.testing.transports import TransportKit, one_span
 from mooncake_hal.testing.transports_buffers import Buffer
 from mooncake_hal.transport import Endpoint
 from mooncake_hal.transports import handshake
+from mooncake_hal.transports.control import messages
 from mooncake_hal.transports.shm import control
 from mooncake_hal.transports.tcp import wire
 from mooncake_hal.transports.tcp.streams import MAGIC, READ, REPLY, REQUEST, WRITE, Status
@@ -27,6 +28,7 @@ LOADERS = {
     "shm": "mooncake_hal.transports.shm.transport:load",
     "tcp": "mooncake_hal.transports.tcp.transport:load",
     "tcp interpreted": "mooncake_hal.transports.tcp.transport:load_interpreted",
+    "adapter": "support.adapter_engine:load",  # and rdma: they have one kind of control connection
 }
 
 
@@ -76,7 +78,8 @@ def dial(target: Target) -> socket.socket:
         connection = control.new_socket(10)
         connection.connect(f"\0{address.socket}")
         return connection
-    there = handshake.decode_address(target.endpoint.address, wire.Address, "tcp")
+    kind = wire.Address if target.endpoint.transport == "tcp" else messages.ControlAddress
+    there = handshake.decode_address(target.endpoint.address, kind, target.endpoint.transport)
     return socket.create_connection((there.host, there.port), 10)
 
 
@@ -89,9 +92,12 @@ def prove(target: Target, connection: socket.socket) -> None:
         control.send(connection, deployment.answer(challenge, challenge.epoch))
         handshake.decode(control.receive(connection)[0], handshake.Welcome)
         return
-    challenge = wire.receive_message(connection, handshake.Challenge)
-    wire.send_message(connection, deployment.answer(challenge, challenge.epoch))
-    assert not wire.receive_message(connection, handshake.Welcome).refusal
+    receive, send = wire.receive_message, wire.send_message
+    if name != "tcp":
+        receive, send = messages.receive, messages.send_frame
+    challenge = receive(connection, handshake.Challenge)
+    send(connection, deployment.answer(challenge, challenge.epoch))
+    assert not receive(connection, handshake.Welcome).refusal
 
 
 def until_closed(connection: socket.socket) -> bytes:
@@ -248,6 +254,47 @@ def test_shm_messages_that_make_no_sense(attack: Callable[[str], Target]) -> Non
             prove(target, connection)
             control.send(connection, message)
             until_closed(connection)
+    target.check(before)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [
+            messages.Registered(1, 4096, 64, "cpu", b""),
+            messages.Registered(2, 4100, 64, "cpu", b""),
+        ],
+        [messages.Registered(1, 2**64 - 8, 64, "cpu", b"")],
+        [messages.Registered(1, 0, 0, "cpu", b"")],
+        [messages.Revoked(7)],
+        [messages.Call(1, b"describe yourself")],
+        [messages.Answer(12, b"to what nobody asked")],
+        [messages.Ping(2**63)] * 100,
+    ],
+    ids=["overlap", "beyond", "empty", "unknown", "call", "answer", "pings"],
+)
+def test_control_messages_that_make_no_sense(
+    frames: list[messages.AnyMessage], attack: Callable[[str], Target]
+) -> None:
+    target = attack("adapter")
+    before = target.secretly.get()
+    with dial(target) as connection:
+        prove(target, connection)
+        for frame in frames:
+            messages.send_frame(connection, frame)
+        until_closed(connection)
+    target.check(before)
+
+
+def test_a_control_frame_too_long_to_be_one(attack: Callable[[str], Target]) -> None:
+    target = attack("adapter")
+    before = target.secretly.get()
+    with dial(target) as connection:
+        prove(target, connection)
+        connection.sendall(b"\xff" * 4)
+        connection.settimeout(10)
+        while connection.recv(65536):
+            pass  # what it has registered was told first
     target.check(before)
 
 
