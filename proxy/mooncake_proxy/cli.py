@@ -64,6 +64,12 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="decode instances send the first token again (vLLM): forward theirs, not P's",
     )
+    pools.add_argument(
+        "--prefill-bootstrap-port",
+        type=int,
+        metavar="PORT",
+        help="of prefill instances with vLLM's own Mooncake connector: its bootstrap server",
+    )
     pools.add_argument("--pool-file", metavar="FILE", help="YAML or JSON; changes are followed")
     pools.add_argument("--kubernetes", metavar="NAMESPACE/SELECTOR", help="follow labelled pods")
     pools.add_argument("--kubernetes-api", metavar="URL", help="default: that of this cluster")
@@ -189,6 +195,7 @@ def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
             role,
             emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
             recomputes=role is Role.DECODE and args.decode_recomputes,
+            bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
         )
         for role, urls in given
         for url in urls

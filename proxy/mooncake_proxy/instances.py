@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from mooncake_proxy.bootstrap import Bootstrap
 from mooncake_proxy.errors import Conflict, NoInstance, NotFound
 from mooncake_proxy.http1.connection import ClientContext
 from mooncake_proxy.http1.origin import Origin
@@ -46,6 +47,8 @@ class InstanceSpec:
     emits_first_token: bool = False
     # A D that may answer `stop_reason: "recomputed"` (vLLM-Ascend's recompute scheduler).
     recomputes: bool = False
+    # Where a P with vLLM's own Mooncake connector has its bootstrap server.
+    bootstrap_port: int | None = None
     # Who declared it: flags, file, api, kubernetes. Each source only removes its own.
     source: str = "flags"
 
@@ -65,7 +68,9 @@ class Instance:
     """One instance with its connections and its load as this proxy knows it."""
 
     __slots__ = (
+        "_context",
         "_heads",
+        "bootstrap",
         "error",
         "is_draining",
         "is_up",
@@ -79,7 +84,9 @@ class Instance:
     )
 
     def __init__(self, spec: InstanceSpec, context: ClientContext) -> None:
-        self.spec = spec
+        self._context = context
+        self.bootstrap: Bootstrap | None = None
+        self.become(spec)
         self.name = spec.name
         self.pool = Pool(spec.origin, context)
         self.is_up = True
@@ -92,6 +99,15 @@ class Instance:
         self.num_elsewhere = (0, 0)
         self.warned: set[str] = set()
         self._heads: dict[str, bytes] = {}
+
+    def become(self, spec: InstanceSpec) -> None:
+        """Take over new facts about it."""
+        self.spec = spec
+        if self.bootstrap is not None:
+            self.bootstrap.close()
+            self.bootstrap = None
+        if spec.bootstrap_port is not None and spec.role is Role.PREFILL:
+            self.bootstrap = Bootstrap(spec.origin, spec.bootstrap_port, self._context)
 
     @property
     def state(self) -> State:
@@ -195,7 +211,7 @@ class Fleet:
         if known is not None:
             if known.spec.role is not spec.role:
                 self.switch_role(spec.name, spec.role)
-            known.spec = spec
+            known.become(spec)
             return self.resume(spec.name)
         instance = self._instances[spec.name] = Instance(spec, self._context)
         logger.info("instance added: %s (%s)", spec.name, spec.role.value)
@@ -238,7 +254,7 @@ class Fleet:
                 f"{name} runs {instance.total_running} requests and only an idle instance can "
                 "switch its role: drain it first"
             )
-        instance.spec = replace(instance.spec, role=role)
+        instance.become(replace(instance.spec, role=role))
         instance.warned.clear()
         self._refresh()
         logger.info("instance %s is now %s", name, role.value)

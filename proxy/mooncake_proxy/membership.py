@@ -36,6 +36,7 @@ class Change(Struct, forbid_unknown_fields=True):
     role: Role | None = None
     emits_first_token: bool = False
     recomputes: bool = False
+    bootstrap_port: int | None = None
     remove: bool = False
     source: str = "api"
 
@@ -46,6 +47,7 @@ class Entry(Struct, forbid_unknown_fields=True):
     url: str
     emits_first_token: bool = False
     recomputes: bool = False
+    bootstrap_port: int | None = None
 
 
 class PoolFile(Struct, forbid_unknown_fields=True):
@@ -90,6 +92,7 @@ def spec_of(change: Change) -> InstanceSpec:
         change.role,
         change.emits_first_token,
         change.recomputes,
+        change.bootstrap_port,
         change.source,
     )
 
@@ -119,7 +122,12 @@ def specs_of(document: PoolFile, source: str) -> list[InstanceSpec]:
             entry = Entry(item) if isinstance(item, str) else msgspec.convert(item, Entry)
             specs.append(
                 InstanceSpec(
-                    Origin.parse(entry.url), role, entry.emits_first_token, entry.recomputes, source
+                    Origin.parse(entry.url),
+                    role,
+                    entry.emits_first_token,
+                    entry.recomputes,
+                    entry.bootstrap_port,
+                    source,
                 )
             )
     return specs

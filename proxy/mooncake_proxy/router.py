@@ -135,6 +135,8 @@ class Router:
             self.passive.succeeded(instance.name)
         else:
             self.prefixes.forget(instance.name)
+            if instance.bootstrap is not None:
+                instance.bootstrap.forget()
 
     # ------------------------------------------------ choice
 

@@ -195,6 +195,9 @@ class FakeInstance:
             self.changed.set()
             _respond(writer, 200, {})
             return
+        if seen.path == "/query":  # a bootstrap server of vLLM's Mooncake connector
+            _respond(writer, 200, {"0": {"engine_id": f"engine-{self.name}", "worker_addr": {}}})
+            return
         if seen.path == "/v1/models":
             _respond(writer, 200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
             return

@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Raw
 
 from mooncake_proxy import openai
-from mooncake_proxy.call import Call, decode_body, prefill_body
+from mooncake_proxy.bootstrap import Bootstrap, for_prefill
+from mooncake_proxy.call import ASK_TO_HOLD, Call, decode_body, new_request_id, prefill_body
 from mooncake_proxy.errors import MalformedAnswer, Rejected, UpstreamError
 from mooncake_proxy.flows.plain import generate, plain
 from mooncake_proxy.flows.recompute import in_passes
@@ -162,23 +163,50 @@ async def fall_back(router: Router, call: Call, reason: str) -> None:
 
 async def _prefill(router: Router, call: Call, instance: Instance) -> Prefilled:
     """One attempt: P's answer, read and understood."""
+    if instance.bootstrap is not None:
+        return await _prefill_named(router, call, instance, instance.bootstrap)
+    body = await _ask_prefill(router, call, instance, ASK_TO_HOLD)
+    prefilled = understand(instance, body)
+    metrics = router.metrics
+    metrics.prompt_tokens.values[()] += prefilled.facts.num_prompt_tokens or 0
+    metrics.cached_tokens.values[()] += prefilled.facts.remote_cached_tokens or 0
+    if call.record is not None:
+        call.record.note_prefill(prefilled.answer)
+    return prefilled
+
+
+async def _prefill_named(
+    router: Router, call: Call, instance: Instance, bootstrap: Bootstrap
+) -> Prefilled:
+    """The same where P says nothing of its KV: the transfer's name is ours."""
+    transfer_id = new_request_id()
+    try:
+        engine_id = await bootstrap.engine_id()
+        body = await _ask_prefill(router, call, instance, for_prefill(transfer_id))
+    except UpstreamError:
+        bootstrap.forget()
+        raise
+    answer = decode_answer(instance, body)
+    if is_stopped(answer):
+        return Prefilled(instance, body, answer, None, HandOver(), is_final=True)
+    params = bootstrap.for_decode(engine_id, transfer_id)
+    facts = HandOver(do_remote_prefill=True)
+    return Prefilled(instance, body, answer, params, facts, is_final=False)
+
+
+async def _ask_prefill(router: Router, call: Call, instance: Instance, params: Raw) -> bytes:
+    """P's whole answer."""
     call.prefiller = instance.name
     started = router.now()
-    body = prefill_body(call)
+    body = prefill_body(call, params)
     payload = instance.request(call.endpoint.path, call.attempt_id, call.forward, body)
     abandon = partial(_hang_up, router, instance)
     with await instance.pool.exchange(
         payload, call.deadline, whole=True, abandon=abandon
     ) as answer:
         body = answer.body
-    metrics = router.metrics
-    metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
-    prefilled = understand(instance, body)
-    metrics.prompt_tokens.values[()] += prefilled.facts.num_prompt_tokens or 0
-    metrics.cached_tokens.values[()] += prefilled.facts.remote_cached_tokens or 0
-    if call.record is not None:
-        call.record.note_prefill(prefilled.answer)
-    return prefilled
+    router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
+    return body
 
 
 def _hang_up(router: Router, instance: Instance, connection: Connection) -> None:
@@ -207,6 +235,11 @@ def decode_answer(instance: Instance, body: bytes) -> Answer:
         raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc
 
 
+def is_stopped(answer: Answer) -> bool:
+    """Whether every choice ended with its first token."""
+    return all(choice.finish_reason != "length" for choice in answer.choices)
+
+
 def understand(instance: Instance, body: bytes) -> Prefilled:
     """What P's answer means. A P without a PD connector answers "length" and no parameters."""
     answer = decode_answer(instance, body)
@@ -214,16 +247,16 @@ def understand(instance: Instance, body: bytes) -> Prefilled:
         facts = openai.hand_over_decoder.decode(answer.kv_transfer_params)
     except msgspec.DecodeError as exc:
         raise MalformedAnswer(instance.name, f"kv_transfer_params: {exc}") from exc
-    is_stopped = all(choice.finish_reason != "length" for choice in answer.choices)
+    has_ended = is_stopped(answer)
     if facts is None:
-        if not is_stopped:
+        if not has_ended:
             instance.warn_once(
                 "no_params",
                 "answered a prefill without kv_transfer_params: is its KV connector on? "
                 "D prefills these requests itself",
             )
-        return Prefilled(instance, body, answer, None, HandOver(), is_final=is_stopped)
-    is_final = is_stopped or not facts.do_remote_prefill
+        return Prefilled(instance, body, answer, None, HandOver(), is_final=has_ended)
+    is_final = has_ended or not facts.do_remote_prefill
     return Prefilled(instance, body, answer, answer.kv_transfer_params, facts, is_final)
 
 

@@ -15,10 +15,11 @@ from mooncake_proxy.timing import timeout
 class Pool:
     """Connections to one instance. The latest used is taken first, so that spare ones time out."""
 
-    def __init__(self, origin: Origin, context: ClientContext) -> None:
+    def __init__(self, origin: Origin, context: ClientContext, name: str | None = None) -> None:
         self.origin = origin
         self.context = context
-        self.name = str(origin)
+        # What errors are said to be of.
+        self.name = name or str(origin)
         self._idle: list[Connection] = []
         # 0 once the pool is closed.
         self._max_idle = context.limits.max_idle
