@@ -1,4 +1,4 @@
-"""``mooncake-engine``: serve a model, generate once, or start a whole deployment."""
+"""``mooncake-engine``: serve a model, generate once, start a deployment, or replay a trace."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mooncake_engine.config import (
     Role,
 )
 from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.replay import command as replay_command
 from mooncake_engine.server.options import ServerOptions
 from mooncake_hal.errors import HalError
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = EngineConfig(model=Path())
 _KV_DEFAULTS = KVTransferConfig()
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 _SERVER_DEFAULTS = ServerOptions()
 _GIB = 1 << 30
 
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of all three commands."""
+    """The command line of all commands."""
     parser = argparse.ArgumentParser(prog="mooncake-engine", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -85,6 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_server_options(up)
     _add_connector_options(up)
     up.set_defaults(run=_up)
+
+    bench = commands.add_parser("bench", help="replay a trace against an OpenAI endpoint")
+    replay_command.add_options(bench)
+    bench.add_argument("--log-level", default="warning", choices=_LOG_LEVELS)
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -126,7 +133,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
     add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
     add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    add("--log-level", default="info", choices=_LOG_LEVELS)
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -314,6 +321,11 @@ def _up(args: argparse.Namespace) -> int:
             prompt=args.prompt,
         )
     )
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    print(replay_command.bench(args).table())
     return 0
 
 
