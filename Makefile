@@ -5,7 +5,7 @@ PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check bench install test-rdma test-adapters test-grid \
     test-faults test-proxy test-proxy-vllm bench-transfer bench-connectors bench-proxy check-deploy \
-    test-cuda test-ascend wheels
+    test-cuda test-cuda-compile bench-cuda test-ascend wheels
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -71,9 +71,15 @@ check-deploy:  ## every deployment file by its own validator
 	@ci/install dev
 	@ci/check-deploy $(ARGS)
 
-test-cuda:  ## needs an NVIDIA GPU; says so if there is none
+test-cuda-compile:  ## the CUDA kernels without a GPU: compiled for sm_80/90/100, interpreted, emulated
 	@ci/install dev
+	@ci/test-cuda-compile $(ARGS)
+
+test-cuda:  ## needs an NVIDIA GPU; says so if there is none
 	@ci/test-cuda $(ARGS)
+
+bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and its matrix products
+	@ci/bench-cuda $(ARGS)
 
 test-ascend:  ## needs an Ascend NPU; says so if there is none
 	@ci/install dev

@@ -1,6 +1,7 @@
 """One rank of the communicator suite: ``python -m mooncake_hal.testing.backends_rank``.
 
-Arguments: backend, scenario, rank, world size, rendezvous. Exits 0 if all it saw was right.
+Arguments: backend, scenario, rank, world size, rendezvous. Exits 0 if all it saw was right, and
+SKIPPED, saying why, if this machine can't form the group.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Callable
 import torch
 
 from mooncake_hal.backend import Communicator, GroupSpec
-from mooncake_hal.errors import DeviceError
+from mooncake_hal.errors import CapabilityError, DeviceError
 from mooncake_hal.registry import Registry
 
 Join = Callable[[], Communicator]
+SKIPPED = 77
+"""Exit status, such as for want of a device for each rank."""
 
 
 def collectives(join: Join) -> None:
@@ -83,12 +86,18 @@ SCENARIOS = {"collectives": collectives, "lost_rank": lost_rank}
 
 
 def main(backend_name: str, scenario: str, rank: str, world_size: str, init_method: str) -> None:
-    """Run one scenario as one rank."""
+    """Run one scenario as one rank, on a device of its own where there are enough."""
     torch.set_num_threads(1)
     backend = Registry.discover().select_backend(backend_name)
-    backend.runtime.bind_thread(0)
+    index = int(rank) % len(backend.runtime.devices())
+    backend.runtime.bind_thread(index)
+    torch.set_default_device(backend.runtime.device(index))
     group = GroupSpec(int(rank), int(world_size), init_method, timeout_s=20)
-    SCENARIOS[scenario](lambda: backend.communicator(group))
+    try:
+        SCENARIOS[scenario](lambda: backend.communicator(group))
+    except CapabilityError as exc:
+        print(exc)  # noqa: T201  the suite reads it
+        sys.exit(SKIPPED)
 
 
 if __name__ == "__main__":

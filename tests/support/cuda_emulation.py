@@ -5,7 +5,6 @@ interpretation. What torch.cuda does (streams, events, graphs) is not there.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,7 +17,7 @@ from support.triton_interpreter import repair
 
 from mooncake_hal.backend import DeviceInfo
 from mooncake_hal.native import compile_c
-from mooncake_hal.transport import MemoryRegion
+from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion
 from mooncake_hal_cpu.backend import CpuBackend
 from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.ipc.copier import Addresses, Copier
@@ -30,7 +29,7 @@ from mooncake_hal_cuda.tuning import Tuning
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = DeviceInfo(0, "emulated", "sm_90", 4 << 30)
 INTERPRETED_PIECES = 256
-_interpreting = threading.Lock()
+INTERPRETED_BYTES = 1 << 20
 
 
 def emulated_backend(processors: int = 132) -> CpuBackend:
@@ -61,27 +60,31 @@ def host_view(address: int, nbytes: int, index: int) -> torch.Tensor:
 
 
 class InterpretedCopier(Copier):
-    """Its kernel is interpreted: by one thread at a time, and not for thousands of pieces."""
+    """Its kernel is interpreted, for what does not take for ever."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, index: int) -> None:
         super().__init__(driver, torch.device("cpu"), index)
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        for begin in range(INTERPRETED_PIECES, len(nbytes)):
-            pieces = (array[begin].item() for array in (targets, sources, nbytes))
-            self._driver.copy(*pieces, self._stream)
-        whole = slice(INTERPRETED_PIECES)
-        super().copy(targets[whole], sources[whole], nbytes[whole])
+    def launch(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        if len(nbytes) <= INTERPRETED_PIECES and nbytes.sum() <= INTERPRETED_BYTES:
+            super().launch(targets, sources, nbytes)
+            return
+        pieces = zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True)
+        for target, source, size in pieces:
+            self._driver.copy(target, source, size, self._stream)
 
-    def _launch(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        with _interpreting:
-            super()._launch(targets, sources, nbytes)
+
+class EmulatedIpc(IpcTransport):
+    """``cuda_ipc`` of the emulated device, whose tensors torch takes for the CPU's."""
+
+    def open(self, options: EndpointOptions) -> Endpoint:
+        return super().open(replace(options, device="cuda:0"))
 
 
 def load_ipc() -> IpcTransport:
-    """The ``cuda_ipc`` transport of the emulated device."""
+    """See ``EmulatedIpc``."""
     repair()
-    return IpcTransport(emulated_driver(), InterpretedCopier)
+    return EmulatedIpc(emulated_driver(), InterpretedCopier)
 
 
 class DeviceBuffer:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal_cuda.ipc.copier import launch_copy
 from mooncake_hal_cuda.ops import CudaOps
+from mooncake_hal_cuda.sampling import Drawing, draw
 
 BLOCKS = 1024
 
@@ -52,29 +55,33 @@ class Shapes:
         dtype: of everything that floats.
         device: of everything.
         block_size: of the caches.
+        make: a tensor of a shape; on a device that computes, one that may be used as an index.
     """
 
     ops: CudaOps
     dtype: torch.dtype
     device: str = "meta"
     block_size: int = 16
+    make: Callable[..., Tensor] = torch.empty
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty tensor."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        """A tensor."""
+        return self.make(shape, dtype=dtype or self.dtype, device=self.device)
 
     def batch(self, new_tokens: int, width: int, sequences: int = 4) -> AttentionBatch:
         """Sequences of the same length, block tables of ``width``."""
         decodes = sequences if new_tokens == 1 else 0
+        of_device = {"dtype": torch.int32, "device": self.device}
+        context = width * self.block_size
         return AttentionBatch(
             decodes,
-            self.new(sequences + 1, dtype=torch.int32),
-            self.new(sequences, dtype=torch.int32),
+            torch.arange(0, (sequences + 1) * new_tokens, new_tokens, **of_device),
+            torch.full((sequences,), context, **of_device),
             self.new(sequences, width, dtype=torch.int32),
             self.new(sequences * new_tokens, dtype=torch.int64),
             self.block_size,
             (new_tokens,) * sequences,
-            (width * self.block_size,) * sequences,
+            (context,) * sequences,
         )
 
     def rows(self, heads: Heads) -> None:
@@ -134,14 +141,16 @@ class Shapes:
         dense = self.new(BLOCKS, heads, layers_and_planes, self.block_size, dim)
         return dense[:, :, 1].transpose(1, 2)
 
-    def everything(self) -> list[tuple[str, Callable[[], None]]]:
-        """Every call, with a name."""
-        calls: list[tuple[str, Callable[[], None]]] = []
-        for name, heads in GROUPED.items():
-            for part in (self.rows, self.blocks, self.grouped):
-                calls.append((f"{part.__name__} of {name}", lambda p=part, h=heads: p(h)))
-        for name, count in LATENT_HEADS.items():
-            calls.append((f"latents of {name}", lambda c=count: self.latent(c)))
-        for name, layer in EXPERTS.items():
-            calls.append((f"experts of {name}", lambda e=layer: self.experts(e)))
-        return calls
+
+def draw_rows(rows: int = 4, vocab_size: int = 128_256) -> None:
+    """Launch the drawing of tokens, on tensors of no device."""
+    floats = torch.empty(rows, device="meta")
+    filters = Drawing(floats, floats.int(), floats, floats, floats.double())
+    draw(torch.empty(rows, vocab_size, device="meta"), filters)
+
+
+def copy_pieces(*, aligned: bool) -> None:
+    """Launch the copy of pieces as ``cuda_ipc`` does, on tensors of no device."""
+    at = np.full(3, 4096, np.uint64)
+    nbytes = np.full(3, 256 if aligned else 255, np.uint64)
+    launch_copy(torch.device("meta"), at, at, nbytes)

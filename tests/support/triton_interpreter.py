@@ -7,6 +7,7 @@ process that runs with TRITON_INTERPRET=1, before any kernel runs.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ _BINARY = (
 
 
 def repair() -> None:
-    """Make products and arithmetic of bfloat16 right; once per process."""
+    """Make bfloat16 right, and launches from several threads safe; once per process."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("run with TRITON_INTERPRET=1, or kernels are compiled for a device")
     builder = interpreter.InterpreterBuilder
@@ -36,9 +37,21 @@ def repair() -> None:
         builder.get_bf16 = lambda self, value: self.create_fp_trunc(
             self.get_fp32(value), tl.bfloat16
         )
+    interpreter.GridExecutor.__call__ = _one_at_a_time(interpreter.GridExecutor.__call__)
     builder.create_dot = _dot_of_values(builder.create_dot)
     for name in _BINARY:
         setattr(builder, name, _rounded(getattr(builder, name)))
+
+
+def _one_at_a_time(launch: Callable[..., None]) -> Callable[..., None]:
+    """The interpreter keeps its place in the grid in a global."""
+    lock = threading.Lock()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        with lock:
+            launch(self, *args, **kwargs)
+
+    return call
 
 
 def _is_bfloat16(handle: Any) -> bool:

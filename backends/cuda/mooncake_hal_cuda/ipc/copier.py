@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -11,8 +10,6 @@ from numpy.typing import NDArray
 
 from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.kernels.copy_spans import copy_spans
-
-logger = logging.getLogger(__name__)
 
 Addresses = NDArray[np.uint64]
 
@@ -48,7 +45,11 @@ class Copier:
                 self._driver.copy(target, source, size, self._stream)
             return
         with self._on_stream():
-            self._launch(targets, sources, nbytes)
+            self.launch(targets, sources, nbytes)
+
+    def launch(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """Enqueue the kernel that copies many small pieces."""
+        launch_copy(self._device, targets, sources, nbytes)
 
     def drain(self) -> None:
         """Block until everything that was enqueued has been copied."""
@@ -58,32 +59,37 @@ class Copier:
         """Give the stream back."""
         self._driver.destroy_stream(self._stream)
 
-    def _launch(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        every = np.bitwise_or.reduce(targets | sources | nbytes)
-        word = 8 if every % _ALIGNMENT == 0 else 1
-        chunk = _CHUNK_BYTES // word
-        sizes = nbytes.astype(np.int64) // word
-        chunks = -(-sizes // chunk)
-        owners = np.repeat(np.arange(len(sizes), dtype=np.int32), chunks)
-        copy_spans[(min(_PROGRAMS, len(owners)),)](
-            self._uploaded(sources.view(np.int64)),
-            self._uploaded(targets.view(np.int64)),
-            self._uploaded(sizes),
-            self._uploaded(np.cumsum(chunks) - chunks),
-            self._uploaded(owners),
-            len(owners),
-            WORD=word,
-            CHUNK=chunk,
-            WIDTH=_WIDTH,
-            num_warps=8,
-        )
-
-    def _uploaded(self, values: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
-
     def _on_stream(self) -> AbstractContextManager[object]:
         if self._device.type != "cuda":
             return nullcontext()
         raw = self._stream.value or 0
         stream = torch.cuda.ExternalStream(raw, self._device)  # type: ignore[no-untyped-call]  # torch
         return torch.cuda.stream(stream)
+
+
+def launch_copy(
+    device: torch.device, targets: Addresses, sources: Addresses, nbytes: Addresses
+) -> None:
+    """Launch one kernel for all pieces, on the current stream."""
+
+    def uploaded(values: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    every = int(np.bitwise_or.reduce(targets | sources | nbytes))
+    word = 8 if every % _ALIGNMENT == 0 else 1
+    chunk = _CHUNK_BYTES // word
+    sizes = nbytes.astype(np.int64) // word
+    chunks = -(-sizes // chunk)
+    owners = np.repeat(np.arange(len(sizes), dtype=np.int32), chunks)
+    copy_spans[(min(_PROGRAMS, len(owners)),)](
+        uploaded(sources.view(np.int64)),
+        uploaded(targets.view(np.int64)),
+        uploaded(sizes),
+        uploaded(np.cumsum(chunks) - chunks),
+        uploaded(owners),
+        len(owners),
+        WORD=word,
+        CHUNK=chunk,
+        WIDTH=_WIDTH,
+        num_warps=8,
+    )

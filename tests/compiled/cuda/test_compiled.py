@@ -1,0 +1,102 @@
+"""Every kernel of the CUDA backend, at the specialisations of its call sites, as a cubin.
+
+Shapes are those of real models, tensors are ``meta``: there is a compiler, and no device. All of
+it is ``make test-cuda-compile``; ``make test`` runs a part.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.cuda_compiler import CompiledKernel, compiling
+from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, copy_pieces, draw_rows
+
+from mooncake_hal_cuda.ops import CudaOps
+from mooncake_hal_cuda.tuning import SHARED_BYTES, Tuning
+
+GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+"""Processors of A100, H100 and B200."""
+
+SPILLED_BYTES = {"bfloat16": 0, "float16": 0, "float32": 64}
+"""Allowed per thread: in exact float32, which nobody serves in, ptxas trades some for occupancy."""
+
+
+@pytest.fixture(params=GENERATIONS)
+def generation(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=SPILLED_BYTES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=[16, 128], ids=lambda size: f"blocks{size}")
+def shapes(generation: str, dtype: str, request: pytest.FixtureRequest) -> Shapes:
+    ops = CudaOps(Tuning(generation, GENERATIONS[generation]))
+    return Shapes(ops, getattr(torch, dtype), block_size=request.param)
+
+
+def check(generation: str, dtype: str, kernels: list[CompiledKernel], wanted: set[str]) -> None:
+    """The kernels that were wanted were compiled, and each fits the device."""
+    assert {kernel.name for kernel in kernels} == wanted
+    for kernel in kernels:
+        assert kernel.cubin_bytes > 0
+        assert kernel.shared_bytes <= SHARED_BYTES[generation], kernel
+        assert kernel.spilled_bytes <= SPILLED_BYTES[dtype], kernel
+
+
+@pytest.mark.parametrize("model", GROUPED)
+def test_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
+    with compiling(generation) as kernels:
+        shapes.rows(GROUPED[model])
+    check(generation, dtype, kernels, {"rms_norm", "silu_mul", "rope"})
+
+
+@pytest.mark.parametrize("model", GROUPED)
+def test_blocks(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
+    with compiling(generation) as kernels:
+        shapes.blocks(GROUPED[model])
+    check(generation, dtype, kernels, {"write_kv", "move_blocks"})
+
+
+@pytest.mark.parametrize("model", GROUPED)
+def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
+    with compiling(generation) as kernels:
+        shapes.grouped(GROUPED[model])
+    check(generation, dtype, kernels, {"paged_attention", "merge_splits"})
+
+
+@pytest.mark.parametrize("model", LATENT_HEADS)
+def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
+    with compiling(generation) as kernels:
+        shapes.latent(LATENT_HEADS[model])
+    check(generation, dtype, kernels, {"latent_attention", "merge_splits", "write_kv"})
+
+
+@pytest.mark.parametrize("model", EXPERTS)
+def test_experts(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
+    with compiling(generation) as kernels:
+        shapes.experts(EXPERTS[model])
+    check(
+        generation,
+        dtype,
+        kernels,
+        {"count_pairs", "group_pairs", "grouped_matmul", "silu_mul", "combine_experts"},
+    )
+
+
+def test_spans(generation: str) -> None:
+    """What cuda_ipc launches, for aligned pieces and for odd ones."""
+    with compiling(generation) as kernels:
+        copy_pieces(aligned=True)
+        copy_pieces(aligned=False)
+    check(generation, "bfloat16", kernels, {"copy_spans"})
+    assert len(kernels) == 2
+
+
+def test_drawing(generation: str) -> None:
+    """Sampling, over a large vocabulary."""
+    with compiling(generation) as kernels:
+        draw_rows()
+    check(generation, "bfloat16", kernels, {"draw_tokens"})

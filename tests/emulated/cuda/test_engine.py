@@ -1,0 +1,41 @@
+"""The engine on the emulated device: CUDA's kernels, memory and ``cuda_ipc``, CPU's tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.cuda_emulation import emulated_backend, load_ipc
+from support.pd import GREEDY, ask, ask_pair, instance, pair, prompt_of, write_model
+
+from mooncake_hal.specs import Availability
+from mooncake_hal_cuda import plugin
+
+FEW = replace(GREEDY, max_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin finds the emulated device."""
+    monkeypatch.setattr(plugin, "probe", lambda: Availability(True, "emulated"))
+    monkeypatch.setattr(plugin, "load", emulated_backend)
+    monkeypatch.setattr(plugin, "load_ipc", load_ipc)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_prefill_and_decode_apart_say_what_the_cpu_says(tmp_path: Path, family: str) -> None:
+    model = write_model(tmp_path / "model", family)
+
+    async def main() -> None:
+        options = {"backend": "cuda", "transports": ("cuda_ipc",), "transfer_timeout_s": 120.0}
+        async with instance(model) as single, pair(model, lease_s=60.0, **options) as both:
+            for length in (5, 40):
+                expected = await ask(single, prompt_of(length), FEW)
+                found = await ask_pair(both, prompt_of(length), FEW)
+                assert found.tokens == expected.tokens
+            assert both.decode.stat("loads") == 2
+            assert both.decode.stat("load_failures") == 0
+
+    asyncio.run(main())

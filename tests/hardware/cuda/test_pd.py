@@ -1,0 +1,46 @@
+"""Prefill and decode apart on one GPU: two processes, KV over ``cuda_ipc``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.pd import ask, instance, pair, prompt_of, write_model
+from support.pd_processes import serving
+
+pytestmark = pytest.mark.cuda
+LENGTHS = (5, 64, 300)
+ON_GPU = ("--backend", "cuda", "--dtype", "float32", "--transport", "cuda_ipc")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+async def greedy(model: Path, **options: object) -> list[list[int]]:
+    """What one instance says."""
+    async with instance(model, dtype="float32", **options) as single:
+        return [(await ask(single, prompt_of(length))).tokens for length in LENGTHS]
+
+
+def test_the_gpu_says_what_the_cpu_says(model: Path) -> None:
+    """In float32, where both are the reference's to the last bits that matter."""
+    assert asyncio.run(greedy(model, backend="cuda")) == asyncio.run(greedy(model))
+
+
+def test_two_processes_say_what_one_says(model: Path) -> None:
+    async def main() -> None:
+        expected = await greedy(model, backend="cuda")
+        on_gpu = {"backend": "cuda", "dtype": "float32", "transports": ("cuda_ipc",)}
+        with serving(model, "prefill", *ON_GPU) as prefill:
+            async with pair(model, **on_gpu) as both:
+                for length, tokens in zip(LENGTHS, expected, strict=True):
+                    params = await prefill.prefill(prompt_of(length))
+                    found = await ask(both.decode, prompt_of(length), params=params)
+                    assert found.tokens == tokens
+                assert both.decode.stat("loads") == len(LENGTHS)
+                assert both.decode.stat("load_failures") == 0
+
+    asyncio.run(main())

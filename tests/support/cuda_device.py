@@ -1,0 +1,38 @@
+"""Buffers of the transport suite in a GPU's memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mooncake_hal.testing.backends import load_backend
+from mooncake_hal.transport import MemoryRegion
+
+
+class DeviceBuffer:
+    """Memory of the first GPU, from the CUDA backend."""
+
+    def __init__(self, nbytes: int) -> None:
+        backend = load_backend("cuda")
+        backend.runtime.bind_thread(0)
+        self._allocation = backend.memory.allocate(nbytes, 0)
+
+    @property
+    def region(self) -> MemoryRegion:
+        return self._allocation.region
+
+    def put(self, content: NDArray[np.uint8]) -> None:
+        self._allocation.tensor.copy_(torch.from_numpy(content))
+        torch.cuda.synchronize()
+
+    def get(self) -> NDArray[np.uint8]:
+        return self._allocation.tensor.cpu().numpy()
+
+    def close(self) -> None:
+        self._allocation.free()
+
+
+def allocate(nbytes: int) -> DeviceBuffer:
+    """See ``transports_buffers.resolve``."""
+    return DeviceBuffer(nbytes)
