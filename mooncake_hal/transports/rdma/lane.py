@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import time
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -14,6 +13,7 @@ import numpy as np
 from mooncake_hal.errors import TransportUnavailable
 from mooncake_hal.transports.rdma.compat import PostBatch
 from mooncake_hal.transports.rdma.facts import LaneFacts
+from mooncake_hal.transports.rdma.progress import is_readable
 from mooncake_hal.transports.rdma.requests import RDMA_WRITE, Batch, RequestArray
 from mooncake_hal.transports.rdma.settings import RdmaSettings
 from mooncake_hal.transports.rdma.window import Run, Window
@@ -235,7 +235,7 @@ class Lane:
             left = deadline - time.monotonic()
             if left <= 0:
                 return "no answer in time"
-            if select.select([pair.fd], [], [], left)[0]:
+            if is_readable(pair.fd, left):
                 pair.take_event()
 
     def rewind(self) -> list[Run[Work]]:

@@ -111,3 +111,10 @@ class Progress:
     def _fail(self, error: Exception) -> None:
         logger.error("rdma progress failed", exc_info=error)
         self._on_error(error)
+
+
+def is_readable(fd: int, seconds: float = 0.0) -> bool:
+    """Wait until a descriptor is readable; return whether it is. Any number will do."""
+    poller = select.poll()  # select.select takes none above 1023
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import select
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ from mooncake_hal.transports.rdma.compat import PostBatch, batch_poster, open_ch
 from mooncake_hal.transports.rdma.facts import ETHERNET, INFINIBAND, LaneFacts, RailFacts
 from mooncake_hal.transports.rdma.gids import choose_gid
 from mooncake_hal.transports.rdma.memory import NicMemory, register
+from mooncake_hal.transports.rdma.progress import is_readable
 from mooncake_hal.transports.rdma.settings import RdmaSettings
 
 MAX_READS = 16
@@ -184,7 +184,7 @@ class QueuePair:
 
     def take_event(self) -> None:
         """Take the event that made ``fd`` readable, and ask for the next one."""
-        if select.select([self.fd], [], [], 0)[0]:  # nobody else reads it, so this can't block
+        if is_readable(self.fd):  # and nobody else reads it: this can't block
             self.channel.get_cq_event(self.cq)
             self.cq.ack_events(1)
         self.cq.req_notify()

@@ -21,7 +21,7 @@ from mooncake_hal.testing.transports_buffers import load_transport
 from mooncake_hal.testing.transports_peer import content
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 LOADER = "mooncake_hal.transports.rdma.plugin:load"
 NUM_TOKENS = 301

@@ -7,7 +7,7 @@ import pytest
 from mooncake_hal.testing.transports import TransportConformance
 from mooncake_hal.testing.transports_process import TransportProcessConformance
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 LOADER = "mooncake_hal.transports.rdma.plugin:load"
 

@@ -14,7 +14,7 @@ from support.push import LAYERWISE, PushPair, ask_pushed
 
 from mooncake_engine.config import Role
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny-llama"
 PROMPTS = [prompt_of(length) for length in (1, 33, 100)]

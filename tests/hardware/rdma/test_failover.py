@@ -23,7 +23,7 @@ NBYTES = 32 * MIB
 
 pytestmark = [
     pytest.mark.rdma,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not set(NETWORK_DEVICES) <= set(active_ports()),
         reason="takes network devices down, which is done in the VM only",

@@ -20,7 +20,7 @@ from mooncake_hal.transports.handshake import Deployment, encode
 from mooncake_hal.transports.rdma.driver import MAX_LANES, NAME
 from mooncake_hal.transports.rdma.facts import VERSION, LaneFacts, OpenLanes, ReopenLane
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 LANE = LaneFacts(0, "::ffff:10.9.0.1", 0, 77, 1, 3, 16)
 NOISE_BYTES = (1, 4, 5, 100, 4000, 60000)

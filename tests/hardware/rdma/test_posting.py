@@ -9,7 +9,7 @@ from mooncake_hal.testing.transports import MIB, TransportKit
 from mooncake_hal.testing.transports_buffers import random_pieces
 from mooncake_hal.transports.rdma import compat
 
-pytestmark = [pytest.mark.rdma, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 SLOW = "posting through pyverbs objects"
 
