@@ -36,6 +36,8 @@ VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]
 SKIPPED = 77
+# Machines that compile while others work on them take their time over a first answer.
+ANSWER_TIMEOUT_S = 600
 Json = dict[str, Any]
 
 # The smallest head of vLLM's CPU attention is 32, the example's is 16. Zeros make it wider: each
@@ -262,7 +264,7 @@ def ask(url: str, path: str, body: Json) -> tuple[str, str]:
         url + path, json.dumps(body).encode(), {"content-type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
             content = answer.read().decode()
     except urllib.error.HTTPError as error:
         return f"{error.code} {error.read().decode('utf-8', 'replace')}", "error"

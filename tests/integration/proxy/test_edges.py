@@ -17,6 +17,7 @@ from support.proxy_fakes_client import BODY, events_of, post, streamed_text
 from mooncake_proxy.config import AdmissionConfig, TlsConfig
 from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.http1.server import ServerLimits
+from mooncake_proxy.instances import InstanceSpec, Role
 
 
 async def raw(s: Stand, data: bytes) -> bytes:
@@ -154,6 +155,31 @@ def test_tls_and_ipv6(tmp_path: Path) -> None:
             async with httpx.AsyncClient(base_url=url, verify=trust) as client:
                 answer = await client.post("/v1/completions", json=BODY)
                 assert answer.json()["choices"][0]["text"] == text_of(5)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_instances_behind_tls(tmp_path: Path, is_trusted: bool) -> None:
+    """A proxy with a certificate stands in for such an instance."""
+
+    async def main() -> None:
+        certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+        _make_certificate(certificate, key)
+        behind = TlsConfig(str(certificate), str(key))
+        trust = TlsConfig(upstream_ca=str(certificate) if is_trusted else None)
+        async with (
+            stand(host="::1", tls=behind) as s,
+            stand(num_prefills=0, num_decodes=0, tls=trust) as front,
+        ):
+            origin = Origin("https", "::1", s.app.port)
+            front.app.router.fleet.add(InstanceSpec(origin, Role.BOTH))
+            answer = await post(front, BODY)
+            if is_trusted:
+                assert answer.json()["choices"][0]["text"] == text_of(5)
+            else:
+                assert answer.status_code == 502
+                assert "certificate" in answer.json()["error"]["message"]
 
     uvloop.run(main())
 
