@@ -37,6 +37,8 @@ class Attention:
         first: the first sequence in question; for decodes 0.
         new_tokens: the most that any of them has.
         sequences: how many there are.
+        is_decode: whether it is the op for decodes. A prompt's last token alone is none: its
+            result would depend on whether longer prompts came with it.
     """
 
     query: Tensor
@@ -46,13 +48,14 @@ class Attention:
     first: int
     new_tokens: int
     sequences: int
+    is_decode: bool
 
     @classmethod
     def of_decodes(
         cls, query: Tensor, caches: tuple[Tensor, Tensor], batch: AttentionBatch, scale: float
     ) -> Attention:
         """The batch's leading sequences, of one new token each."""
-        return cls(_dense_heads(query), caches, batch, scale, 0, 1, query.shape[0])
+        return cls(_dense_heads(query), caches, batch, scale, 0, 1, query.shape[0], True)
 
     @classmethod
     def of_prompts(
@@ -62,7 +65,7 @@ class Attention:
         first = batch.num_decodes
         lengths = batch.host_query_lens[first:]
         longest = max(lengths, default=0)
-        return cls(_dense_heads(query), caches, batch, scale, first, longest, len(lengths))
+        return cls(_dense_heads(query), caches, batch, scale, first, longest, len(lengths), False)
 
     @property
     def capacity(self) -> int:
@@ -84,7 +87,7 @@ def attend_grouped(call: Attention, tuning: Tuning) -> Tensor:
         return out
     kv_heads, size = key.shape[2], call.query.element_size()
     group = heads // kv_heads
-    if call.new_tokens == 1:
+    if call.is_decode:
         tile = tuning.decode(group, dim, size)
         splitting = tuning.splitting(kv_heads * -(-group // tile.rows), _MIN_SPLIT)
         splits = splitting.count(call.capacity)
@@ -122,7 +125,7 @@ def attend_latent(call: Attention, tuning: Tuning) -> Tensor:
         return out
     tile = tuning.latent(call.new_tokens * heads, call.query.element_size())
     splitting = Splitting(_MIN_LATENT_SPLIT, 1)
-    if call.new_tokens == 1:
+    if call.is_decode:
         splitting = tuning.splitting(-(-heads // tile.rows), _MIN_LATENT_SPLIT)
     splits = splitting.count(call.capacity)
     target, weights = _split_buffers(out, splits)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.cuda_emulation import emulated_backend
 
 from mooncake_hal.backend import Backend
+from mooncake_hal.testing.backends_data import Shape
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
-from mooncake_hal.testing.backends_ops import OpsSuite
+from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 
 
@@ -17,3 +20,9 @@ class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
     @staticmethod
     def backend() -> Backend:
         return emulated_backend()
+
+    def test_prompts_of_one_token_are_no_decodes(self, backend: Backend, case: MakeCase) -> None:
+        made = case(Shape(), ((1, 40), (1, 33), (1, 700)))
+        made.batch = replace(made.batch, num_decodes=1)
+        self.check_decode(backend, made)
+        self.check_prefill(backend, made)
