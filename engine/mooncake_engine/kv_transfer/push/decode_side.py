@@ -47,6 +47,9 @@ MAX_LOAD_S = 300.0
 SILENT_INTERVALS = 3
 """After so many missed signs of life a writer is looked for."""
 
+Granted = tuple[Reservation, Writer]
+"""A reservation, and who was let in."""
+
 Inquirer = Callable[[Writer, list[str]], Awaitable[Standing]]
 """Asks a writer's instance about pushes, by its own names; raises as ``presence.inquire``."""
 
@@ -223,7 +226,7 @@ class PushDecodeSide:
 
     def look_around(self) -> None:
         """Give up what nobody came for, and look for writers of whom nothing is heard."""
-        silent: defaultdict[tuple[str, str, int], list[Reservation]] = defaultdict(list)
+        silent: defaultdict[tuple[str, str, int], list[Granted]] = defaultdict(list)
         for held in self._table.overdue(self._clock()):
             writer = held.writer
             if writer is None:
@@ -231,7 +234,7 @@ class PushDecodeSide:
                 reason = f"no prefill instance came within {self._lease_s:g} s"
                 self._finish(held.request_id, reason)
             else:
-                silent[writer.engine_id, writer.host, writer.port].append(held)
+                silent[writer.engine_id, writer.host, writer.port].append((held, writer))
         for group in silent.values():
             self._spawn(self._look_for(group))
         self._give_up_overlong()
@@ -248,42 +251,47 @@ class PushDecodeSide:
             else:
                 self._give_up(request_id, reason)
 
-    async def _look_for(self, group: list[Reservation]) -> None:
+    async def _look_for(self, group: list[Granted]) -> None:
         """Ask one instance for what it should have said; a dead one frees its blocks."""
-        named = [(held, held.writer) for held in group if held.writer is not None]
         try:
-            standing = await self._inquire(named[0][1], [writer.request_id for _, writer in named])
+            names = [writer.request_id for _, writer in group]
+            standing = await self._inquire(group[0][1], names)
         except PeerGone as exc:
-            for held, writer in named:
-                self._end(held, writer, str(exc))
+            for held, writer in group:
+                self._drained(held, writer, str(exc))
         except KVTransferError as exc:
-            logger.info("nothing is known of %d pushes: %s", len(named), exc)
-            self._lose_patience(group)
+            logger.info("nothing is known of %d pushes: %s", len(group), exc)
+            for held, writer in group:
+                self._lose_patience(held, writer)
         else:
-            for ending in standing.endings:
-                self.handle(ending)
-            for held, writer in named:
-                if writer.request_id in standing.running:
-                    self._table.renew([held.request_id], self._clock())
-                else:
-                    reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
-                    self._end(held, writer, reason)
+            self._take_in(group, standing)
 
-    def _end(self, held: Reservation, writer: Writer, reason: str) -> None:
-        """Nobody writes there any more, and it is not complete; unless it has ended otherwise."""
+    def _take_in(self, group: list[Granted], standing: Standing) -> None:
+        """A writer that has not been heard of for a while has said how its pushes stand."""
+        for ending in standing.endings:
+            self.handle(ending)
+        for held, writer in group:
+            if writer.request_id in standing.running:
+                self._table.renew([held.request_id], self._clock())
+            else:
+                reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
+                self._drained(held, writer, reason)
+
+    def _drained(self, held: Reservation, writer: Writer, reason: str) -> None:
+        """Nobody writes there any more, and it is not complete; unless it ended meanwhile."""
         if self._table.get(held.request_id) is held:
             self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
             self._finish(held.request_id, reason)
 
-    def _lose_patience(self, group: list[Reservation]) -> None:
-        """Of a writer that is silent for too long the requests are freed, not the blocks."""
+    def _lose_patience(self, held: Reservation, writer: Writer) -> None:
+        """Of a writer that is silent for too long the request is freed, not the blocks."""
         now = self._clock()
-        for held in group:
-            is_waiting = self._table.get(held.request_id) is held and held.stage is Stage.GRANTED
-            if is_waiting and held.writer and now - held.last_heard > self._lease_s:
-                self._table.revoke(held.request_id, now)
-                reason = f"nothing heard of prefill instance {held.writer.engine_id} for too long"
-                self._give_up(held.request_id, reason)
+        if self._table.get(held.request_id) is not held or held.stage is not Stage.GRANTED:
+            return
+        if now - held.last_heard > self._lease_s:
+            self._table.revoke(held.request_id, now)
+            reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
+            self._give_up(held.request_id, reason)
 
     # --- endings -----------------------------------------------------------------------------
 
