@@ -101,25 +101,23 @@ class BlockManager:
 
     def lacking(self, request: Request, num_tokens: int) -> int:
         """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
-        table = request.block_ids
-        wanted = -(-num_tokens // self.block_size) - len(table)
-        written = request.num_computed // self.block_size
-        if written < len(table) and self.pool.references(table[written]) > 1:
-            return wanted + 1
-        return max(wanted, 0)
+        wanted = -(-num_tokens // self.block_size) - len(request.block_ids)
+        return max(wanted + self._writes_shared(request), 0)
 
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
         """Make a table hold ``num_tokens``, its own from ``num_computed`` on; None if it can't."""
-        wanted = self.lacking(request, num_tokens)
-        if not wanted:
+        table = request.block_ids
+        is_shared = self._writes_shared(request)
+        wanted = -(-num_tokens // self.block_size) - len(table) + is_shared
+        if wanted <= 0:
             return NO_GROWTH
         fresh = self.pool.allocate(wanted)
         if fresh is None:
             return None
-        table, copied = request.block_ids, None
-        written = request.num_computed // self.block_size
-        if written < len(table) and self.pool.references(table[written]) > 1:
-            assert written == len(table) - 1, "only a table's last block is shared and written to"
+        copied = None
+        if is_shared:
+            is_last = request.num_computed // self.block_size == len(table) - 1
+            assert is_last, "only a table's last block is shared and written to"
             copied = (table.pop(), fresh[0])
             self.pool.release(copied[:1])
         growth = Growth(len(table), tuple(fresh), copied)
@@ -198,6 +196,12 @@ class BlockManager:
         table, request.block_ids = request.block_ids, []
         request.num_computed = request.num_published = 0
         return table
+
+    def _writes_shared(self, request: Request) -> bool:
+        """Whether the next token goes to a block that other tables have, too."""
+        table = request.block_ids
+        written = request.num_computed // self.block_size
+        return written < len(table) and self.pool.references(table[written]) > 1
 
     def _find_prefix(self, request: Request, cacheable: int) -> list[int]:
         if not self.prefix_caching:

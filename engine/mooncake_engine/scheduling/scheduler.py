@@ -174,10 +174,10 @@ class Scheduler:
                 scores = result.prompt_logprobs.get(request.request_id, ())
                 self._answers.report_scores(request, sequence.start, scores)
             if sequence.is_sampling:
-                self._take_token(request, result)
+                self._take_token(request, sequence.request_id, result)
             for name in sequence.siblings:
                 requests[name].num_computed = sequence.start + sequence.count
-                self._take_token(requests[name], result)
+                self._take_token(requests[name], name, result)
         return self._answers.take_updates()
 
     def take_updates(self) -> list[TokenUpdate]:
@@ -194,8 +194,7 @@ class Scheduler:
         for request in self._places.swapped:
             assert request.host_block_ids, f"{request.request_id} is swapped out to nowhere"
 
-    def _take_token(self, request: Request, result: StepResult) -> None:
-        name = request.request_id
+    def _take_token(self, request: Request, name: str, result: StepResult) -> None:
         if name in result.failed:
             self._answers.fail(request, result.failed[name])
         else:
@@ -207,8 +206,21 @@ class Scheduler:
         """Give running requests their tokens; False if blocks ran out and some gave way."""
         before = self._preemption.num_preemptions
         for group, members in groupby(list(self._places.running), _group_of):
-            self._continue_group(group, list(members), step)
+            if len(group.members) == 1:
+                self._continue_single(next(members), step)
+            else:
+                self._continue_group(group, list(members), step)
         return self._preemption.num_preemptions == before
+
+    def _continue_single(self, request: Request, step: StepBuilder) -> None:
+        count = min(len(request.token_ids) - request.num_computed, step.budget)
+        if not count or request.state is not RequestState.RUNNING:
+            return
+        while (growth := self.blocks.grow(request, request.num_computed + count)) is None:
+            self._preemption.make_room_for(request.group, step)
+            if request.state is not RequestState.RUNNING:
+                return
+        step.add(request, count, growth)
 
     def _continue_group(
         self, group: SequenceGroup, members: list[Request], step: StepBuilder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from mooncake_engine.scheduling.block_manager import NO_GROWTH, BlockCopies, Growth
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
@@ -44,7 +44,7 @@ class StepBuilder:
         request: Request,
         count: int,
         growth: Growth = NO_GROWTH,
-        followers: Iterable[Request] = (),
+        followers: Sequence[Request] = (),
     ) -> None:
         """Run the request's next ``count`` tokens.
 
@@ -54,20 +54,21 @@ class StepBuilder:
             growth: what its table gained since the workers heard of it.
             followers: siblings that sample their first token from its prompt.
         """
-        is_sampling = count == request.num_pending
+        is_sampling = count == len(request.token_ids) - request.num_computed
         sequence = ScheduledSequence(
-            request.request_id,
+            request.spec.request_id,
             request.num_computed,
             count,
             growth.block_ids,
             is_sampling,
             None if growth.copied is None else growth.at,
-            tuple([follower.request_id for follower in followers]),
+            tuple([follower.request_id for follower in followers]) if followers else (),
         )
         is_decode = count == 1 and is_sampling
         (self._decodes if is_decode else self._prefills).append(sequence)
         self.budget -= count
-        self.copy(growth)
+        if growth.copied is not None:
+            self.copy(growth)
 
     def copy(self, growth: Growth) -> None:
         """Copy the block that a table no longer shares, if it is so."""

@@ -1,0 +1,96 @@
+"""What a step costs the scheduler: planning it and taking its tokens in, without any model.
+
+Measured in CPU time of the thread, the median of many steps, since other programs run as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from support.figures import Figure, record
+
+from mooncake_engine.messages import EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.limits import SchedulerLimits
+from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
+from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.scheduler import Scheduler
+
+RUNNING = 256
+BLOCKS = 10_000
+BLOCK_SIZE = 16
+PROMPT = 64
+STEPS = 300
+SHORT, LONG = 16, 500
+"""Tokens of the answers so far when the cost is measured."""
+
+
+def running_scheduler() -> Scheduler:
+    """All requests have their prompts behind them, each at its own place in its last block."""
+    limits = SchedulerLimits(RUNNING, 1 << 20, BLOCKS * BLOCK_SIZE, frozenset({2}), watermark=0.01)
+    scheduler = Scheduler(limits, BlockManager(BLOCKS, BLOCK_SIZE, prefix_caching=True))
+    for index in range(RUNNING):
+        prompt = tuple(range(index, index + PROMPT + index % BLOCK_SIZE))
+        sampling = SamplingParams(max_tokens=None)
+        scheduler.add(Request(EngineRequest(f"r{index}", prompt, sampling), 0, float(index)))
+    step(scheduler)
+    assert scheduler.num_running == RUNNING
+    return scheduler
+
+
+def result_of(plan: StepPlan) -> StepResult:
+    return StepResult(plan.step, {s.request_id: SampledToken(7) for s in plan.sequences})
+
+
+def step(scheduler: Scheduler) -> float:
+    """Seconds of CPU time for one step; the made-up model's part is left out."""
+    begun = time.thread_time()
+    scheduler.expire(0.0)
+    plan = scheduler.schedule()
+    planned = time.thread_time()
+    result = result_of(plan)
+    resumed = time.thread_time()
+    scheduler.update(plan, result)
+    return planned - begun + time.thread_time() - resumed
+
+
+def step_ms(scheduler: Scheduler, steps: int = STEPS) -> float:
+    with collector_off():
+        return 1e3 * median(step(scheduler) for _ in range(steps))
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Its runs belong to whoever made the garbage."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_step_of_256_requests(benchmark: Any) -> None:
+    scheduler = running_scheduler()
+    measured = step_ms(scheduler)
+    benchmark.pedantic(step, (scheduler,), rounds=20)
+    context = f"{RUNNING} running, {BLOCKS} blocks; CPU time, median of {STEPS}"
+    record(
+        benchmark,
+        Figure("engine: scheduler step", measured, 1.0, "ms", at_least=False, context=context),
+    )
+
+
+def test_a_step_does_not_cost_more_after_long_answers(benchmark: Any) -> None:
+    scheduler = running_scheduler()
+    early = step_ms(scheduler, SHORT)
+    for _ in range(LONG - 2 * SHORT):
+        step(scheduler)
+    late = step_ms(scheduler, SHORT)
+    benchmark.pedantic(step, (scheduler,), rounds=2)
+    context = f"{early:.2f} ms after {SHORT} tokens, {late:.2f} ms after {LONG}"
+    name = "engine: scheduler step, long answers"
+    record(benchmark, Figure(name, late / early, 1.2, "times", at_least=False, context=context))
