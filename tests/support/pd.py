@@ -185,10 +185,12 @@ async def ask(
     sampling: SamplingParams = GREEDY,
     params: KVTransferParams | None = None,
     on_update: Callable[[TokenUpdate], None] | None = None,
+    *,
+    group: str | None = None,
 ) -> Answer:
     """Send a request to one instance, and wait for its end."""
     answer = Answer()
-    request = EngineRequest(f"test-{next(_names)}", tuple(prompt), sampling, params)
+    request = EngineRequest(f"test-{next(_names)}", tuple(prompt), sampling, params, group=group)
     async with aclosing(where.engine.generate(request)) as updates:
         async for update in updates:
             answer.add(update)

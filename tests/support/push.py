@@ -81,6 +81,8 @@ async def ask_pushed(
     prompt: Sequence[int],
     sampling: SamplingParams = GREEDY,
     on_update: Callable[[TokenUpdate], None] | None = None,
+    *,
+    group: str | None = None,
 ) -> Answer:
     """Ask D, which asks for the prefill."""
     key = f"key-{next(_keys)}"
@@ -90,4 +92,4 @@ async def ask_pushed(
         "do_remote_decode": False,
         "metaserver": of.metaserver.url(key),
     }
-    return await ask(of.decode, prompt, sampling, params, on_update)
+    return await ask(of.decode, prompt, sampling, params, on_update, group=group)
