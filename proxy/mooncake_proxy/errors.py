@@ -9,10 +9,8 @@ ProxyError
 │   ├── NotFound            404
 │   ├── MethodNotAllowed    405
 │   ├── Conflict            409
-│   ├── TooLarge            413
 │   ├── Overloaded          429, with Retry-After
-│   ├── NoInstance          503, no live instance of a role
-│   └── DeadlineExceeded    504
+│   └── NoInstance          503, no live instance of a role
 └── UpstreamError           an instance did not give a usable answer
     ├── ConnectFailed       nothing listens there, or not in time
     ├── ConnectionLost      it went away before its answer was whole
@@ -106,14 +104,6 @@ class Conflict(Refusal):
     code = "conflict"
 
 
-class TooLarge(Refusal):
-    """The body exceeds `--max-body-bytes`."""
-
-    status = 413
-    type = "invalid_request_error"
-    code = "body_too_large"
-
-
 class Overloaded(Refusal):
     """The queue is full, or the wait in it was too long."""
 
@@ -137,14 +127,6 @@ class NoInstance(Refusal):
     status = 503
     type = "service_unavailable"
     code = "no_live_instance"
-
-
-class DeadlineExceeded(Refusal):
-    """The request's own deadline passed before an answer began."""
-
-    status = 504
-    type = "timeout"
-    code = "deadline_exceeded"
 
 
 class UpstreamError(ProxyError):

@@ -168,6 +168,8 @@ class Fleet:
         self._live: list[tuple[Instance, ...]] = [()] * len(Role)
         self._leaving: set[str] = set()
         self.version = 0
+        # Whether a request can be prefilled by one instance and decoded by another now.
+        self.hands_over = False
         # Whether any instance may give requests back: then token ids are recorded.
         self.recomputes = False
         self._refresh()
@@ -292,6 +294,7 @@ class Fleet:
         self.recomputes = any(i.spec.recomputes for i in takes)
         for role in Role:
             self._live[role.index] = tuple(i for i in takes if i.spec.role is role)
+        self.hands_over = bool(self.live(Role.PREFILL) and self.live(Role.DECODE))
 
     def _explain(self, role: Role) -> str:
         wanted = [i for i in self._instances.values() if i.spec.role is role]

@@ -125,16 +125,16 @@ def serve_alone(router: Router, call: Call) -> Role | None:
     NoInstance before any prefill is spent on a request that nobody could decode.
     """
     fleet = router.fleet
+    obstacle = call.obstacle_to_hand_over()
+    if obstacle is None and fleet.hands_over:
+        limit = call.ask.token_limit
+        return Role.PREFILL if limit is not None and limit <= 1 else None
     whole = fleet.whole()
     if whole is None:
         fleet.require(Role.DECODE)
-    obstacle = call.obstacle_to_hand_over()
     if obstacle is not None:
         router.metrics.fallbacks.add(obstacle)
         return whole
-    if fleet.live(Role.PREFILL) and (fleet.live(Role.DECODE) or whole is None):
-        limit = call.ask.token_limit
-        return Role.PREFILL if limit is not None and limit <= 1 else None
     if whole is Role.BOTH:
         return whole
     if not router.config.local_prefill:
