@@ -282,7 +282,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._context.connections.discard(self)
         self._home.forget(self)
-        if self._is_complete:
+        if not self.is_busy:
             return
         if self._has_head and self._ends_with_connection():
             self.on_message_complete()

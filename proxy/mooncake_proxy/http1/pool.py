@@ -107,25 +107,26 @@ class Pool:
     async def _connect(self, deadline: float) -> Connection:
         remaining = max(0.0, deadline - self.context.loop.time())
         limit = min(self.context.limits.connect_timeout_s, remaining)
-        connection = Connection(self)
         try:
             async with timeout(limit):
-                await self._attach(connection)
+                return await self._create()
         except asyncio.TimeoutError as exc:
             raise ConnectFailed(self.name, f"no connection within {limit:.1f} s") from exc
         except (OSError, ssl.SSLError) as exc:
             raise ConnectFailed(self.name, f"no connection: {exc}") from exc
-        except asyncio.CancelledError:
-            connection.close()  # it may just have come to stand
-            raise
-        return connection
 
-    async def _attach(self, connection: Connection) -> None:
+    async def _create(self) -> Connection:
         origin = self.origin
         tls = self.context.tls or ssl.create_default_context() if origin.scheme == "https" else None
-        await self.context.loop.create_connection(
-            lambda: connection, origin.host, origin.port, ssl=tls
-        )
+        connection = Connection(self)
+        try:
+            await self.context.loop.create_connection(
+                lambda: connection, origin.host, origin.port, ssl=tls
+            )
+        except BaseException:
+            connection.close()  # cut off, it may just have come to stand
+            raise
+        return connection
 
 
 def sweep_timeouts(context: ClientContext) -> None:

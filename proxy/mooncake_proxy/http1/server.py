@@ -369,6 +369,7 @@ class ServerProtocol(asyncio.Protocol):
         if self._is_refused:
             return
         self._is_refused = True
+        self._waiting.clear()
         if status == 413:
             message += f"{self._context.limits.max_body_bytes} are accepted (--max-body-bytes)"
         exchange = self._incoming or Exchange(self)
