@@ -319,6 +319,7 @@ def _up(args: argparse.Namespace) -> int:
             connector=args.kv_connector or _KV_DEFAULTS.connector,
             log_dir=args.log_dir,
             prompt=args.prompt,
+            otlp_endpoint=args.otlp_endpoint,
         )
     )
     return 0

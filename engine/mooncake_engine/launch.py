@@ -49,6 +49,7 @@ class Deployment:
         connector: how KV moves; the proxy's flow follows from it.
         log_dir: where logs go; None for standard error.
         prompt: what to ask once everything is up.
+        otlp_endpoint: where the proxy's traces go; those of the instances are in ``engine_argv``.
     """
 
     host: str
@@ -60,6 +61,7 @@ class Deployment:
     connector: str = KVTransferConfig().connector
     log_dir: Path | None = None
     prompt: str = "What is prefill?"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
@@ -140,6 +142,8 @@ def _proxy_argv(deployment: Deployment, urls: dict[str, list[str]]) -> list[str]
     argv = [sys.executable, "-m", "mooncake_proxy", "--host", deployment.host]
     argv += ["--port", str(deployment.port), "--drain-timeout", str(_PROXY_DRAIN_S)]
     argv += ["--flow", find_connector(deployment.connector).mode.value]
+    if deployment.otlp_endpoint is not None:
+        argv += ["--otlp-endpoint", deployment.otlp_endpoint]
     for role, instances in urls.items():
         for url in instances:
             argv += [f"--{role}", url]

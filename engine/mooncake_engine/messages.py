@@ -95,7 +95,7 @@ class TokenUpdate:
         kv_transfer_params: with ``finish`` on a prefill instance, what the decode instance needs.
         prompt_logprobs: of the next prompt tokens, from the second one on, if asked for; all of
             them come before the first token.
-        times: with ``finish``.
+        times: with the first two tokens and with ``finish``.
     """
 
     request_id: str

@@ -95,6 +95,8 @@ class Answers:
             num_cached_tokens=request.num_cached_tokens,
             finish=finish,
             stop_token_id=token.token_id if finish is FinishReason.STOP else None,
+            # the second one, too: a peer's first token comes before the load
+            times=request.times if request.num_output_tokens <= 2 else None,
         )
         if finish is None:
             self._updates.append(update)

@@ -12,11 +12,13 @@ import msgspec
 
 from mooncake_engine.errors import EngineError
 from mooncake_engine.messages import FinishReason, KVTransferParams, TokenLogprobs, TokenUpdate
+from mooncake_engine.server.clock import RequestClock
 from mooncake_engine.server.forms import DONE, ChunkFrame, Form, chunk, sse
 from mooncake_engine.server.handover import handover_params
 from mooncake_engine.server.jobs import Job, usage
-from mooncake_engine.server.metrics import RequestClock, ServerMetrics
+from mooncake_engine.server.metrics import ServerMetrics
 from mooncake_engine.server.streams import merge
+from mooncake_engine.server.tracing import Tracing
 from mooncake_engine.text.answers import Answer
 from mooncake_engine.text.generation import (
     AnswerText,
@@ -30,11 +32,18 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
-    """Generates answers with one engine."""
+    """Generates answers with one engine.
+
+    Args:
+        engine, tokenizer: what answers come from.
+        metrics: what is counted of them.
+        tracing: where their spans go; None for nowhere.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
     metrics: ServerMetrics
+    tracing: Tracing | None = None
 
     async def whole(self, job: Job, form: Form) -> bytes:
         """The answer's body.
@@ -85,20 +94,22 @@ class Answerer:
         yield writer.closing()
 
     async def _updates(self, job: Job) -> AsyncGenerator[tuple[int, TextUpdate], None]:
-        clocks = [RequestClock(self.metrics, request) for request in job.requests]
+        clocks = [RequestClock(len(request.prompt_token_ids)) for request in job.requests]
         streams = [self._answer(job, index) for index in range(len(job.requests))]
         outcome = FinishReason.ABORT  # of the answers that have not ended by themselves
         try:
             async with aclosing(merge(streams)) as merged:
                 async for index, update in merged:
-                    clocks[index].advance(update, time.perf_counter())
+                    self.metrics.advance(clocks[index], update, time.monotonic())
                     yield index, _without_answer(update) if job.is_prompt_only else update
         except EngineError:
             outcome = FinishReason.ERROR
             raise
         finally:
             for clock in clocks:
-                clock.end(time.perf_counter(), outcome)
+                self.metrics.end(clock, time.monotonic(), outcome)
+            if self.tracing is not None:
+                self.tracing.record(job, clocks, outcome)
 
     def _answer(self, job: Job, index: int) -> AsyncGenerator[TextUpdate, None]:
         request = job.requests[index]

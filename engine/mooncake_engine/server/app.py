@@ -21,6 +21,7 @@ from mooncake_engine.server.options import ServerOptions
 from mooncake_engine.server.planning import Planner
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest
 from mooncake_engine.server.request_ids import LiveRequests
+from mooncake_engine.server.tracing import Tracing
 from mooncake_engine.text.generation import Engine
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -28,12 +29,16 @@ _DEFAULTS = ServerOptions()
 
 
 def create_app(
-    engine: Engine, tokenizer: Tokenizer, options: ServerOptions = _DEFAULTS
+    engine: Engine,
+    tokenizer: Tokenizer,
+    options: ServerOptions = _DEFAULTS,
+    tracing: Tracing | None = None,
 ) -> Starlette:
-    """OpenAI's API over an engine that has been started; closing the engine is the caller's."""
+    """OpenAI's API over an engine that has been started; closing engine and tracing is the
+    caller's."""
     tool_format = options.tool_format(tokenizer)
     planner = Planner(engine.config.model_name, engine.facts, tokenizer, tool_format)
-    answerer = Answerer(engine, tokenizer, ServerMetrics(engine))
+    answerer = Answerer(engine, tokenizer, ServerMetrics(engine), tracing)
     live = LiveRequests()
     plain = PlainEndpoints(planner, answerer, live, started=int(time.time()))
     return Starlette(
@@ -57,6 +62,9 @@ def _generation_routes(planner: Planner, answerer: Answerer, live: LiveRequests)
 def _plain_routes(plain: PlainEndpoints) -> list[Route]:
     return [
         Route("/v1/models", plain.models, methods=["GET"]),
+        Route("/version", plain.version, methods=["GET"]),
+        Route("/v1/load_lora_adapter", plain.refuse_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", plain.refuse_adapter, methods=["POST"]),
         Route("/health", plain.health, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/kv/topology", plain.topology, methods=["GET"]),

@@ -3,6 +3,7 @@ go away; the others are plain Starlette endpoints."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -117,6 +118,15 @@ class PlainEndpoints:
             "max_model_len": facts.max_model_len,
         }
         return _json({"object": "list", "data": [card]})
+
+    async def version(self, _: Request) -> Response:
+        """``GET /version``."""
+        return _json({"version": importlib.metadata.version("mooncake-engine")})
+
+    async def refuse_adapter(self, _: Request) -> Response:
+        """``POST /v1/load_lora_adapter`` and its counterpart: 501."""
+        message = "LoRA adapters are not served: merge the adapter into the model's weights"
+        return ApiError(501, message, "not_implemented_error", code="lora_not_served").response()
 
     async def topology(self, _: Request) -> Response:
         """``GET /kv/topology``: where peers reach this instance; 404 if it works alone."""

@@ -45,6 +45,7 @@ class Job:
         is_streamed, includes_usage: the form of the answer.
         returns_token_ids: token ids go with the text.
         echo: what the answers begin with, one per prompt; empty for none.
+        is_chat: asked for as a conversation.
         is_prompt_only: the client wants to know about its prompt, and gets no new token.
         shows_prompt_logprobs: log probabilities of the prompt are an entry of their own.
         tool_format: name of the form in which the model calls tools; None if none are offered.
@@ -62,10 +63,16 @@ class Job:
     includes_usage: bool = False
     returns_token_ids: bool = False
     echo: tuple[Echo, ...] = ()
+    is_chat: bool = False
     is_prompt_only: bool = False
     shows_prompt_logprobs: bool = False
     tool_format: str | None = None
     trace_parent: str | None = None
+
+    @property
+    def operation(self) -> str:
+        """OpenTelemetry's name for what is asked."""
+        return "chat" if self.is_chat else "text_completion"
 
     @property
     def answers_per_prompt(self) -> int:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 
-from mooncake_engine.messages import EngineRequest, FinishReason
+from mooncake_engine.messages import FinishReason
+from mooncake_engine.server.clock import RequestClock
 from mooncake_engine.text.generation import Engine, TextUpdate
 
 _LABELS = ("model_name", "engine")
@@ -26,6 +31,14 @@ _WHOLE_REQUEST_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+
+
+_STAGES = {
+    "queue": ("vllm:request_queue_time_seconds", "Waiting for a place."),
+    "kv_transfer": ("mooncake:request_kv_transfer_time_seconds", "Loading a peer's KV."),
+    "prefill": ("vllm:request_prefill_time_seconds", "First step to first token."),
+    "decode": ("vllm:request_decode_time_seconds", "First token to last token."),
+}
 
 
 class ServerMetrics:
@@ -50,6 +63,15 @@ class ServerMetrics:
         self.generated_tokens = self._histogram(
             "vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS
         )
+        self.per_token_s = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Between tokens, one average per request.",
+            _BETWEEN_TOKENS_S,
+        )
+        self._stages = {
+            name: self._histogram(metric, words, _WHOLE_REQUEST_S)
+            for name, (metric, words) in _STAGES.items()
+        }
         self._finished = Counter(
             "vllm:request_success",
             "Finished requests by reason.",
@@ -61,9 +83,28 @@ class ServerMetrics:
             for reason in FinishReason
         }
 
-    def count_finished(self, reason: FinishReason) -> None:
-        """One more request has ended."""
-        self._by_reason[reason].inc()
+    def advance(self, clock: RequestClock, update: TextUpdate, now: float) -> None:
+        """An update of an answer has come at ``now`` (``time.monotonic``)."""
+        is_first = clock.first_token is None
+        gap = clock.advance(update, now)
+        if gap is not None:
+            self.between_tokens_s.observe(gap)
+        elif is_first and clock.first_token is not None:
+            self.first_token_s.observe(now - clock.started)
+
+    def end(self, clock: RequestClock, now: float, otherwise: FinishReason) -> None:
+        """An answer is over; ``otherwise`` is why, if it has not come to its own end."""
+        self._by_reason[clock.finish or otherwise].inc()
+        if clock.finish is None:
+            return
+        self.request_s.observe(now - clock.started)
+        self.prompt_tokens.observe(clock.num_prompt_tokens)
+        self.generated_tokens.observe(clock.num_tokens)
+        for stage in clock.stages():
+            self._stages[stage.name].observe(stage.duration_s)
+        if clock.num_tokens > 1 and clock.first_token and clock.last_token:
+            decode_s = clock.last_token - clock.first_token
+            self.per_token_s.observe(decode_s / (clock.num_tokens - 1))
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -72,38 +113,6 @@ class ServerMetrics:
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, words, _LABELS, registry=self.registry, buckets=buckets)
         return family.labels(*self._label_values)
-
-
-class RequestClock:
-    """Times one answer."""
-
-    def __init__(self, metrics: ServerMetrics, request: EngineRequest) -> None:
-        self._metrics = metrics
-        self._num_prompt_tokens = len(request.prompt_token_ids)
-        self._num_tokens = 0
-        self._started = time.perf_counter()
-        self._last_token: float | None = None
-        self._finish: FinishReason | None = None
-
-    def advance(self, update: TextUpdate, now: float) -> None:
-        """Tokens have come at ``now`` (``time.perf_counter``)."""
-        self._finish = update.finish
-        if not update.token_ids:
-            return
-        if self._last_token is None:
-            self._metrics.first_token_s.observe(now - self._started)
-        else:
-            self._metrics.between_tokens_s.observe(now - self._last_token)
-        self._last_token = now
-        self._num_tokens += len(update.token_ids)
-
-    def end(self, now: float, otherwise: FinishReason) -> None:
-        """The answer is over; ``otherwise`` is why, if it has not come to its own end."""
-        self._metrics.count_finished(self._finish or otherwise)
-        if self._finish is not None:
-            self._metrics.request_s.observe(now - self._started)
-            self._metrics.prompt_tokens.observe(self._num_prompt_tokens)
-            self._metrics.generated_tokens.observe(self._num_tokens)
 
 
 class _EngineCollector:
@@ -119,7 +128,9 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics at this moment."""
-        stats = self._engine.stats()
+        stats, facts = self._engine.stats(), self._engine.facts
+        blocks = {"block_size": str(facts.block_size), "num_gpu_blocks": str(facts.num_kv_blocks)}
+        yield InfoMetricFamily("vllm:cache_config", "The KV pool.", blocks)
         gauge, counter = self._gauge, self._counter
         yield gauge("vllm:num_requests_running", "Requests in steps.", stats.num_running)
         yield gauge("vllm:num_requests_waiting", "Requests queued.", stats.num_waiting)

@@ -6,8 +6,8 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -17,6 +17,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.options import ServerOptions
+from mooncake_engine.server.tracing import Tracing, load_tracing
 from mooncake_engine.text.generation import Engine
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -53,12 +54,22 @@ def serve(
         CheckpointError, or whatever else keeps the engine from starting.
     """
     check_kv_port(config)
-    with closing(bind(host, port)) as listener:
+    options = options or ServerOptions()
+    with closing(bind(host, port)) as listener, _tracing(config, options) as tracing:
         tokenizer = Tokenizer.load(config.model)
         with closing(start_engine(config)) as engine:
             url = f"http://{_in_url(host)}:{listener.getsockname()[1]}"
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
-            _run_server(create_app(engine, tokenizer, options or ServerOptions()), listener, url)
+            _run_server(create_app(engine, tokenizer, options, tracing), listener, url)
+
+
+@contextmanager
+def _tracing(config: EngineConfig, options: ServerOptions) -> Iterator[Tracing | None]:
+    if options.otlp_endpoint is None:
+        yield None
+        return
+    with closing(load_tracing(options.otlp_endpoint, config.role)) as tracing:
+        yield tracing
 
 
 def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:

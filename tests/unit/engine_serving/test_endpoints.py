@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +17,17 @@ def test_models(client: AsgiClient) -> None:
     card = client.get("/v1/models").json()["data"][0]
     assert card["id"] == "fake"
     assert card["max_model_len"] == 256
+
+
+def test_version(client: AsgiClient) -> None:
+    assert client.get("/version").json() == {"version": version("mooncake-engine")}
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_adapters_are_refused_in_words(client: AsgiClient, path: str) -> None:
+    response = client.post(path, lora_name="a", lora_path="b")
+    assert response.status_code == 501
+    assert "merge the adapter" in response.json()["error"]["message"]
 
 
 def test_health(client: AsgiClient, engine: FakeEngine) -> None:
