@@ -22,6 +22,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_MATRIX_UNITS = ("tcgen05.mma", "wgmma.mma", "mma.sync")
+_WIDE_COPY = re.compile(r"cp\.async\.cg\.shared\.global[^;]*, 0x10")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -36,6 +38,8 @@ class CompiledKernel:
         spilled_bytes: of stack and local memory per thread; 0 means that all fits in registers.
         warps: per program.
         cubin_bytes: its size.
+        matrix_unit: the best instruction for matrix products that it has, or none.
+        wide_copies: how many copies of 16 bytes into shared memory, past the registers, it has.
     """
 
     name: str
@@ -44,6 +48,8 @@ class CompiledKernel:
     spilled_bytes: int
     warps: int
     cubin_bytes: int
+    matrix_unit: str
+    wide_copies: int
 
 
 class CompileOnlyDriver:
@@ -109,4 +115,6 @@ def measure(kernel: Any) -> CompiledKernel:
         stack + local,
         kernel.metadata.num_warps,
         len(cubin),
+        next((unit for unit in _MATRIX_UNITS if unit in kernel.asm["ptx"]), ""),
+        len(_WIDE_COPY.findall(kernel.asm["ptx"])),
     )

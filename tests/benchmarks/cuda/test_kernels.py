@@ -7,6 +7,7 @@ Bandwidth is that of a copy inside the device (read and written bytes), products
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def matmul_rate(cuda: Backend) -> float:
 @pytest.mark.parametrize("context", [1024, 16384, 131072])
 @pytest.mark.parametrize("name", HEADS)
 def test_decode_attention(
-    cuda: Backend, benchmark: object, name: str, context: int, sequences: int
+    cuda: Backend, benchmark: Any, name: str, context: int, sequences: int
 ) -> None:
     """KV bytes per second against the copy's."""
     heads, block_size = HEADS[name], 16
@@ -89,11 +90,11 @@ def test_decode_attention(
     share = kv_bytes / taken / copy_bandwidth(cuda)
     title = f"decode attention, {name}, {sequences} x {context}"
     record(benchmark, Figure(title, share, 0.85, "of copy", context=f"{taken * 1e6:.0f} us"))
-    benchmark(lambda: None)  # type: ignore[operator]  # the figure is what counts
+    benchmark(lambda: None)  # the figure is what counts
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_prefill_attention(cuda: Backend, benchmark: object, name: str) -> None:
+def test_prefill_attention(cuda: Backend, benchmark: Any, name: str) -> None:
     """Operations per second of a causal prompt of 8k tokens against a matrix product's."""
     heads, tokens, block_size = HEADS[name], 8192, 16
     blocks = tokens // block_size
@@ -110,11 +111,11 @@ def test_prefill_attention(cuda: Backend, benchmark: object, name: str) -> None:
     share = operations / taken / matmul_rate(cuda)
     title = f"prefill attention, {name}, {tokens}"
     record(benchmark, Figure(title, share, 0.7, "of matmul", context=f"{taken * 1e3:.2f} ms"))
-    benchmark(lambda: None)  # type: ignore[operator]  # the figure is what counts
+    benchmark(lambda: None)  # the figure is what counts
 
 
 @pytest.mark.parametrize("sequences", [1, 32, 128])
-def test_latent_decode(cuda: Backend, benchmark: object, sequences: int) -> None:
+def test_latent_decode(cuda: Backend, benchmark: Any, sequences: int) -> None:
     """The slower of reading the latents and of the products bounds it."""
     context, heads, block_size = 8192, 128, 64
     blocks = sequences * context // block_size
@@ -135,4 +136,4 @@ def test_latent_decode(cuda: Backend, benchmark: object, sequences: int) -> None
     share = max(read, multiplied) / taken
     title = f"latent decode, 128 heads, {sequences} x {context}"
     record(benchmark, Figure(title, share, 0.8, "of limit", context=f"{taken * 1e6:.0f} us"))
-    benchmark(lambda: None)  # type: ignore[operator]  # the figure is what counts
+    benchmark(lambda: None)  # the figure is what counts

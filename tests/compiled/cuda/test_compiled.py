@@ -20,6 +20,8 @@ GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 SPILLED_BYTES = {"bfloat16": 0, "float16": 0, "float32": 64}
 """Allowed per thread: in exact float32, which nobody serves in, ptxas trades some for occupancy."""
 
+MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
+
 
 @pytest.fixture(params=GENERATIONS)
 def generation(request: pytest.FixtureRequest) -> str:
@@ -65,6 +67,10 @@ def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: s
     with compiling(generation) as kernels:
         shapes.grouped(GROUPED[model])
     check(generation, dtype, kernels, {"paged_attention", "merge_splits"})
+    if dtype != "float32":
+        units = {kernel.matrix_unit for kernel in kernels if kernel.name == "paged_attention"}
+        assert MATRIX_UNITS[generation] in units  # of prompts; a decode has too few rows
+        assert all(kernel.wide_copies for kernel in kernels if kernel.matrix_unit)
 
 
 @pytest.mark.parametrize("model", LATENT_HEADS)
