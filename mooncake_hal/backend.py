@@ -135,6 +135,15 @@ class Runtime(Protocol):
         """Free and total memory now."""
         ...
 
+    def reset_peak(self, index: int) -> None:
+        """Forget how much memory was taken at most so far."""
+        ...
+
+    def peak_bytes(self, index: int) -> int:
+        """The most memory that was taken since ``reset_peak``, as far as the device can tell: by
+        this process at least, what an allocator keeps for reuse included."""
+        ...
+
     def event(self, index: int) -> Event:
         """A new event on that device."""
         ...

@@ -105,7 +105,14 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block")
     add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
     add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")
-    add("--kv-cache-bytes", type=_byte_count, default=_DEFAULTS.kv_cache_bytes, metavar="N[K|M|G]")
+    add("--kv-cache-bytes", type=_byte_count, metavar="N[K|M|G]", help="memory for KV")
+    add(
+        "--memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of the device's memory; KV gets what a profiling run leaves of it. Default: 0.9, "
+        "and 1 GiB for KV where the device is the host",
+    )
     add(
         "--swap-space",
         type=float,
@@ -198,6 +205,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         kv_layout=args.kv_layout,
         num_kv_blocks=args.num_kv_blocks,
         kv_cache_bytes=args.kv_cache_bytes,
+        memory_utilization=args.memory_utilization,
         swap_space_bytes=int(args.swap_space * _GIB),
         watermark=args.watermark,
         scheduler_delay_factor=args.scheduler_delay_factor,

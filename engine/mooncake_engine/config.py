@@ -71,8 +71,11 @@ class EngineConfig:
         tp_size: tensor-parallel ranks.
         block_size: tokens per KV block.
         kv_layout: ``auto`` or a name of mooncake_hal.kv.layout.
-        num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes`` .
-        kv_cache_bytes: memory for KV when ``num_kv_blocks`` is None.
+        num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes``.
+        kv_cache_bytes: memory for KV; None derives it from ``memory_utilization``.
+        memory_utilization: share of the device's memory that may be used: what weights and the
+            largest step leave of it is for KV. None means 0.9 on a device with memory of its own;
+            1 GiB for KV on a host.
         swap_space_bytes: host memory per rank that preempted groups of sequences are swapped to.
         watermark: share of the KV blocks that admitting a request leaves free for those that run.
         scheduler_delay_factor: a prompt waits that many times as long as the last step that
@@ -98,7 +101,8 @@ class EngineConfig:
     block_size: int = 16
     kv_layout: str = "auto"
     num_kv_blocks: int | None = None
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
+    memory_utilization: float | None = None
     swap_space_bytes: int = 1 << 30
     watermark: float = 0.01
     scheduler_delay_factor: float = 0.0
@@ -122,6 +126,10 @@ class EngineConfig:
             raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
+        if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
+            raise ConfigError(
+                f"memory_utilization must be in (0, 1], got {self.memory_utilization}"
+            )
         if self.role is not Role.BOTH and self.kv_transfer is None:
             raise ConfigError(
                 f"an instance of role {self.role.value!r} hands KV over or takes it: "

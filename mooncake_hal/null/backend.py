@@ -69,6 +69,15 @@ class NullRuntime:
         _require_device(index)
         return MemoryInfo(TOTAL_BYTES, TOTAL_BYTES)
 
+    def reset_peak(self, index: int) -> None:
+        """See ``Runtime``."""
+        _require_device(index)
+
+    def peak_bytes(self, index: int) -> int:
+        """See ``Runtime``."""
+        _require_device(index)
+        return 0
+
     def event(self, index: int) -> Event:
         """See ``Runtime``."""
         _require_device(index)

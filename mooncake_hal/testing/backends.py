@@ -78,6 +78,16 @@ class BackendBasics:
             memory = backend.runtime.memory_info(info.index)
             assert 0 <= memory.free_bytes <= memory.total_bytes
 
+    def test_the_peak_of_memory_is_watched(self, backend: Backend) -> None:
+        """It is known after use, never negative, and no more than there is."""
+        runtime = backend.runtime
+        runtime.reset_peak(0)
+        before = runtime.peak_bytes(0)
+        x = torch.ones(1 << 20, device=runtime.device(0))
+        runtime.synchronize(0)
+        assert 0 <= before <= runtime.peak_bytes(0) <= runtime.memory_info(0).total_bytes
+        assert float(x[0]) == 1.0
+
     def test_an_unknown_device_is_refused(self, backend: Backend) -> None:
         """The index is checked, not clipped."""
         beyond = len(backend.runtime.devices())

@@ -51,6 +51,26 @@ def this_generation() -> str:
     return generation(platform.machine(), fields.get("flags", fields.get("Features", "")))
 
 
+def reset_peak_resident() -> None:
+    """Begin anew to watch how much memory this process holds at most.
+
+    Where the kernel does not allow that (some containers), the peak stays that of the process'
+    whole life: never too small.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held since ``reset_peak_resident``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel does not tell VmHWM in /proc/self/status")
+
+
 def memory_bytes() -> tuple[int, int]:
     """(available, total) bytes of this process: the machine's, or its control group's if less."""
     fields = {}

@@ -8,7 +8,13 @@ import torch
 
 from mooncake_hal.backend import DeviceInfo, Event, Graph, MemoryInfo
 from mooncake_hal.errors import CapabilityError, DeviceError
-from mooncake_hal_cpu.facts import cpu_name, memory_bytes, this_generation
+from mooncake_hal_cpu.facts import (
+    cpu_name,
+    memory_bytes,
+    peak_resident_bytes,
+    reset_peak_resident,
+    this_generation,
+)
 
 
 class CpuEvent:
@@ -50,6 +56,16 @@ class CpuRuntime:
         """See ``Runtime``."""
         require_device(index)
         return MemoryInfo(*memory_bytes())
+
+    def reset_peak(self, index: int) -> None:
+        """See ``Runtime``."""
+        require_device(index)
+        reset_peak_resident()
+
+    def peak_bytes(self, index: int) -> int:
+        """See ``Runtime``: this process' resident memory."""
+        require_device(index)
+        return peak_resident_bytes()
 
     def event(self, index: int) -> Event:
         """See ``Runtime``."""

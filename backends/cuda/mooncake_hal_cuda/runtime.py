@@ -81,6 +81,18 @@ class CudaRuntime:
         """See ``Runtime``."""
         return MemoryInfo(*torch.cuda.mem_get_info(self.device(index)))
 
+    def reset_peak(self, index: int) -> None:
+        """See ``Runtime``."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device(index))
+
+    def peak_bytes(self, index: int) -> int:
+        """See ``Runtime``: of all processes that use the device, since the driver tells no more."""
+        device = self.device(index)
+        info = self.memory_info(index)
+        returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+        return info.total_bytes - info.free_bytes + returned
+
     def event(self, index: int) -> Event:
         """See ``Runtime``."""
         return CudaEvent(self.device(index))

@@ -10,7 +10,7 @@ from typing import Protocol
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.extension import MessageHandler
-from mooncake_engine.execution.setup import ExecutionSetup, plan_execution
+from mooncake_engine.execution.setup import ExecutionSetup, plan_execution, resize
 from mooncake_engine.execution.weights import ProgressHandler
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_engine.models.hf_config import ModelConfig
@@ -166,7 +166,7 @@ class InProcessExecutor:
         self._worker = Worker(
             config, setup, backend, None, extension=options.extension, handlers=handlers
         )
-        self.facts = make_facts(setup, (rank_facts(0, self._worker),))
+        self.facts = make_facts(config, setup, (rank_facts(0, self._worker),))
 
     def warm_up(self) -> None:
         """See ``Executor``."""
@@ -208,8 +208,12 @@ def rank_facts(rank: int, worker: Worker) -> RankFacts:
     return RankFacts(rank, worker.pool.shard, worker.pool.layout, worker.pool.region)
 
 
-def make_facts(setup: ExecutionSetup, ranks: tuple[RankFacts, ...]) -> ExecutorFacts:
-    """Put together what is fixed since loading."""
+def make_facts(
+    config: EngineConfig, setup: ExecutionSetup, ranks: tuple[RankFacts, ...]
+) -> ExecutorFacts:
+    """Put together what is fixed since loading; ranks that measured agree on their pool's size."""
+    if setup.is_provisional:
+        setup = resize(config, setup, ranks[0].layout.num_blocks)
     return ExecutorFacts(
         model=setup.model,
         geometry=setup.geometry,

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+DEFAULT_KV_BYTES = 1 << 30
+"""Where KV is in memory that the host needs for others, too, and nothing else is asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSize:
     """How many blocks of how many tokens, and how many more in host memory."""
@@ -135,7 +139,7 @@ def choose_num_host_blocks(
 
 
 def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]) -> int:
-    """Blocks per rank: the config's number, or what ``kv_cache_bytes`` holds on every rank.
+    """Blocks per rank: the config's number, or what its memory for KV holds.
 
     Raises:
         ConfigError: the memory allowed for KV holds not even one block.
@@ -144,13 +148,25 @@ def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[K
         if config.num_kv_blocks < 1:
             raise ConfigError(f"num_kv_blocks must be at least 1, got {config.num_kv_blocks}")
         return config.num_kv_blocks
+    nbytes = DEFAULT_KV_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+    return blocks_in(nbytes, config, geometry, shards)
+
+
+def blocks_in(
+    nbytes: int, config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]
+) -> int:
+    """How many blocks that memory holds on every rank.
+
+    Raises:
+        ConfigError: not even one.
+    """
     block_bytes = _block_bytes(config, geometry, shards)
-    if config.kv_cache_bytes < block_bytes:
+    if nbytes < block_bytes:
         raise ConfigError(
-            f"kv_cache_bytes is {config.kv_cache_bytes}, but one block of {config.block_size} "
-            f"tokens takes {block_bytes} bytes; raise it or make blocks smaller"
+            f"there are {nbytes} bytes for KV, but one block of {config.block_size} tokens takes "
+            f"{block_bytes} bytes; raise kv_cache_bytes or make blocks smaller"
         )
-    return config.kv_cache_bytes // block_bytes
+    return nbytes // block_bytes
 
 
 def _block_bytes(config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]) -> int:

@@ -66,7 +66,7 @@ class ProcessExecutor:
         except BaseException:
             self.close()
             raise
-        self.facts = make_facts(setup, facts)
+        self.facts = make_facts(config, setup, facts)
         self._listener.start()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +35,8 @@ class ExecutionSetup:
         pool_size: blocks per rank.
         layout_name: key of ``KV_LAYOUTS``.
         max_model_len: longest sequence.
+        is_provisional: the pool is just large enough to measure what the model needs besides;
+            see ``resize``.
     """
 
     model: ModelConfig
@@ -43,6 +45,7 @@ class ExecutionSetup:
     pool_size: PoolSize
     layout_name: str
     max_model_len: int
+    is_provisional: bool = False
 
     @property
     def max_blocks(self) -> int:
@@ -67,16 +70,54 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     dtype = _choose_dtype(config, model, capabilities)
     geometry = kv_geometry(model, dtype)
     shards = [shard_of(geometry, config.tp_size, rank) for rank in range(config.tp_size)]
-    num_blocks = choose_num_blocks(config, geometry, shards)
-    num_host_blocks = choose_num_host_blocks(config, geometry, shards)
-    return ExecutionSetup(
+    is_provisional = is_profiled(config, backend)
+    if is_provisional:
+        num_blocks = -(-largest_share(config) // config.block_size)
+    else:
+        num_blocks = choose_num_blocks(config, geometry, shards)
+    setup = ExecutionSetup(
         model=model,
         dtype=dtype,
         geometry=geometry,
-        pool_size=PoolSize(num_blocks, config.block_size, num_host_blocks),
+        pool_size=PoolSize(
+            num_blocks, config.block_size, choose_num_host_blocks(config, geometry, shards)
+        ),
         layout_name=choose_layout(config, capabilities.kv_layouts),
-        max_model_len=_choose_length(config, model, num_blocks * config.block_size),
+        max_model_len=config.max_model_len or model.max_positions,
+        is_provisional=is_provisional,
     )
+    return setup if is_provisional else resize(config, setup, num_blocks)
+
+
+def resize(config: EngineConfig, setup: ExecutionSetup, num_blocks: int) -> ExecutionSetup:
+    """The final setup, for a pool of that many blocks.
+
+    Raises:
+        ConfigError: the longest sequence that was asked for does not fit.
+    """
+    return replace(
+        setup,
+        pool_size=replace(setup.pool_size, num_blocks=num_blocks),
+        max_model_len=_choose_length(config, setup.model, num_blocks * config.block_size),
+        is_provisional=False,
+    )
+
+
+def is_profiled(config: EngineConfig, backend: Backend) -> bool:
+    """Whether the KV pool gets what a profiling run leaves of the device's memory.
+
+    By default only where the device has memory of its own: a host's belongs to others, too.
+    """
+    if config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
+        return False
+    if config.memory_utilization is not None:
+        return True
+    return backend.runtime.device(config.device).type != "cpu"
+
+
+def largest_share(config: EngineConfig) -> int:
+    """Tokens per sequence where the largest step is spread over as many as there may be."""
+    return max(1, config.max_num_batched_tokens // config.max_num_seqs)
 
 
 def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> int:

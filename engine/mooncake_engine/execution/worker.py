@@ -15,11 +15,12 @@ from mooncake_engine.execution.extension import (
     WorkerExtension,
     load_extension,
 )
-from mooncake_engine.execution.kv_pool import KVPool
+from mooncake_engine.execution.kv_pool import KVPool, blocks_in
+from mooncake_engine.execution.profiling import largest_step, measure_peak, memory_for_kv
 from mooncake_engine.execution.request_state import RequestTable
 from mooncake_engine.execution.runner import ModelRunner
 from mooncake_engine.execution.sampler import Sampler
-from mooncake_engine.execution.setup import ExecutionSetup, rank_device
+from mooncake_engine.execution.setup import ExecutionSetup, rank_device, resize
 from mooncake_engine.execution.weights import ProgressHandler, load_weights
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.layers import Placement
@@ -31,7 +32,7 @@ from mooncake_engine.scheduling.plan import (
     StepResult,
 )
 from mooncake_engine.text.grammars import vocabulary_in
-from mooncake_hal.backend import Backend, Communicator, Ops
+from mooncake_hal.backend import Backend, Communicator
 from mooncake_hal.kv.geometry import shard_of
 
 _WARM_UP = "warm-up"
@@ -50,6 +51,16 @@ class RankHandlers:
     progress: ProgressHandler | None
     emit: Callable[[bytes], None]
     fail: Callable[[BaseException], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank runs."""
+
+    config: EngineConfig
+    backend: Backend
+    index: int
+    rank: int
 
 
 class Worker:
@@ -77,7 +88,6 @@ class Worker:
         extension: str | None,
         handlers: RankHandlers,
     ) -> None:
-        self._setup = setup
         self._communicator = communicator
         rank = communicator.rank if communicator else 0
         index = rank_device(config, list(backend.runtime.devices()), rank)
@@ -89,28 +99,51 @@ class Worker:
             setup.max_model_len,
         )
         load_weights(model, config.model, handlers.progress)
-        shard = shard_of(setup.geometry, config.tp_size, rank)
-        self.pool = KVPool(
-            backend, index, setup.geometry, shard, setup.pool_size, layout_name=setup.layout_name
-        )
-        self._runner = self._build_runner(config, model, backend.ops, device)
+        self._place = _Place(config, backend, index, rank)
+        self._setup = self._measured(setup, model) if setup.is_provisional else setup
+        self.pool, self._runner = self._build_runner(self._setup, model)
         self.extension: WorkerExtension | None = None
         if extension is not None:
             where = (rank, config.tp_size, index, self.pool)
             whom = (backend, config, handlers.emit, handlers.fail)
             self.extension = load_extension(extension)(ExtensionContext(*where, *whom))
 
-    def _build_runner(
-        self, config: EngineConfig, model: Model, ops: Ops, device: torch.device
-    ) -> ModelRunner:
-        facts = self._setup.model
+    def _measured(self, setup: ExecutionSetup, model: Model) -> ExecutionSetup:
+        """The final setup: KV gets what the largest step leaves free on every rank."""
+        config, runtime, index = self._place.config, self._place.backend.runtime, self._place.index
+        pool, runner = self._build_runner(setup, model)
+        try:
+            peak_bytes = measure_peak(runner, largest_step(config, setup), runtime, index)
+        finally:
+            del runner
+            pool.close()
+        nbytes = memory_for_kv(config, runtime, index, peak_bytes)
+        shards = [shard_of(setup.geometry, config.tp_size, r) for r in range(config.tp_size)]
+        num_blocks = blocks_in(nbytes, config, setup.geometry, shards)
+        return resize(config, setup, self._least(num_blocks))
+
+    def _least(self, count: int) -> int:
+        """The smallest of all ranks' counts."""
+        if self._communicator is None:
+            return count
+        device = self._place.backend.runtime.device(self._place.index)
+        mine = torch.tensor([count], dtype=torch.int64, device=device)
+        return int(self._communicator.all_gather(mine).min())
+
+    def _build_runner(self, setup: ExecutionSetup, model: Model) -> tuple[KVPool, ModelRunner]:
+        config, backend, index = self._place.config, self._place.backend, self._place.index
+        shard = shard_of(setup.geometry, config.tp_size, self._place.rank)
+        size, layout_name = setup.pool_size, setup.layout_name
+        pool = KVPool(backend, index, setup.geometry, shard, size, layout_name=layout_name)
+        facts, device = setup.model, backend.runtime.device(index)
         vocabulary = partial(vocabulary_in, config.model, facts.vocab_size, facts.eos_token_ids)
         requests = RequestTable(
-            config.max_num_seqs, self._setup.max_blocks, facts.vocab_size, device, vocabulary
+            config.max_num_seqs, setup.max_blocks, facts.vocab_size, device, vocabulary
         )
+        num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
+        mover = BlockMover(pool, num_host_blocks, backend.ops, device)
         sampler = Sampler(facts.eos_token_ids)
-        mover = BlockMover(self.pool, self._setup.pool_size.num_host_blocks, ops, device)
-        return ModelRunner(model, self.pool, requests, sampler, mover, device)
+        return pool, ModelRunner(model, pool, requests, sampler, mover, device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""

@@ -66,6 +66,15 @@ class MyChipRuntime:
         _require_device(index)
         return MemoryInfo(TOTAL_BYTES, TOTAL_BYTES)
 
+    def reset_peak(self, index: int) -> None:
+        """See ``Runtime``."""
+        _require_device(index)  # a real chip: torch.mychip.reset_peak_memory_stats(index)
+
+    def peak_bytes(self, index: int) -> int:
+        """See ``Runtime``."""
+        _require_device(index)
+        return 0  # a real chip: torch.mychip.max_memory_reserved(index)
+
     def event(self, index: int) -> Event:
         """See ``Runtime``."""
         _require_device(index)

@@ -1,0 +1,85 @@
+"""How much memory a rank needs besides its KV: measured by running the largest possible step."""
+
+from __future__ import annotations
+
+import logging
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.runner import ModelRunner
+from mooncake_engine.execution.setup import ExecutionSetup, largest_share
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
+from mooncake_hal.backend import Runtime
+
+logger = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+
+
+def largest_step(config: EngineConfig, setup: ExecutionSetup) -> StepPlan:
+    """``max_num_batched_tokens`` over ``max_num_seqs`` sequences, all of which sample.
+
+    Their KV goes to the same few blocks, over and over: nobody reads it.
+    """
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    length = min(largest_share(config), setup.max_model_len)
+    blocks = tuple(range(-(-length // setup.pool_size.block_size)))
+    names = [f"profile-{index}" for index in range(num_seqs)]
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    return StepPlan(
+        0,
+        admitted=tuple(
+            AdmittedRequest(name, (0,) * length, length, sampling, 0, blocks) for name in names
+        ),
+        sequences=tuple(ScheduledSequence(name, 0, length) for name in names),
+    )
+
+
+def measure_peak(runner: ModelRunner, plan: StepPlan, runtime: Runtime, index: int) -> int:
+    """Bytes of the device that are taken at most while the plan runs, weights included."""
+    runtime.reset_peak(index)
+    runner.run(plan)
+    runtime.synchronize(index)
+    return runtime.peak_bytes(index)
+
+
+def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes: int) -> int:
+    """Bytes that are left for a rank's KV.
+
+    Args:
+        config: how much of the device's memory may be used.
+        runtime: knows how much there is.
+        index: of the device, which ranks share if there are no more devices.
+        peak_bytes: what the rank takes without KV.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    info = runtime.memory_info(index)
+    num_sharing = config.tp_size if len(runtime.devices()) == 1 else 1
+    share = memory_utilization(config) * info.total_bytes / num_sharing
+    left = int(min(share - peak_bytes, info.free_bytes / num_sharing))
+    logger.info(
+        "device %d: %.2f GiB for this rank, the largest step takes %.2f GiB: %.2f GiB are for KV",
+        index,
+        share / _GIB,
+        peak_bytes / _GIB,
+        left / _GIB,
+    )
+    if left <= 0:
+        raise ConfigError(
+            f"memory_utilization {memory_utilization(config):g} allows {share / _GIB:.2f} GiB, "
+            f"but weights and the largest step take {peak_bytes / _GIB:.2f} GiB: raise it, lower "
+            "max_num_batched_tokens, or use more ranks"
+        )
+    return left
+
+
+def memory_utilization(config: EngineConfig) -> float:
+    """The share of the device's memory that may be used."""
+    return DEFAULT_UTILIZATION if config.memory_utilization is None else config.memory_utilization
+
+
+DEFAULT_UTILIZATION = 0.9
+"""Of a device that has memory of its own."""

@@ -1,0 +1,68 @@
+"""The KV pool gets what weights and the largest step leave of the memory that may be used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+
+from mooncake_engine.assembly import build_engine
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.messages import EngineFacts
+from mooncake_hal.registry import Registry
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def facts_of(config: EngineConfig) -> EngineFacts:
+    engine = build_engine(config)
+    engine.core.close()
+    return engine.facts
+
+
+def utilization(extra_bytes: int, num_processes: int = 1) -> float:
+    """What this process takes now and so much more, of all that there is."""
+    runtime = Registry.discover().select_backend("cpu").runtime
+    runtime.reset_peak(0)
+    wanted = num_processes * (runtime.peak_bytes(0) + extra_bytes)
+    return wanted / runtime.memory_info(0).total_bytes
+
+
+def test_what_is_left_is_for_kv_and_the_log_says_how_much(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_num_batched_tokens": 512, "max_num_seqs": 32, "threads": 1}
+    config = EngineConfig(checkpoint, memory_utilization=utilization(256 * MIB), **options)  # type: ignore[arg-type]  # fields by name
+    with caplog.at_level(logging.INFO):
+        facts = facts_of(config)
+    block_bytes = 3 * 2 * 2 * 16 * 16 * 4  # layers, planes, heads, tokens, dim, float32
+    nbytes = facts.num_kv_blocks * block_bytes
+    assert 16 * MIB < nbytes <= 256 * MIB
+    assert facts.max_model_len == 512
+    words = " ".join(record.getMessage() for record in caplog.records)
+    assert "the largest step takes" in words
+    assert f"{facts.num_kv_blocks} blocks of 16 tokens, {facts.num_kv_blocks * 16} tokens" in words
+
+
+def test_ranks_agree(checkpoint: Path) -> None:
+    share = min(1.0, utilization(600 * MIB, num_processes=2))
+    config = EngineConfig(checkpoint, memory_utilization=share, tp_size=2, threads=1)
+    assert facts_of(config).num_kv_blocks > 0
+
+
+def test_too_little_is_refused_with_the_figures(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory_utilization 0\.001 allows .* GiB, but weights"):
+        facts_of(EngineConfig(checkpoint, memory_utilization=0.001, threads=1))
+
+
+def test_a_host_is_not_filled_unasked(checkpoint: Path) -> None:
+    facts = facts_of(EngineConfig(checkpoint, threads=1))
+    assert facts.num_kv_blocks * 3 * 2 * 2 * 16 * 16 * 4 <= 1 << 30
