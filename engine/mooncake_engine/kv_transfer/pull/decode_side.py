@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from zlib import crc32
@@ -12,12 +10,12 @@ from zlib import crc32
 from mooncake_engine.errors import KVTransferError, LeaseLost
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
-from mooncake_engine.kv_transfer.pace import SIGNS_PER_LEASE, Pace
 from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.peers import Peer, PeerBook
 from mooncake_engine.kv_transfer.protocol import LeaseStatus
 from mooncake_engine.kv_transfer.pull.rank_loads import RankLoads
 from mooncake_engine.kv_transfer.pull.rank_messages import Load
+from mooncake_engine.kv_transfer.signs_of_life import Interval, SignsOfLife
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +59,12 @@ class DecodeSide:
         self._ranks = ranks
         self._peers = peers
         self._expected: dict[str, _Expected] = {}
-        self._pace = Pace(self._renewal_s)
+        self._signs = SignsOfLife(Interval(context.lease_s), self._renew, context.spawn)
 
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         """Keep this lease alive until the request is loaded or cancelled."""
         self._expected[request_id] = _Expected(remote, self._clock())
-        self._pace.quicken(self._lease_of(remote) / SIGNS_PER_LEASE)
+        self._signs.hasten(remote)
 
     def load(self, request_id: str, local_blocks: tuple[int, ...], start: int) -> None:
         """Load an expected request's prompt from token ``start`` on; ``LoadEnded`` follows."""
@@ -100,28 +98,14 @@ class DecodeSide:
 
     async def keep_leases(self) -> None:
         """Renew, in one message per peer, what is expected; until cancelled."""
-        while True:
-            await self._pace.pause()
-            by_peer: defaultdict[tuple[str, str, int], dict[str, _Expected]] = defaultdict(dict)
-            for request_id, expected in self._expected.items():
-                remote = expected.remote
-                by_peer[remote.engine_id, remote.host, remote.port][request_id] = expected
-            await asyncio.gather(*(self._renew(group) for group in by_peer.values()))
+        await self._signs.give(lambda: self._expected)
 
-    def _renewal_s(self) -> float:
-        """The pause that the shortest lease bears, of the peers' and ours."""
-        leases = (self._lease_of(expected.remote) for expected in self._expected.values())
-        return min(leases, default=self._lease_s) / SIGNS_PER_LEASE
-
-    def _lease_of(self, remote: RemoteKV) -> float:
-        return min(self._lease_s, remote.lease_s or self._lease_s)
-
-    async def _renew(self, group: dict[str, _Expected]) -> None:
+    async def _renew(self, group: dict[str, _Expected], within_s: float) -> None:
         """One peer's leases: what it has lost, or all of them if it has long been silent."""
         names = {expected.remote.request_id: name for name, expected in group.items()}
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
-            lost = await peer.renew(tuple(names), self._renewal_s())
+            lost = await peer.renew(tuple(names), within_s)
         except KVTransferError as exc:
             self._drop_silent(group, str(exc))
             return

@@ -13,7 +13,6 @@ from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
-from mooncake_engine.kv_transfer.pace import SIGNS_PER_LEASE
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
     Hello,
@@ -34,6 +33,7 @@ from mooncake_engine.kv_transfer.protocol import (
 from mooncake_engine.kv_transfer.push.metaserver import post_params
 from mooncake_engine.kv_transfer.push.plan import expected_bytes
 from mooncake_engine.kv_transfer.push.reservations import Reservation, ReservationTable, Stage
+from mooncake_engine.kv_transfer.signs_of_life import Interval
 from mooncake_engine.messages import KVTransferParams, TokenLogprobs
 from mooncake_engine.scheduling.request import FirstToken
 from mooncake_hal.errors import PlanError
@@ -44,7 +44,10 @@ REMEMBERED_WRITERS = 1024
 MAX_LOAD_S = 300.0
 """However alive its writer is, no request waits longer for its KV."""
 
-SILENT_INTERVALS = 3
+LONGEST_PAUSE_S = 1.0
+"""Between a writer's signs of life, however long the leases are."""
+
+SILENT_PAUSES = 3
 """After so many missed signs of life a writer is looked for."""
 
 Granted = tuple[Reservation, Writer]
@@ -65,11 +68,6 @@ class ReceiveCounts:
     failures: int = 0
     nbytes: int = 0
     seconds: float = 0.0
-
-
-def heartbeat_s(lease_s: float) -> float:
-    """How often a writer gives a sign of life."""
-    return min(lease_s / SIGNS_PER_LEASE, 1.0)
 
 
 def spread_of(request_id: str) -> int:
@@ -99,8 +97,8 @@ class PushDecodeSide:
         self._clock = context.clock
         self._inquire = inquire
         self._post = post
-        silence_s = SILENT_INTERVALS * heartbeat_s(context.lease_s)
-        self._table = ReservationTable(context.lease_s, silence_s)
+        self._pause_s = Interval(context.lease_s, LONGEST_PAUSE_S).of(())
+        self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
         self._writers: OrderedDict[str, InstanceFacts] = OrderedDict()
         self._started: dict[str, float] = {}
 
@@ -221,7 +219,7 @@ class PushDecodeSide:
     async def sweep(self) -> None:
         """Look at all deadlines, again and again, until cancelled."""
         while True:
-            await asyncio.sleep(heartbeat_s(self._lease_s))
+            await asyncio.sleep(self._pause_s)
             self.look_around()
 
     def look_around(self) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake_engine.errors import HandshakeRefused, KVTransferError, LeaseLost
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import LeaseEnded
-from mooncake_engine.kv_transfer.pace import Pace
 from mooncake_engine.kv_transfer.params import PushTarget, RemoteKV
 from mooncake_engine.kv_transfer.peers import Peer, PeerBook
 from mooncake_engine.kv_transfer.protocol import (
@@ -26,7 +24,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Status,
     Writer,
 )
-from mooncake_engine.kv_transfer.push.decode_side import heartbeat_s, spread_of
+from mooncake_engine.kv_transfer.push.decode_side import LONGEST_PAUSE_S, spread_of
 from mooncake_engine.kv_transfer.push.rank_messages import (
     EndPush,
     PushReport,
@@ -35,8 +33,12 @@ from mooncake_engine.kv_transfer.push.rank_messages import (
     ToRank,
     encode,
 )
+from mooncake_engine.kv_transfer.signs_of_life import Interval, SignsOfLife
 
 logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.5
+"""Between tries to tell how a push ended."""
 
 
 class RankGroup:
@@ -120,8 +122,8 @@ class PushPrefillSide:
         self._peers = peers
         self._address = address
         self._sends: dict[str, _Send] = {}
-        self._renewing: set[str] = set()
-        self._pace = Pace(self._renewal_s)
+        interval = Interval(context.lease_s, LONGEST_PAUSE_S)
+        self._signs = SignsOfLife(interval, self._renew, context.spawn)
 
     @property
     def num_sending(self) -> int:
@@ -135,7 +137,6 @@ class PushPrefillSide:
         self.counts.pushes += 1
         writer = Writer(self._facts.engine_id, request_id, *self._address)
         send = self._sends[request_id] = _Send(target, writer, self._clock())
-        self._pace.quicken(heartbeat_s(self._lease_of(send)))
         self._spawn(self._open(request_id, send))
 
     def complete(self, end: EndPush, first_token: PushedToken) -> None:
@@ -205,6 +206,7 @@ class PushPrefillSide:
             return
         if send.error is None:
             send.is_open = True
+            self._signs.hasten(send.remote)
             send.last_heard = self._clock()
             self._ranks.tell_all(_start_order(request_id, send))
 
@@ -228,7 +230,7 @@ class PushPrefillSide:
                     logger.warning("could not tell the end of %s: %s", request_id, exc)
                     self._peers.forget(send.remote, "it could not be told how a push ended")
                 else:  # an address that is none fails at once
-                    await asyncio.sleep(heartbeat_s(self._lease_s))
+                    await asyncio.sleep(PAUSE_S)
         self._settle(request_id, send)
 
     def standing(self, message: Inquire) -> Standing:
@@ -252,35 +254,24 @@ class PushPrefillSide:
 
         What has ended is no longer spoken of: a peer that has not heard how will ask.
         """
-        while True:
-            await self._pace.pause()
-            by_peer: defaultdict[str, dict[str, _Send]] = defaultdict(dict)
-            for request_id, send in self._sends.items():
-                if send.is_open and not self._is_drained(send):
-                    by_peer[send.remote.engine_id][request_id] = send
-            for engine_id, group in by_peer.items():
-                if engine_id not in self._renewing:
-                    self._renewing.add(engine_id)
-                    self._spawn(self._renew(engine_id, group))
+        await self._signs.give(self._under_way)
 
-    def _renewal_s(self) -> float:
-        """The pause that the shortest lease bears, of the peers' and ours."""
-        leases = (self._lease_of(send) for send in self._sends.values())
-        return heartbeat_s(min(leases, default=self._lease_s))
+    def _under_way(self) -> dict[str, _Send]:
+        """What the peers have let us in for, and is not drained."""
+        return {
+            request_id: send
+            for request_id, send in self._sends.items()
+            if send.is_open and not self._is_drained(send)
+        }
 
-    def _lease_of(self, send: _Send) -> float:
-        return min(self._lease_s, send.remote.lease_s or self._lease_s)
-
-    async def _renew(self, engine_id: str, group: dict[str, _Send]) -> None:
+    async def _renew(self, group: dict[str, _Send], within_s: float) -> None:
         names = {send.remote.request_id: name for name, send in group.items()}
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
-            lost = await peer.renew(tuple(names), self._renewal_s())
+            lost = await peer.renew(tuple(names), within_s)
         except KVTransferError as exc:
             self._drop_silent(group, str(exc))
             return
-        finally:
-            self._renewing.discard(engine_id)
         for send in group.values():
             send.last_heard = self._clock()
         for remote_id in lost:
