@@ -14,7 +14,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 TINY_LLAMA = REPOSITORY / "examples" / "tiny-llama"
-READY_S = 60.0
+READY_S = 90.0
+END_S = 60.0
 
 
 class Program:
@@ -48,12 +49,12 @@ class Program:
             if words in line:
                 return line.strip()
 
-    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = END_S) -> int:
         """Send a signal; the exit status."""
         self.process.send_signal(number)
         return self.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = END_S) -> int:
         """The exit status, all output read."""
         status = self.process.wait(timeout_s)
         self.close()

@@ -21,7 +21,8 @@ class Echo:
     Args:
         text: of the prompt.
         first_token_id: of the prompt; it has no log probability.
-        offsets: per token of the prompt, how many characters precede it.
+        offsets: per token of the prompt, how many characters precede it; empty unless log
+            probabilities are shown.
     """
 
     text: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class Planner:
         job = self._job(request, envelope, sampling, prompts)
         return replace(
             job,
-            echo=tuple(self._echo_of(prompt) for prompt in prompts) if request.echo else (),
+            echo=await self._echoes(request, prompts) if request.echo else (),
             is_prompt_only=is_prompt_only(request),
         )
 
@@ -81,10 +82,19 @@ class Planner:
         await check_grammar(grammar, self.tokenizer, self.facts)
         return structured
 
-    def _echo_of(self, prompt: Prompt) -> Echo:
+    async def _echoes(
+        self, request: CompletionRequest, prompts: Sequence[Prompt]
+    ) -> tuple[Echo, ...]:
+        """On another thread: long prompts take milliseconds."""
+        with_offsets = request.logprobs is not None
+        return await asyncio.to_thread(
+            lambda: tuple(self._echo_of(prompt, with_offsets=with_offsets) for prompt in prompts)
+        )
+
+    def _echo_of(self, prompt: Prompt, *, with_offsets: bool) -> Echo:
         ids = prompt.token_ids
         text = self.tokenizer.decode(ids) if prompt.text is None else prompt.text
-        return Echo(text, ids[0], text_offsets(self.tokenizer, ids))
+        return Echo(text, ids[0], text_offsets(self.tokenizer, ids) if with_offsets else ())
 
     def _job(
         self,
