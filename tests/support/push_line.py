@@ -306,6 +306,7 @@ class Book:
 
     async def renew(self, names: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """As ``Peer.renew``."""
-        make = lambda ticket: Renew(ticket, names)  # noqa: E731
-        answer = await self.ask(make, Renewed, tries=1, try_timeout_s=timeout_s)
+        answer = await self.ask(
+            lambda ticket: Renew(ticket, names), Renewed, tries=1, try_timeout_s=timeout_s
+        )
         return tuple(answer.lost)
