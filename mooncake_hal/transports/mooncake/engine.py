@@ -119,15 +119,22 @@ class MooncakeAgent:
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
         """See ``Agent``: the engine can't be stopped, and takes no more than its own deadlines."""
-        moved = "read" if part.is_read else "write"
-        call = getattr(self._engine, f"batch_transfer_sync_{moved}")
-        arrays = (part.spans.local, part.spans.remote, part.spans.nbytes)
-        if call(self._target, *(array.tolist() for array in arrays)):
+        if self._transfer(part):
             raise TransferError(
-                f"mooncake-transfer-engine did not {moved} {len(part.spans)} pieces; "
+                f"mooncake-transfer-engine did not {_verb(part)} {len(part.spans)} pieces; "
                 "its log says why"
             )
 
     def close(self) -> None:
         """See ``Agent``: it ends with its last reference; takes up to a second."""
         self._engine = None
+
+    def _transfer(self, part: Slice) -> int:
+        """Return 0 if it moved; a frame of its own, so that no traceback keeps the engine alive."""
+        call = getattr(self._engine, f"batch_transfer_sync_{_verb(part)}")
+        arrays = (part.spans.local, part.spans.remote, part.spans.nbytes)
+        return int(call(self._target, *(array.tolist() for array in arrays)))
+
+
+def _verb(part: Slice) -> str:
+    return "read" if part.is_read else "write"
