@@ -98,7 +98,14 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=3, kv_cache_usage=0.25, prompt_tokens=7, kv_transfer={"bytes-received": 9.0}
+            num_running=3,
+            num_waiting=6,
+            num_swapped=2,
+            kv_cache_usage=0.25,
+            num_preemptions=5,
+            num_swap_outs=4,
+            prompt_tokens=7,
+            kv_transfer={"bytes-received": 9.0},
         )
 
     def topology(self) -> None:

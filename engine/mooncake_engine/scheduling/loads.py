@@ -129,10 +129,10 @@ class PeerLoads:
         self._answers.fail(request, f"the prompt's KV did not arrive: {reason}")
 
     def expire(self) -> None:
-        """Give up on the requests that waited too long for blocks."""
+        """Give up on the requests that waited too long for blocks; those that follow a sibling's
+        load end with it, at its own deadlines."""
         now = self._places.now
-        waiting = [*self._places.preallocating, *self._places.following.values()]
-        for request in waiting:
+        for request in list(self._places.preallocating):
             if request.deadline and now > request.deadline:
                 limit = self._limits.load_timeout_s
                 self.give_up(request, f"no KV blocks came free for a load within {limit:g} s")

@@ -92,9 +92,8 @@ class Preemption:
         self._places.forget(request)
 
     def _least_urgent(self) -> Request:
-        candidates = self._places.running[-1:]
-        ready = self._places.ready.least_urgent()
-        return max([*candidates, *([ready] if ready else [])], key=urgency)
+        candidates: list[Request] = [*self._places.running[-1:], *self._places.ready]
+        return max(candidates, key=urgency)
 
     def _is_alone(self, group: SequenceGroup) -> bool:
         holders = (*self._places.running, *self._places.ready)

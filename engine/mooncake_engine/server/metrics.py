@@ -133,7 +133,8 @@ class _EngineCollector:
         yield InfoMetricFamily("vllm:cache_config", "The KV pool.", blocks)
         gauge, counter = self._gauge, self._counter
         yield gauge("vllm:num_requests_running", "Requests in steps.", stats.num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests queued.", stats.num_waiting)
+        num_queued = stats.num_waiting - stats.num_swapped
+        yield gauge("vllm:num_requests_waiting", "Requests queued.", num_queued)
         yield gauge("vllm:num_requests_swapped", "KV in host memory.", stats.num_swapped)
         yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", stats.kv_cache_usage)
         yield counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)

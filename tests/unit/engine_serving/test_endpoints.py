@@ -114,6 +114,10 @@ def test_metrics_count_requests(client: AsgiClient, engine: FakeEngine) -> None:
 def test_metrics_show_the_engine(client: AsgiClient) -> None:
     found = samples(client.get("/metrics").text)
     assert found["vllm:num_requests_running"] == 3
+    assert found["vllm:num_requests_waiting"] == 4
+    assert found["vllm:num_requests_swapped"] == 2
+    assert found["vllm:num_preemptions_total"] == 5
+    assert found["mooncake:num_swap_outs_total"] == 4
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:prompt_tokens_total"] == 7
     assert found["mooncake:kv_transfer_bytes_received"] == 9
