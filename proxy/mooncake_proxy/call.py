@@ -123,10 +123,10 @@ def estimate_prompt_tokens(endpoint: Endpoint, ask: Ask) -> int:
         if b'"image_url"' in raw or b'"input_audio"' in raw:
             raw = re.sub(rb'"data:[^"]*"', b'""', raw)
         return len(raw) // _BYTES_PER_TOKEN + 1
-    raw = bytes(ask.prompt)
-    if raw[:1] == b"[":
-        return raw.count(b",") + 1
-    return len(raw) // _BYTES_PER_TOKEN + 1
+    prompt = memoryview(ask.prompt)
+    if prompt[:1].tobytes() == b"[":
+        return bytes(prompt).count(b",") + 1
+    return len(prompt) // _BYTES_PER_TOKEN + 1
 
 
 # ---------------------------------------------------------------- bodies for instances

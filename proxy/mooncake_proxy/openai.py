@@ -7,6 +7,7 @@ and a 100 KB prompt costs a scan, not a parse (at 500 bytes 0.7 µs against 4.6 
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Any
 
@@ -16,6 +17,8 @@ from msgspec import UNSET, Raw, Struct
 from mooncake_proxy.errors import BadRequest
 
 Fields = dict[str, Raw]
+_LIST = re.compile(rb"\s*\[")
+_TOKEN_IDS = re.compile(rb"\s*\[\s*\d")
 ABSENT = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
 
@@ -88,11 +91,9 @@ def parse_request(body: bytes) -> tuple[Ask, Fields]:
 
 def is_batch(prompt: Raw) -> bool:
     """True for a list of several prompts: each would need a hand-over of its own."""
-    raw = bytes(prompt).strip()
-    if not raw.startswith(b"["):
+    if _LIST.match(prompt) is None or _TOKEN_IDS.match(prompt) is not None:
         return False
-    prompts = msgspec.json.decode(raw, type=list[Raw])
-    return len(prompts) > 1 and not bytes(prompts[0])[:1].isdigit()
+    return len(msgspec.json.decode(prompt, type=list[Raw])) > 1
 
 
 # ---------------------------------------------------------------- answers
