@@ -54,8 +54,6 @@ from mooncake_hal.transport import (
 
 KIB = 1024
 MIB = 1024 * KIB
-LARGE = 48 * MIB
-"""Enough to be under way for milliseconds on any transport."""
 
 
 @contextmanager
@@ -102,6 +100,7 @@ class TransportKit:
         loader: ``"package.module:callable"`` returning the transport.
         allocator: ``"package.module:callable"`` taking a size and returning a Buffer.
         timeout: seconds that an ordinary transfer may take on the slowest machine.
+        large: bytes that are under way for milliseconds at least; a slow transport needs less.
         checks_secret: whether the transport authenticates peers; an adapter to an engine that
             has no such thing says False.
         reports_revoked: whether a revoked region is told apart from an unknown one.
@@ -110,6 +109,7 @@ class TransportKit:
     loader: ClassVar[str]
     allocator: ClassVar[str] = "mooncake_hal.testing.transports_buffers:anonymous"
     timeout: ClassVar[float] = 30.0
+    large: ClassVar[int] = 48 * MIB
     checks_secret: ClassVar[bool] = True
     reports_revoked: ClassVar[bool] = True
 
@@ -201,9 +201,9 @@ class TransportConformance(TransportKit):
         self.check_moves(pair, random_pieces(self.rng, sizes, nbytes))
 
     def test_a_large_transfer(self) -> None:
-        pair = self.pair(LARGE)
-        sizes = self.rng.integers(1, 2 * MIB, 40).astype(np.int64)
-        self.check_moves(pair, random_pieces(self.rng, sizes, LARGE))
+        pair = self.pair(self.large)
+        sizes = self.rng.integers(1, self.large // 24, 40).astype(np.int64)
+        self.check_moves(pair, random_pieces(self.rng, sizes, self.large))
 
     def test_no_spans_is_done(self) -> None:
         pair = self.pair()
@@ -288,28 +288,28 @@ class TransportConformance(TransportKit):
         assert transfer.poll() is TransferState.DONE
 
     def test_cancel_drains(self) -> None:
-        pair = self.pair(LARGE)
-        transfer = pair.peer.read(pair.whole(LARGE), timeout=self.timeout)
+        pair = self.pair(self.large)
+        transfer = pair.peer.read(pair.whole(self.large), timeout=self.timeout)
         transfer.cancel()
         after = pair.here.get()
         if transfer.poll() is TransferState.FAILED:
             with raises(TransferCancelled):
                 transfer.wait()
-        pair.there.put(self.rng.integers(0, 256, LARGE, np.uint8))
+        pair.there.put(self.rng.integers(0, 256, self.large, np.uint8))
         time.sleep(0.05)  # bytes that a cancelled transfer still moved would arrive now
         _assert_same(pair.here.get(), after, "the near buffer after a cancelled read")
         self.read(pair.peer, pair.whole(MIB))
         _assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a cancelled one")
 
     def test_a_deadline_drains(self) -> None:
-        pair = self.pair(LARGE)
-        transfer = pair.peer.read(pair.whole(LARGE), timeout=1e-4)
+        pair = self.pair(self.large)
+        transfer = pair.peer.read(pair.whole(self.large), timeout=1e-4)
         try:
             transfer.wait()
         except TransferTimeout:
             assert transfer.poll() is TransferState.FAILED
         after = pair.here.get()
-        pair.there.put(self.rng.integers(0, 256, LARGE, np.uint8))
+        pair.there.put(self.rng.integers(0, 256, self.large, np.uint8))
         time.sleep(0.05)  # bytes that a timed-out transfer still moved would arrive now
         _assert_same(pair.here.get(), after, "the near buffer after the deadline")
         self.read(pair.peer, pair.whole(MIB))
@@ -403,8 +403,8 @@ class TransportConformance(TransportKit):
         self.check_moves(pair, random_pieces(self.rng, np.full(4, KIB, np.int64), MIB))
 
     def test_revoking_stops_what_is_in_flight(self) -> None:
-        pair = self.pair(LARGE)
-        transfer = pair.peer.write(pair.whole(LARGE), timeout=self.timeout)
+        pair = self.pair(self.large)
+        transfer = pair.peer.write(pair.whole(self.large), timeout=self.timeout)
         pair.far.revoke(pair.key_there)
         after = pair.there.get()
         with _allowing(RegionRevoked, RegionUnknown):
@@ -475,14 +475,14 @@ class TransportConformance(TransportKit):
             self.open(extra={"no_such_setting": "1"})
 
     def test_closing_the_peer_fails_what_is_in_flight(self) -> None:
-        pair = self.pair(LARGE)
-        transfer = pair.peer.read(pair.whole(LARGE), timeout=self.timeout)
+        pair = self.pair(self.large)
+        transfer = pair.peer.read(pair.whole(self.large), timeout=self.timeout)
         pair.peer.close()
         after = pair.here.get()
         assert transfer.poll() is not TransferState.PENDING
         with _allowing(PeerLost, TransferCancelled):
             transfer.wait()
-        pair.there.put(self.rng.integers(0, 256, LARGE, np.uint8))
+        pair.there.put(self.rng.integers(0, 256, self.large, np.uint8))
         _assert_same(pair.here.get(), after, "the near buffer after closing the peer")
         with raises(PeerLost):
             self.read(pair.peer, pair.whole(64))

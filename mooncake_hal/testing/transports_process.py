@@ -82,7 +82,7 @@ class TransportProcessConformance(TransportKit):
         assert (here.get() == wanted).all()
 
     def test_the_far_side_is_killed_in_mid_transfer(self) -> None:
-        nbytes = 64 * MIB
+        nbytes = self.large
         child = self.child(nbytes)
         near, here = self.open(), self.buffer(nbytes)
         near.register(here.region)
@@ -103,7 +103,7 @@ class TransportProcessConformance(TransportKit):
         assert (here.get() == content(1, nbytes)).all()
 
     def test_the_near_side_is_killed_in_mid_transfer(self) -> None:
-        nbytes = 64 * MIB
+        nbytes = self.large
         near, here = self.open(), self.buffer(nbytes)
         key = near.register(here.region)
         child = self.child(nbytes)
@@ -136,15 +136,15 @@ class TransportProcessConformance(TransportKit):
         self.read(peer, one_span(here.region.address, second.region.address, MIB))
 
     def test_a_stopped_peer_costs_no_more_than_the_deadline(self) -> None:
-        child = self.child(64 * MIB)
-        near, here = self.open(), self.buffer(64 * MIB)
+        child = self.child(self.large)
+        near, here = self.open(), self.buffer(self.large)
         near.register(here.region)
         peer = near.connect(child.address, timeout=self.timeout)
         child.signal(signal.SIGSTOP)
         try:
             started = time.monotonic()
             transfer = peer.read(
-                one_span(here.region.address, child.region.address, 64 * MIB), timeout=0.5
+                one_span(here.region.address, child.region.address, self.large), timeout=0.5
             )
             assert time.monotonic() - started < 0.4, "read() waited for the peer"
             failed = False

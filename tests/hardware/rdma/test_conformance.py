@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake_hal.testing.transports import TransportConformance
+from mooncake_hal.testing.transports import MIB, TransportConformance
 from mooncake_hal.testing.transports_process import TransportProcessConformance
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 LOADER = "mooncake_hal.transports.rdma.plugin:load"
+LARGE = 16 * MIB
+"""A third of a second on soft-RoCE on an emulated processor."""
 
 
 class TestRdma(TransportConformance):
@@ -17,6 +19,7 @@ class TestRdma(TransportConformance):
 
     loader = LOADER
     timeout = 120.0
+    large = LARGE
 
 
 class TestRdmaProcesses(TransportProcessConformance):
@@ -24,3 +27,4 @@ class TestRdmaProcesses(TransportProcessConformance):
 
     loader = LOADER
     timeout = 120.0
+    large = LARGE
