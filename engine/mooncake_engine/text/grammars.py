@@ -11,6 +11,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,9 +140,10 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int])
         return _vocabularies[key]
 
 
-def vocabulary_in(directory: Path, size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+@lru_cache(maxsize=8)
+def vocabulary_in(directory: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
     """The same for a model directory, whose tokenizer is not read if it is known already."""
-    key = (tokenizer_fingerprint(directory), size, tuple(eos_token_ids))
+    key = (tokenizer_fingerprint(directory), size, eos_token_ids)
     with _lock:
         known = _vocabularies.get(key)
     return known or vocabulary_of(Tokenizer.load(directory), size, eos_token_ids)

@@ -103,6 +103,20 @@ def test_a_preempted_answer_keeps_its_place(model_dir: Path) -> None:
         assert tight._engine._core.stats().num_preemptions > 0
 
 
+def test_answers_to_one_prompt_keep_their_own_places(model_dir: Path) -> None:
+    """They share its blocks, give way together, and come back."""
+    sampling = SamplingParams(
+        n=3, seed=5, max_tokens=None, grammar=Grammar(GrammarKind.REGEX, "[a-z]{150}")
+    )
+    options = {"num_kv_blocks": 48, "max_model_len": 300, "threads": 1}
+    with LLM(model_dir, **options) as tight:
+        for output in tight.generate(["one" * 20, "two" * 20, "six" * 20], sampling):
+            texts = [answer.text for answer in output.outputs]
+            assert len(set(texts)) == 3
+            assert all(re.fullmatch("[a-z]{150}", text) for text in texts)
+        assert tight._engine._core.stats().num_preemptions > 0
+
+
 def test_prefill_and_decode_apart_say_the_same(model_dir: Path) -> None:
     """The decode instance takes the grammar up after the token that the other one sampled."""
 

@@ -1,0 +1,78 @@
+"""Work that takes long is done aside: meanwhile the server answers others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_engine import FakeEngine
+
+from mooncake_engine.server.app import create_app
+from mooncake_engine.text.grammars import Vocabulary
+from mooncake_engine.text.tokenizer import Tokenizer
+
+LONG = "tea " * 10_000
+
+
+class Held:
+    """Stands before a method: it does not go on until others have been answered."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+        self.is_reached = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.is_reached.set()
+        assert self.may_go_on.wait(30), "nobody was answered meanwhile"
+        return self._method(*args, **options)
+
+
+def check_others_are_answered(app: Any, held: Held, path: str, body: dict[str, Any]) -> None:
+    async def scenario() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            slow = asyncio.create_task(client.post(path, content=json.dumps(body)))
+            assert await asyncio.to_thread(held.is_reached.wait, 30)
+            assert (await client.get("/health")).status_code == 200
+            quick = await client.post("/v1/completions", json={"prompt": "tea"})
+            assert quick.status_code == 200
+            held.may_go_on.set()
+            return await slow
+
+    assert asyncio.run(scenario()).status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/tokenize", {"prompt": LONG}),
+    ],
+)
+def test_long_texts_are_tokenised_aside(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    encode = byte_tokenizer.encode
+    held = Held(encode)
+
+    def encode_or_wait(text: str, **options: Any) -> tuple[int, ...]:
+        return held(text, **options) if len(text) > 100 else encode(text, **options)
+
+    monkeypatch.setattr(byte_tokenizer, "encode", encode_or_wait)
+    check_others_are_answered(create_app(FakeEngine(), byte_tokenizer), held, path, body)
+
+
+def test_grammars_are_compiled_aside(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(Vocabulary.matcher)
+    monkeypatch.setattr(Vocabulary, "matcher", lambda *args: held(*args))
+    body = {"prompt": "tea", "response_format": {"type": "json_object"}}
+    app = create_app(FakeEngine(), byte_tokenizer)
+    check_others_are_answered(app, held, "/v1/completions", body)
