@@ -1,4 +1,4 @@
-"""Prefill and decode apart on one GPU: two processes, KV over ``cuda_ipc``."""
+"""Prefill and decode apart: two processes of one GPU, and a GPU beside a CPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.pd import ask, instance, pair, prompt_of, write_model
+from support.pd import ask, ask_pair, instance, pair, prompt_of, write_model
 from support.pd_processes import serving
 
 pytestmark = pytest.mark.cuda
 LENGTHS = (5, 64, 300)
-ON_GPU = ("--backend", "cuda", "--dtype", "float32", "--transport", "cuda_ipc")
+ON_GPU = ("--backend", "cuda", "--dtype", "float32", "--transport")
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,12 @@ def test_the_gpu_says_what_the_cpu_says(model: Path) -> None:
     assert asyncio.run(greedy(model, backend="cuda")) == asyncio.run(greedy(model))
 
 
-def test_two_processes_say_what_one_says(model: Path) -> None:
+@pytest.mark.parametrize("transport", ["cuda_ipc", "staged"])
+def test_two_processes_say_what_one_says(model: Path, transport: str) -> None:
     async def main() -> None:
         expected = await greedy(model, backend="cuda")
-        on_gpu = {"backend": "cuda", "dtype": "float32", "transports": ("cuda_ipc",)}
-        with serving(model, "prefill", *ON_GPU) as prefill:
+        on_gpu = {"backend": "cuda", "dtype": "float32", "transports": (transport,)}
+        with serving(model, "prefill", *ON_GPU, transport) as prefill:
             async with pair(model, **on_gpu) as both:
                 for length, tokens in zip(LENGTHS, expected, strict=True):
                     params = await prefill.prefill(prompt_of(length))
@@ -42,5 +43,19 @@ def test_two_processes_say_what_one_says(model: Path) -> None:
                     assert found.tokens == tokens
                 assert both.decode.stat("loads") == len(LENGTHS)
                 assert both.decode.stat("load_failures") == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="-to-".join)
+def test_a_gpu_and_a_cpu_say_what_one_says(model: Path, kinds: tuple[str, str]) -> None:
+    async def main() -> None:
+        expected = await greedy(model)
+        first, second = ({"backend": kind} for kind in kinds)
+        options = {"dtype": "float32", "transports": ("staged",)}
+        async with pair(model, prefill=first, decode=second, **options) as both:
+            for length, tokens in zip(LENGTHS, expected, strict=True):
+                assert (await ask_pair(both, prompt_of(length))).tokens == tokens
+            assert both.decode.stat("load_failures") == 0
 
     asyncio.run(main())

@@ -28,3 +28,5 @@ class TestRdmaProcesses(TransportProcessConformance):
     loader = LOADER
     timeout = 120.0
     large = LARGE
+    death_seconds = 60.0
+    stopped_seconds = 10.0  # never waited for: the NIC needs no help of the process that stopped
