@@ -92,6 +92,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert oldest.request_id in ran, "the oldest did not progress"
         self._take(updates)
 
+    @rule()
+    def step_while_others_hold_the_free_blocks(self) -> None:
+        """Whoever needs a block has to take it from somebody: groups are swapped, single ones start
+        over."""
+        pool = self.scheduler.blocks.pool
+        held = pool.allocate(pool.num_free)
+        assert held is not None
+        plan = self.scheduler.schedule()
+        pool.release(held)
+        self._take(self.scheduler.update(plan, self.bench.worker.execute(plan)))
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -168,6 +179,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
+    max_examples=100, stateful_step_count=40, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
