@@ -19,11 +19,12 @@ from mooncake_hal.backend import DeviceInfo
 from mooncake_hal.native import compile_c
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion
 from mooncake_hal_cpu.backend import CpuBackend
+from mooncake_hal_cuda.copying.copier import Addresses, Copier
 from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.ipc.copier import Addresses, Copier
 from mooncake_hal_cuda.ipc.transport import IpcTransport
 from mooncake_hal_cuda.memory import CudaMemory
 from mooncake_hal_cuda.ops import CudaOps
+from mooncake_hal_cuda.staged.transport import StagedTransport
 from mooncake_hal_cuda.tuning import Tuning
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -85,6 +86,12 @@ def load_ipc() -> IpcTransport:
     """See ``EmulatedIpc``."""
     repair()
     return EmulatedIpc(emulated_driver(), InterpretedCopier)
+
+
+def load_staged() -> StagedTransport:
+    """The ``staged`` transport of the emulated device."""
+    repair()
+    return StagedTransport(emulated_driver, InterpretedCopier)
 
 
 class DeviceBuffer:

@@ -16,7 +16,7 @@ typedef struct { uint64_t address, nbytes; int fd, is_mapping; } Piece;
 typedef struct { char bytes[64]; } Handle;
 typedef struct { int32_t pid, fd; uint64_t nbytes; } Name;
 
-static Piece pieces[MAX];
+static Piece pieces[MAX], hosted[MAX];
 static size_t used;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -123,4 +123,28 @@ int cuStreamSynchronize(void *stream) { return stream ? OK : INVALID; }
 int cuStreamDestroy_v2(void *stream) { return stream ? OK : INVALID; }
 int cuGetErrorString(int status, const char **text) {
     return *text = status == OUT_OF_MEMORY ? "out of memory" : status == 101 ? "invalid device ordinal" : "refused by the emulation", OK;
+}
+
+int cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
+    if (!current || flags != 3) return INVALID_CONTEXT;
+    *address = mmap(0, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*address == MAP_FAILED) return OUT_OF_MEMORY;
+    pthread_mutex_lock(&lock);
+    int status = INVALID;
+    for (int i = 0; i < MAX && status; i++)
+        if (!hosted[i].nbytes) hosted[i] = (Piece){(uint64_t)*address, nbytes, -1, 0}, status = OK;
+    pthread_mutex_unlock(&lock);
+    return status;
+}
+
+int cuMemFreeHost(void *address) {
+    pthread_mutex_lock(&lock);
+    int status = INVALID;
+    for (int i = 0; i < MAX && status; i++)
+        if (hosted[i].nbytes && hosted[i].address == (uint64_t)address) {
+            status = munmap(address, hosted[i].nbytes) ? INVALID : OK;
+            hosted[i] = (Piece){0};
+        }
+    pthread_mutex_unlock(&lock);
+    return status;
 }

@@ -19,7 +19,7 @@ from mooncake_hal_cuda.tuning import Tuning
 
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
-TRANSPORTS = ("cuda_ipc", "rdma")
+TRANSPORTS = ("cuda_ipc", "rdma", "staged")
 
 
 class CudaBackend:

@@ -30,6 +30,7 @@ UUID_BYTES = 16
 _OUT_OF_MEMORY = 2
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
+_FOR_EVERY_DEVICE = 3  # portable, and mapped
 
 
 class _IpcHandle(ctypes.Structure):
@@ -49,6 +50,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (c_uint64,),
+    "cuMemHostAlloc": (POINTER(handle), c_size_t, c_uint),
+    "cuMemFreeHost": (handle,),
     "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
     "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
     "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
@@ -123,6 +126,16 @@ class CudaDriver:
     def free(self, address: int) -> None:
         """Give memory back; waits for the device."""
         self._call("cuMemFree_v2", address)
+
+    def allocate_host(self, nbytes: int) -> int:
+        """Pinned host memory, good at the same address for every device; raises OutOfMemory."""
+        address = handle()
+        self._call("cuMemHostAlloc", byref(address), nbytes, _FOR_EVERY_DEVICE)
+        return address.value or 0
+
+    def free_host(self, address: int) -> None:
+        """Give pinned memory back."""
+        self._call("cuMemFreeHost", address)
 
     def allocation_of(self, address: int) -> tuple[int, int]:
         """(address, bytes) of the allocation around an address."""

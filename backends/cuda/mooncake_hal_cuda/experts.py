@@ -112,11 +112,6 @@ def combine(
     return out
 
 
-def average_rows(tokens: int, chosen: int, experts: int) -> int:
-    """Pairs per expert, rounded up."""
-    return -(-tokens * chosen // experts)
-
-
 def tile_for(x: Tensor, chosen: int, experts: int, tuning: Tuning) -> MatmulTile:
-    """How to launch the products of a layer of experts."""
-    return tuning.matmul(average_rows(len(x), chosen, experts), x.element_size())
+    """How to launch the products of a layer of experts, by how many rows each has on average."""
+    return tuning.matmul(-(-len(x) * chosen // experts), x.element_size())

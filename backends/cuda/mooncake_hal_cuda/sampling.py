@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mooncake_hal_cuda.kernels.draw_tokens import draw_tokens
 
-_WIDTH = 1024
+_WIDTH = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)

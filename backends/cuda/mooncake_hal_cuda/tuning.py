@@ -106,7 +106,8 @@ class Tuning:
         if element_bytes == 4:
             return self._exact
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
-        return AttentionTile(max(16, power_of_two(group)), tokens, 4, 3 if self._is_roomy else 2)
+        is_deep = self._is_wide or (self._is_roomy and dim > 64)
+        return AttentionTile(max(16, power_of_two(group)), tokens, 4, 3 if is_deep else 2)
 
     def prefill(self, dim: int, element_bytes: int) -> AttentionTile:
         """For grouped heads over many new tokens: matrix products are all that matters."""

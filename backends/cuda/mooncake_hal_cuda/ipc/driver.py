@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -12,8 +11,9 @@ from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import encode
+from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
+from mooncake_hal_cuda.copying.worker import Worker
 from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.ipc.copier import Copier
 from mooncake_hal_cuda.ipc.facts import (
     NAME,
     VERSION,
@@ -24,9 +24,6 @@ from mooncake_hal_cuda.ipc.facts import (
     why_unreachable,
 )
 from mooncake_hal_cuda.ipc.peer import IpcPeer, Mappings
-from mooncake_hal_cuda.ipc.worker import Worker
-
-MakeCopier = Callable[[CudaDriver, torch.device, int], Copier]
 
 
 class IpcDriver:
@@ -112,7 +109,7 @@ class IpcDriver:
         except TransferError:
             mappings.close()
             raise
-        peer = IpcPeer(session, self._local, mappings, self._worker)
+        peer = IpcPeer(session, self._local, self._worker, mappings)
         with self._lock:
             self._peers = [known for known in self._peers if not known.closed] + [peer]
         return peer

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 
-from mooncake_hal.errors import (
-    DeviceError,
-    OutOfBounds,
-    PeerLost,
-    RegionRevoked,
-    RegionUnknown,
-    TransferError,
-    TransportUnavailable,
-)
-from mooncake_hal.transport import Spans, Transfer
+from mooncake_hal.errors import DeviceError, TransportUnavailable
+from mooncake_hal.transport import Spans
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
-from mooncake_hal.transports.regions import check_spans
-from mooncake_hal.transports.transfers import DONE
+from mooncake_hal_cuda.copying.copier import Addresses, Copies
+from mooncake_hal_cuda.copying.peer import CopyingPeer
+from mooncake_hal_cuda.copying.worker import Worker
 from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.ipc.copier import Addresses
 from mooncake_hal_cuda.ipc.facts import NAME, decode_name
-from mooncake_hal_cuda.ipc.worker import Job, Worker
+
+PIECE_BYTES = 256 << 20
+"""Copied between two looks at the deadline: about a millisecond on NVLink, ten on PCIe."""
 
 
 class Mappings:
@@ -72,83 +65,36 @@ class Mappings:
                 self._driver.close(address)
 
 
-class IpcPeer:
-    """See ``Peer``.
+class IpcPeer(CopyingPeer):
+    """A peer whose memory is mapped here.
 
     Args:
         session: the control connection; closed with it.
         local: our own regions.
-        mappings: of the peer's.
         worker: copies.
+        mappings: of the peer's regions.
     """
 
     def __init__(
-        self, session: Session, local: AttachedRegions, mappings: Mappings, worker: Worker
+        self, session: Session, local: AttachedRegions, worker: Worker, mappings: Mappings
     ) -> None:
-        self._session = session
-        self._local = local
+        super().__init__(session, local, worker, PIECE_BYTES)
         self._mappings = mappings
-        self._worker = worker
-        self._jobs: set[Job] = set()
-        self._error: TransferError | None = None
-        self._lock = threading.Lock()
-        self.closed = False
 
-    def read(self, spans: Spans, *, timeout: float) -> Transfer:
-        """See ``Peer``."""
-        return self._start(spans, False, timeout)
+    def _read(self, part: Spans, deadline: float, copier: Copies) -> None:
+        copier.copy(part.local, self._mapped(part, deadline), part.nbytes)
+        copier.drain()
 
-    def write(self, spans: Spans, *, timeout: float) -> Transfer:
-        """See ``Peer``."""
-        return self._start(spans, True, timeout)
+    def _write(self, part: Spans, deadline: float, copier: Copies) -> None:
+        copier.copy(self._mapped(part, deadline), part.local, part.nbytes)
+        copier.drain()
 
-    def close(self) -> None:
-        """See ``Peer``."""
-        self.closed = True
-        self.lost(PeerLost("the connection was closed on this side"))
-        self._session.close()
-
-    def lost(self, error: TransferError) -> None:
-        """Fail and drain everything, and let go of the peer's memory. Idempotent."""
-        with self._lock:
-            if self._error is not None:
-                return
-            self._error = error
-            jobs, self._jobs = list(self._jobs), set()
-        for job in jobs:
-            job.transfer.abort(error)
+    def _let_go(self) -> None:
         self._mappings.close()
 
-    def withdraw(self, key: int) -> None:
-        """End every transfer that touches our region ``key``; drained when this returns."""
-        with self._lock:
-            touched = [job for job in self._jobs if key in job.local_keys]
-        for job in touched:
-            job.transfer.abort(RegionRevoked(f"region {key} was revoked in mid-transfer"))
-
-    def _start(self, spans: Spans, is_write: bool, timeout: float) -> Transfer:
-        check_spans(spans)
-        if self._error is not None:
-            raise self._error
-        if not len(spans):
-            return DONE
-        index, at = self._local.locate(spans.local, spans.nbytes)
-        keys = frozenset(index.keys[position] for position in np.unique(at).tolist())
-        job = Job(spans, is_write, timeout, self._mapped, keys)
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            self._jobs = {old for old in self._jobs if not old.is_over} | {job}
-        self._worker.submit(job)
-        return job.transfer
-
-    def _mapped(self, spans: Spans, deadline: float) -> Addresses:
-        """See ``Locate``. Regions that we have not heard of are asked for once."""
-        try:
-            index, at = self._session.regions.locate(spans.remote, spans.nbytes)
-        except (RegionUnknown, OutOfBounds):
-            self._session.barrier(max(0.0, deadline - time.monotonic()))
-            index, at = self._session.regions.locate(spans.remote, spans.nbytes)
+    def _mapped(self, part: Spans, deadline: float) -> Addresses:
+        """Where the remote pieces are mapped: [n]."""
+        index, at = self._locate(part, deadline)
         used = set(np.unique(at).tolist())
         attachments = self._session.regions.attachments(index.keys)
         shifts = [
@@ -157,5 +103,5 @@ class IpcPeer:
                 zip(index.keys, index.starts, attachments, strict=True)
             )
         ]
-        moved: Addresses = spans.remote + np.array(shifts, np.int64).astype(np.uint64)[at]
+        moved: Addresses = part.remote + np.array(shifts, np.int64).astype(np.uint64)[at]
         return moved

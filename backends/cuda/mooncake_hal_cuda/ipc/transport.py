@@ -6,9 +6,9 @@ from mooncake_hal.errors import DeviceError, TransferError, TransportUnavailable
 from mooncake_hal.transport import Endpoint, EndpointOptions
 from mooncake_hal.transports.control.endpoint import ControlledEndpoint, read_address
 from mooncake_hal.transports.control.table import AttachedRegions
+from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
 from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.ipc.copier import Copier
-from mooncake_hal_cuda.ipc.driver import IpcDriver, MakeCopier
+from mooncake_hal_cuda.ipc.driver import IpcDriver
 from mooncake_hal_cuda.ipc.facts import NAME, VERSION, decode_facts, why_unreachable
 
 

@@ -1,4 +1,6 @@
-"""Triton kernels, one per file. Importing them needs triton, but neither a driver nor a device.
+"""Triton kernels, one per file, and what several of them share.
+
+Importing them needs triton, but neither a driver nor a device.
 
 Numbers that change from call to call carry ``do_not_specialize``: Triton would otherwise compile
 the kernel anew for 1 and for multiples of 16.

@@ -8,7 +8,8 @@ of a sequence's new tokens are rows of one matrix, row r being head ``r % HEADS`
 import triton
 import triton.language as tl
 
-from mooncake_hal_cuda.kernels.paged_attention import _absorb, _place
+from mooncake_hal_cuda.kernels.paging import place
+from mooncake_hal_cuda.kernels.softmax import absorb
 from mooncake_hal_cuda.kernels.splitting import split_tokens
 
 
@@ -87,7 +88,7 @@ def latent_attention(
     table = block_tables + sequence.to(tl.int64) * table_stride
 
     for begin in range(start, stop, TOKENS):
-        latent_at, rope_at = _place(
+        latent_at, rope_at = place(
             table, begin, stop, latent_block_stride, latent_token_stride, rope_block_stride,
             rope_token_stride, BLOCK_SIZE, TOKENS, True,
         )  # fmt: skip
@@ -103,7 +104,7 @@ def latent_attention(
         scores = tl.dot(q_rope, rope, scores, input_precision=PRECISION) * scale
         visible = (seen[None, :] <= positions[:, None]) & is_token[None, :]
         scores = tl.where(visible, scores, float("-inf"))
-        sums, top, total = _absorb(scores, latent, sums, top, total, PRECISION)
+        sums, top, total = absorb(scores, latent, sums, top, total, PRECISION)
 
     result = sums / total[:, None]
     mask = is_row[:, None] & is_dim[None, :]

@@ -8,6 +8,8 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691), in base 2.
 import triton
 import triton.language as tl
 
+from mooncake_hal_cuda.kernels.paging import place
+from mooncake_hal_cuda.kernels.softmax import absorb
 from mooncake_hal_cuda.kernels.splitting import split_tokens
 
 
@@ -89,17 +91,17 @@ def paged_attention(
     table = block_tables + sequence.to(tl.int64) * table_stride
 
     for begin in range(start, whole, TOKENS):
-        k_at, v_at = _place(
+        k_at, v_at = place(
             table, begin, stop, key_block_stride, key_token_stride, value_block_stride,
             value_token_stride, BLOCK_SIZE, TOKENS, False,
         )  # fmt: skip
         k = tl.load(key_cache + k_at[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
         v = tl.load(value_cache + v_at[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
-        sums, top, total = _absorb(scores, v, sums, top, total, PRECISION)
+        sums, top, total = absorb(scores, v, sums, top, total, PRECISION)
 
     for begin in range(whole, stop, TOKENS):
-        k_at, v_at = _place(
+        k_at, v_at = place(
             table, begin, stop, key_block_stride, key_token_stride, value_block_stride,
             value_token_stride, BLOCK_SIZE, TOKENS, True,
         )  # fmt: skip
@@ -112,7 +114,7 @@ def paged_attention(
         scores = tl.where(visible, scores, float("-inf"))
         is_value = is_token[:, None] & is_dim[None, :]
         v = tl.load(value_cache + v_at[:, None] + dims[None, :], mask=is_value, other=0.0)
-        sums, top, total = _absorb(scores, v, sums, top, total, PRECISION)
+        sums, top, total = absorb(scores, v, sums, top, total, PRECISION)
 
     result = sums / total[:, None]
     mask = is_row[:, None] & is_dim[None, :]
@@ -123,44 +125,3 @@ def paged_attention(
     else:
         at = tokens.to(tl.int64)[:, None] * out_token_stride + heads[:, None] * out_head_stride
         tl.store(out + at + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _place(
-    table,
-    begin,
-    stop,
-    key_block_stride,
-    key_token_stride,
-    value_block_stride,
-    value_token_stride,
-    BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Offsets of TOKENS tokens from ``begin`` on in both planes: [TOKENS] int64 each."""
-    if BLOCK_SIZE % TOKENS == 0:  # all in one block
-        block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
-        inside = begin % BLOCK_SIZE + tl.arange(0, TOKENS)
-    else:
-        seen = begin + tl.arange(0, TOKENS)
-        if MASKED:
-            block = tl.load(table + seen // BLOCK_SIZE, mask=seen < stop, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + seen // BLOCK_SIZE).to(tl.int64)
-        inside = seen % BLOCK_SIZE
-    k_at = block * key_block_stride + inside * key_token_stride
-    v_at = block * value_block_stride + inside * value_token_stride
-    return k_at, v_at
-
-
-@triton.jit
-def _absorb(scores, v, sums, top, total, PRECISION: tl.constexpr):
-    """Take some more tokens into a running softmax."""
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    shares = tl.exp2(scores - new_top[:, None])
-    fade = tl.exp2(top - new_top)
-    total = total * fade + tl.sum(shares, 1)
-    sums = sums * fade[:, None]
-    sums = tl.dot(shares.to(v.dtype), v, sums, input_precision=PRECISION)
-    return sums, new_top, total

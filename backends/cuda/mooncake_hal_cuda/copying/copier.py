@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mooncake_hal.errors import DeviceError
 from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.kernels.copy_spans import copy_spans
 
 Addresses = NDArray[np.uint64]
 
@@ -67,10 +69,42 @@ class Copier:
         return torch.cuda.stream(stream)
 
 
+class HostCopier:
+    """The copier of an endpoint whose memory is the host's; nobody has anything for it."""
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """Refuse."""
+        raise DeviceError("memory of the host is not copied by a device")
+
+    def drain(self) -> None:
+        """Nothing was enqueued."""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class Copies(Protocol):
+    """A copier of either kind."""
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """See ``Copier``."""
+        ...
+
+    def drain(self) -> None:
+        """See ``Copier``."""
+        ...
+
+    def close(self) -> None:
+        """See ``Copier``."""
+        ...
+
+
 def launch_copy(
     device: torch.device, targets: Addresses, sources: Addresses, nbytes: Addresses
 ) -> None:
     """Launch one kernel for all pieces, on the current stream."""
+    # here, since an endpoint of host memory runs where triton is not installed
+    from mooncake_hal_cuda.kernels.copy_spans import copy_spans
 
     def uploaded(values: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
@@ -93,3 +127,6 @@ def launch_copy(
         WIDTH=_WIDTH,
         num_warps=8,
     )
+
+
+MakeCopier = Callable[[CudaDriver, torch.device, int], Copier]

@@ -14,21 +14,18 @@ import numpy as np
 from mooncake_hal.errors import HalError, TransferCancelled, TransferError
 from mooncake_hal.transport import Spans, TransferState
 from mooncake_hal.transports.transfers import RunningTransfer, deadline_after
-from mooncake_hal_cuda.ipc.copier import Addresses, Copier
+from mooncake_hal_cuda.copying.copier import Addresses, Copies
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 20
-"""Copied between two looks at the deadline: about a millisecond on NVLink, ten on PCIe."""
-
-PIECE_SPANS = 1 << 16
+PART_PIECES = 1 << 16
 
 
-class Locate(Protocol):
-    """Turns a transfer's spans into addresses that this process can use, or refuses."""
+class Move(Protocol):
+    """Moves a part of a transfer."""
 
-    def __call__(self, spans: Spans, deadline: float) -> Addresses:
-        """Return where the remote pieces are mapped: [n]; raises TransferError."""
+    def __call__(self, part: Spans, deadline: float, copier: Copies) -> None:
+        """Return when it has been moved; raises TransferError."""
         ...
 
 
@@ -36,24 +33,24 @@ class Job:
     """A transfer and what it takes to make it.
 
     Args:
-        spans: what moves.
-        is_write: to the peer, not from it.
+        spans: what moves, none of them above ``most_bytes``.
+        most_bytes: that are moved at a time.
         timeout: seconds for all of it.
-        locate: says where the remote pieces are; asked before every piece of work.
+        move: moves a part.
         local_keys: our regions that it touches.
     """
 
     def __init__(
         self,
         spans: Spans,
-        is_write: bool,
+        most_bytes: int,
         timeout: float,
-        locate: Locate,
+        move: Move,
         local_keys: frozenset[int],
     ) -> None:
-        self.spans = spans
-        self.is_write = is_write
-        self.locate = locate
+        self._spans = spans
+        self._most_bytes = most_bytes
+        self._move = move
         self.local_keys = local_keys
         self.is_stopped = threading.Event()
         self.transfer = RunningTransfer(1, deadline_after(timeout), self.is_stopped.set)
@@ -63,23 +60,20 @@ class Job:
         """Whether its transfer has ended."""
         return self.transfer.poll() is not TransferState.PENDING
 
-    def run(self, copier: Copier) -> None:
+    def run(self, copier: Copies) -> None:
         """Copy all of it.
 
         Raises:
             TransferError: it was stopped, is late, or the peer's memory is gone.
         """
-        for begin, end in cut(self.spans.nbytes):
+        for begin, end in parts_of(self._spans.nbytes, self._most_bytes):
             if self.is_stopped.is_set():
                 raise TransferCancelled("stopped before it was done")
             if time.monotonic() > self.transfer.deadline:
                 raise self.transfer.late()
-            spans = self.spans
-            part = Spans(spans.local[begin:end], spans.remote[begin:end], spans.nbytes[begin:end])
-            mapped = self.locate(part, self.transfer.deadline)
-            ends = (mapped, part.local) if self.is_write else (part.local, mapped)
-            copier.copy(*ends, part.nbytes)
-            copier.drain()
+            arrays = (self._spans.local, self._spans.remote, self._spans.nbytes)
+            part = Spans(*(array[begin:end] for array in arrays))
+            self._move(part, self.transfer.deadline, copier)
 
 
 class Worker:
@@ -89,17 +83,17 @@ class Worker:
         make_copier: called on the thread, which it binds to the device.
     """
 
-    def __init__(self, make_copier: Callable[[], Copier]) -> None:
+    def __init__(self, make_copier: Callable[[], Copies]) -> None:
         self._make_copier = make_copier
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="cuda-ipc-copy", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="cuda-copy", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Take a job; raises TransferError if the thread has failed."""
         if self._error is not None:
-            raise TransferError("cuda_ipc: the copying thread failed") from self._error
+            raise TransferError("the copying thread failed") from self._error
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -114,38 +108,42 @@ class Worker:
                 self._end(job, copier)
             copier.close()
         except Exception as exc:  # thread top: whoever waits must hear of it
-            logger.exception("cuda_ipc: the copying thread failed")
+            logger.exception("the copying thread failed")
             self._error = exc
             self._refuse_all(exc)
 
-    def _end(self, job: Job, copier: Copier) -> None:
+    def _end(self, job: Job, copier: Copies) -> None:
         error: TransferError | None = None
         try:
             job.run(copier)
         except TransferError as exc:
             error = exc
         except HalError as exc:
-            error = TransferError(f"cuda_ipc: {exc}")
+            error = TransferError(f"copying failed: {exc}")
         except BaseException as exc:
-            job.transfer.part_ended(TransferError(f"cuda_ipc: the copying thread failed: {exc!r}"))
+            job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
             raise
         job.transfer.part_ended(error)
 
     def _refuse_all(self, exc: Exception) -> None:
         while (job := self._jobs.get()) is not None:
-            job.transfer.part_ended(TransferError(f"cuda_ipc: the copying thread failed: {exc!r}"))
+            job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
 
 
-def cut(nbytes: Addresses) -> list[tuple[int, int]]:
-    """Cut spans into ranges of at most PIECE_SPANS and, where a span does not exceed it alone,
-    PIECE_BYTES: [(begin, end), ...].
+def parts_of(nbytes: Addresses, most_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of pieces, each of at most ``most_bytes`` and PART_PIECES: [(begin, end), ...].
+
+    Args:
+        nbytes: of the pieces, none above ``most_bytes``.
+        most_bytes: of a range together.
     """
     before = np.cumsum(nbytes, dtype=np.uint64) - nbytes
+    after = before + nbytes
     ranges, begin = [], 0
     while begin < len(nbytes):
-        limit = before[begin] + np.uint64(PIECE_BYTES)
-        end = int(np.searchsorted(before, limit, side="left"))
-        end = min(max(end, begin + 1), begin + PIECE_SPANS, len(nbytes))
+        limit = before[begin] + np.uint64(most_bytes)
+        end = int(np.searchsorted(after, limit, side="right"))
+        end = min(end, begin + PART_PIECES)
         ranges.append((begin, end))
         begin = end
     return ranges

@@ -1,0 +1,1 @@
+"""What the transports of this backend share: copies on a stream, and peers that copy."""

@@ -1,0 +1,110 @@
+"""A connection to one other endpoint, whose transfers this process copies itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_hal.errors import OutOfBounds, PeerLost, RegionRevoked, RegionUnknown, TransferError
+from mooncake_hal.transport import Spans, Transfer
+from mooncake_hal.transports.control.session import Session
+from mooncake_hal.transports.control.table import AttachedRegions
+from mooncake_hal.transports.rdma.striping import cut
+from mooncake_hal.transports.regions import RegionIndex, check_spans
+from mooncake_hal.transports.transfers import DONE
+from mooncake_hal_cuda.copying.copier import Copies
+from mooncake_hal_cuda.copying.worker import Job, Worker
+
+
+class CopyingPeer:
+    """See ``Peer``. Subclasses move a part at a time, on the worker's thread.
+
+    Args:
+        session: the control connection; closed with it.
+        local: our own regions.
+        worker: copies.
+        most_bytes: that are moved at a time.
+    """
+
+    def __init__(
+        self, session: Session, local: AttachedRegions, worker: Worker, most_bytes: int
+    ) -> None:
+        self._session = session
+        self._local = local
+        self._worker = worker
+        self._most_bytes = most_bytes
+        self._jobs: set[Job] = set()
+        self._error: TransferError | None = None
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def read(self, spans: Spans, *, timeout: float) -> Transfer:
+        """See ``Peer``."""
+        return self._start(spans, timeout, is_write=False)
+
+    def write(self, spans: Spans, *, timeout: float) -> Transfer:
+        """See ``Peer``."""
+        return self._start(spans, timeout, is_write=True)
+
+    def close(self) -> None:
+        """See ``Peer``."""
+        self.closed = True
+        self.lost(PeerLost("the connection was closed on this side"))
+        self._session.close()
+
+    def lost(self, error: TransferError) -> None:
+        """Fail and drain everything, and let go of the peer. Idempotent."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            jobs, self._jobs = list(self._jobs), set()
+        for job in jobs:
+            job.transfer.abort(error)
+        self._let_go()
+
+    def withdraw(self, key: int) -> None:
+        """End every transfer that touches our region ``key``; drained when this returns."""
+        with self._lock:
+            touched = [job for job in self._jobs if key in job.local_keys]
+        for job in touched:
+            job.transfer.abort(RegionRevoked(f"region {key} was revoked in mid-transfer"))
+
+    def _read(self, part: Spans, deadline: float, copier: Copies) -> None:
+        raise NotImplementedError
+
+    def _write(self, part: Spans, deadline: float, copier: Copies) -> None:
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        raise NotImplementedError
+
+    def _start(self, spans: Spans, timeout: float, *, is_write: bool) -> Transfer:
+        check_spans(spans)
+        if self._error is not None:
+            raise self._error
+        if not len(spans):
+            return DONE
+        index, at = self._local.locate(spans.local, spans.nbytes)
+        keys = frozenset(index.keys[position] for position in np.unique(at).tolist())
+        move = self._write if is_write else self._read
+        pieces = cut(spans.local, spans.remote, spans.nbytes, self._most_bytes)
+        spans = Spans(pieces.local, pieces.remote, pieces.nbytes)
+        job = Job(spans, self._most_bytes, timeout, move, keys)
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._jobs = {old for old in self._jobs if not old.is_over} | {job}
+        self._worker.submit(job)
+        return job.transfer
+
+    def _locate(self, part: Spans, deadline: float) -> tuple[RegionIndex, NDArray[np.intp]]:
+        """Which of the peer's regions hold the remote pieces; new ones are asked for once."""
+        try:
+            return self._session.regions.locate(part.remote, part.nbytes)
+        except (RegionUnknown, OutOfBounds):
+            self._session.barrier(max(0.0, deadline - time.monotonic()))
+            return self._session.regions.locate(part.remote, part.nbytes)

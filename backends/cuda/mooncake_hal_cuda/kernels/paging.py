@@ -1,0 +1,33 @@
+"""Where tokens lie in a paged cache of any strides."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(
+    table,
+    begin,
+    stop,
+    key_block_stride,
+    key_token_stride,
+    value_block_stride,
+    value_token_stride,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Offsets of TOKENS tokens from ``begin`` on in both planes: [TOKENS] int64 each."""
+    if BLOCK_SIZE % TOKENS == 0:  # all in one block
+        block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
+        inside = begin % BLOCK_SIZE + tl.arange(0, TOKENS)
+    else:
+        seen = begin + tl.arange(0, TOKENS)
+        if MASKED:
+            block = tl.load(table + seen // BLOCK_SIZE, mask=seen < stop, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + seen // BLOCK_SIZE).to(tl.int64)
+        inside = seen % BLOCK_SIZE
+    k_at = block * key_block_stride + inside * key_token_stride
+    v_at = block * value_block_stride + inside * value_token_stride
+    return k_at, v_at

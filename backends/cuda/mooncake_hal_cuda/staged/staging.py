@@ -1,0 +1,70 @@
+"""Pinned host memory that device memory passes through."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from mooncake_hal.transport import Endpoint, MemoryRegion
+from mooncake_hal_cuda.copying.copier import Addresses, Copier, Copies, MakeCopier
+from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.staged.messages import STAGING_BYTES, packed
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The device of an endpoint.
+
+    Args:
+        driver: of the hardware.
+        index: the device's number.
+        make_copier: another one only in tests.
+    """
+
+    driver: CudaDriver
+    index: int
+    make_copier: MakeCopier
+
+    def copier(self) -> Copier:
+        """One for the calling thread."""
+        return self.make_copier(self.driver, torch.device("cuda", self.index), self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBuffer:
+    """Pinned memory that the inner endpoint has registered; close it once.
+
+    Args:
+        address: first byte, for this process and for its device.
+        undo: frees it.
+    """
+
+    address: int
+    undo: ExitStack
+
+    @classmethod
+    def allocate(cls, gpu: Gpu, inner: Endpoint) -> PinnedBuffer:
+        """STAGING_BYTES of it; raises DeviceError or OutOfMemory."""
+        with ExitStack() as undo:
+            gpu.driver.bind(gpu.index)
+            address = gpu.driver.allocate_host(STAGING_BYTES)
+            undo.callback(gpu.driver.free_host, address)
+            key = inner.register(MemoryRegion(address, STAGING_BYTES))
+            undo.callback(inner.revoke, key)
+            return cls(address, undo.pop_all())
+
+    def gather(self, copier: Copies, addresses: Addresses, nbytes: Addresses) -> None:
+        """Pack pieces of device memory into it."""
+        copier.copy(packed(self.address, nbytes), addresses, nbytes)
+        copier.drain()
+
+    def scatter(self, copier: Copies, addresses: Addresses, nbytes: Addresses) -> None:
+        """Unpack it into pieces of device memory."""
+        copier.copy(addresses, packed(self.address, nbytes), nbytes)
+        copier.drain()
+
+    def close(self) -> None:
+        """Give it back."""
+        self.undo.close()
