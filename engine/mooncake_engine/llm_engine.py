@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import Engine, build_engine
@@ -11,7 +11,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest
 from mooncake_engine.errors import InvalidRequest, RequestFailed
 from mooncake_engine.execution.weights import LoadProgress
-from mooncake_engine.kv_transfer.params import Handoff, TransferMode
+from mooncake_engine.kv_transfer.params import TransferMode
 from mooncake_engine.messages import EngineFacts, EngineRequest, TokenUpdate
 from mooncake_engine.progress import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
@@ -113,27 +113,17 @@ class LLMEngine:
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(ids, self._facts, param="prompt")
         sampling = sampling_params or SamplingParams()
-        specs = [
-            EngineRequest(
-                f"{request_id}-{index}",
-                ids,
-                answer_sampling(sampling, index, len(ids), self._facts),
-                priority=priority,
-                timeout_s=timeout_s,
-                group=request_id if sampling.num_candidates > 1 else None,
-            )
-            for index in range(sampling.num_candidates)
-        ]
-        if sampling.grammar is not None:
-            facts = self._facts
-            tokens = vocabulary_of(self._tokenizer, facts.vocab_size, facts.eos_token_ids)
-            tokens.matcher(sampling.grammar)
-        commands = [AddRequest(spec, self._check(spec)) for spec in specs]
-        self._live[request_id] = [spec.request_id for spec in specs]
-        for index, command in enumerate(commands):
-            text = AnswerText(self._tokenizer, command.request.sampling)
-            self._answers[command.request.request_id] = _Answer(request_id, index, text)
-            self._core.post(command)
+        self._check_grammar(sampling)
+        is_group = sampling.num_candidates > 1
+        common = EngineRequest(
+            request_id,
+            ids,
+            sampling,
+            priority=priority,
+            timeout_s=timeout_s,
+            group=request_id if is_group else None,
+        )
+        self._begin(request_id, [self._command(common, i) for i in range(sampling.num_candidates)])
         return ids
 
     def abort_request(self, request_id: str) -> None:
@@ -163,8 +153,28 @@ class LLMEngine:
         """Free everything. Idempotent."""
         self._core.close()
 
-    def _check(self, spec: EngineRequest) -> Handoff:
-        return check_request(spec, self._facts, TransferMode.NONE)
+    def _check_grammar(self, sampling: SamplingParams) -> None:
+        if sampling.grammar is not None:
+            facts = self._facts
+            tokens = vocabulary_of(self._tokenizer, facts.vocab_size, facts.eos_token_ids)
+            tokens.matcher(sampling.grammar)
+
+    def _command(self, common: EngineRequest, index: int) -> AddRequest:
+        """To the core, for one answer."""
+        num_prompt_tokens = len(common.prompt_token_ids)
+        spec = replace(
+            common,
+            request_id=f"{common.request_id}-{index}",
+            sampling=answer_sampling(common.sampling, index, num_prompt_tokens, self._facts),
+        )
+        return AddRequest(spec, check_request(spec, self._facts, TransferMode.NONE))
+
+    def _begin(self, request_id: str, commands: Sequence[AddRequest]) -> None:
+        self._live[request_id] = [command.request.request_id for command in commands]
+        for index, command in enumerate(commands):
+            text = AnswerText(self._tokenizer, command.request.sampling)
+            self._answers[command.request.request_id] = _Answer(request_id, index, text)
+            self._core.post(command)
 
     def _advance(self, answer: _Answer, update: TokenUpdate) -> AnswerUpdate:
         try:

@@ -31,13 +31,38 @@ _WHOLE_REQUEST_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
-
-
-_STAGES = {
-    "queue": ("vllm:request_queue_time_seconds", "Waiting for a place."),
-    "kv_transfer": ("mooncake:request_kv_transfer_time_seconds", "Loading a peer's KV."),
-    "prefill": ("vllm:request_prefill_time_seconds", "First step to first token."),
-    "decode": ("vllm:request_decode_time_seconds", "First token to last token."),
+_HISTOGRAMS = {
+    "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
+    "between_tokens": (
+        "vllm:inter_token_latency_seconds",
+        "Between one token and the next.",
+        _BETWEEN_TOKENS_S,
+    ),
+    "per_token": (
+        "vllm:request_time_per_output_token_seconds",
+        "Between tokens, one average per request.",
+        _BETWEEN_TOKENS_S,
+    ),
+    "whole": ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _WHOLE_REQUEST_S),
+    "prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKENS),
+    "tokens": ("vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS),
+    # by the names of an answer's stages
+    "queue": ("vllm:request_queue_time_seconds", "Waiting for a place.", _WHOLE_REQUEST_S),
+    "kv_transfer": (
+        "mooncake:request_kv_transfer_time_seconds",
+        "Loading a peer's KV.",
+        _WHOLE_REQUEST_S,
+    ),
+    "prefill": (
+        "vllm:request_prefill_time_seconds",
+        "First step to first token.",
+        _WHOLE_REQUEST_S,
+    ),
+    "decode": (
+        "vllm:request_decode_time_seconds",
+        "First token to last token.",
+        _WHOLE_REQUEST_S,
+    ),
 }
 
 
@@ -48,29 +73,9 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._label_values = (engine.config.model_name, "0")
         self.registry.register(_EngineCollector(engine, self._label_values))
-        self.first_token_s = self._histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S
-        )
-        self.between_tokens_s = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between one token and the next.", _BETWEEN_TOKENS_S
-        )
-        self.request_s = self._histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", _WHOLE_REQUEST_S
-        )
-        self.prompt_tokens = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKENS
-        )
-        self.generated_tokens = self._histogram(
-            "vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS
-        )
-        self.per_token_s = self._histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Between tokens, one average per request.",
-            _BETWEEN_TOKENS_S,
-        )
-        self._stages = {
-            name: self._histogram(metric, words, _WHOLE_REQUEST_S)
-            for name, (metric, words) in _STAGES.items()
+        self._histograms = {
+            name: self._histogram(metric, words, buckets)
+            for name, (metric, words, buckets) in _HISTOGRAMS.items()
         }
         self._finished = Counter(
             "vllm:request_success",
@@ -88,27 +93,30 @@ class ServerMetrics:
         is_first = clock.first_token is None
         gap = clock.advance(update, now)
         if gap is not None:
-            self.between_tokens_s.observe(gap)
+            self._observe("between_tokens", gap)
         elif is_first and clock.first_token is not None:
-            self.first_token_s.observe(now - clock.started)
+            self._observe("first_token", now - clock.started)
 
     def end(self, clock: RequestClock, now: float, otherwise: FinishReason) -> None:
         """An answer is over; ``otherwise`` is why, if it has not come to its own end."""
         self._by_reason[clock.finish or otherwise].inc()
         if clock.finish is None:
             return
-        self.request_s.observe(now - clock.started)
-        self.prompt_tokens.observe(clock.num_prompt_tokens)
-        self.generated_tokens.observe(clock.num_tokens)
+        self._observe("whole", now - clock.started)
+        self._observe("prompt_tokens", clock.num_prompt_tokens)
+        self._observe("tokens", clock.num_tokens)
         for stage in clock.stages():
-            self._stages[stage.name].observe(stage.duration_s)
+            self._observe(stage.name, stage.duration_s)
         if clock.num_tokens > 1 and clock.first_token and clock.last_token:
             decode_s = clock.last_token - clock.first_token
-            self.per_token_s.observe(decode_s / (clock.num_tokens - 1))
+            self._observe("per_token", decode_s / (clock.num_tokens - 1))
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(name, words, _LABELS, registry=self.registry, buckets=buckets)

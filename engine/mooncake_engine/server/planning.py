@@ -12,7 +12,7 @@ from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineFacts, EngineRequest
 from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.server.envelope import Envelope
-from mooncake_engine.server.handover import check_same_tokenizer, read_handover
+from mooncake_engine.server.handover import Handover, check_same_tokenizer, read_handover
 from mooncake_engine.server.jobs import Echo, Job
 from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_prompts
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
@@ -103,39 +103,25 @@ class Planner:
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
     ) -> Job:
-        request_id = envelope.request_id
         is_streamed = bool(request.stream)
         if request.stream_options is not None and not is_streamed:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        num_candidates = sampling.num_candidates
-        num_answers = len(prompts) * num_candidates
+        num_answers = len(prompts) * sampling.num_candidates
         handover = read_handover(request.kv_transfer_params, num_answers, stream=is_streamed)
         check_same_tokenizer(handover, self.tokenizer.fingerprint)
-        timeout_s = envelope.timeout_s(request.timeout)
-        names = choice_ids(request_id, num_answers)
-        group = secrets.token_hex(8)  # ids are the clients', and may not be unique
-        per_answer = [
-            answer_sampling(sampling, index, len(prompt.token_ids), self.facts)
-            for prompt in prompts
-            for index in range(num_candidates)
-        ]
+        common = EngineRequest(
+            envelope.request_id,
+            (),
+            sampling,
+            priority=request.priority or 0,
+            timeout_s=envelope.timeout_s(request.timeout),
+        )
         return Job(
-            request_id=request_id,
+            request_id=envelope.request_id,
             created=int(time.time()) if handover.created is None else handover.created,
             model=self.model_name,
             prompts=tuple(prompts),
-            requests=tuple(
-                EngineRequest(
-                    request_id=names[i],
-                    prompt_token_ids=prompts[i // num_candidates].token_ids,
-                    sampling=per_answer[i],
-                    kv_transfer_params=handover.params(i),
-                    priority=request.priority or 0,
-                    timeout_s=timeout_s,
-                    group=f"{group}-{i // num_candidates}" if num_candidates > 1 else None,
-                )
-                for i in range(num_answers)
-            ),
+            requests=self._answers(common, prompts, handover),
             sampling=sampling,
             handover=handover,
             is_streamed=is_streamed,
@@ -144,3 +130,25 @@ class Planner:
             shows_prompt_logprobs=request.prompt_logprobs is not None,
             trace_parent=envelope.trace_parent,
         )
+
+    def _answers(
+        self, common: EngineRequest, prompts: Sequence[Prompt], handover: Handover
+    ) -> tuple[EngineRequest, ...]:
+        """A request per answer, prompt after prompt; ``common`` is what they have in common."""
+        per_prompt = common.sampling.num_candidates
+        names = choice_ids(common.request_id, len(prompts) * per_prompt)
+        group = secrets.token_hex(8)  # ids are the clients', and may not be unique
+        answers = []
+        for i, name in enumerate(names):
+            number, index = divmod(i, per_prompt)
+            ids = prompts[number].token_ids
+            answer = replace(
+                common,
+                request_id=name,
+                prompt_token_ids=ids,
+                sampling=answer_sampling(common.sampling, index, len(ids), self.facts),
+                kv_transfer_params=handover.params(i),
+                group=f"{group}-{number}" if per_prompt > 1 else None,
+            )
+            answers.append(answer)
+        return tuple(answers)

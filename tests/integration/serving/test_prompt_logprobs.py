@@ -130,3 +130,21 @@ def test_through_the_openai_client(tiny_llama_url: str, *, stream: bool) -> None
     assert values[0] is None
     # the model knows its page by heart
     assert sum(values[10:]) / len(values[10:]) > math.log(0.8)
+
+
+def test_for_every_answer_to_a_prompt(tiny_llama_url: str) -> None:
+    with OpenAI(base_url=f"{tiny_llama_url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(
+            model="tiny-llama",
+            prompt=["Reading is a sprint; writing", "is a long walk"],
+            n=2,
+            echo=True,
+            logprobs=0,
+            max_tokens=3,
+            seed=1,
+        )
+    shown = [choice.logprobs.token_logprobs for choice in answer.choices if choice.logprobs]
+    assert [values[0] for values in shown] == [None] * 4
+    assert [len(values) for values in shown] == [31, 31, 17, 17]
+    for first, second, length in ((0, 1, 28), (2, 3, 14)):
+        assert shown[first][1:length] == pytest.approx(shown[second][1:length], abs=1e-4)
