@@ -83,7 +83,7 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
             num_blocks, config.block_size, choose_num_host_blocks(config, geometry, shards)
         ),
         layout_name=choose_layout(config, capabilities.kv_layouts),
-        max_model_len=config.max_model_len or model.max_positions,
+        max_model_len=_choose_length(config, model, model.max_positions),
         is_provisional=is_provisional,
     )
     return setup if is_provisional else resize(config, setup, num_blocks)

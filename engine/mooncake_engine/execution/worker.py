@@ -55,7 +55,7 @@ class RankHandlers:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rank runs."""
+    """Where a rank runs: on device ``index`` of ``backend``."""
 
     config: EngineConfig
     backend: Backend

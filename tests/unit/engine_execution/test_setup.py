@@ -12,7 +12,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.execution.setup import plan_execution, rank_device
+from mooncake_engine.execution.setup import plan_execution, rank_device, resize
 from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
 
@@ -78,3 +78,27 @@ def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
     with pytest.raises(ConfigError, match=r"rank 3 of 4 wants device 4, found \[0, 1, 2, 3\]"):
         rank_device(config, several, 3)
     assert rank_device(EngineConfig(Path("m"), tp_size=2), several[:1], 1) == 0
+
+
+def test_a_length_that_the_model_lacks_is_refused_before_anything_is_measured(
+    model: Path, backend: Backend
+) -> None:
+    config = EngineConfig(model, memory_utilization=0.5, max_model_len=1 << 20)
+    with pytest.raises(ConfigError, match="model was made for"):
+        plan_execution(config, backend)
+
+
+def test_a_pool_to_be_measured_is_provisional(model: Path, backend: Backend) -> None:
+    config = EngineConfig(model, memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=2)
+    setup = plan_execution(config, backend)
+    assert setup.is_provisional
+    assert setup.pool_size.num_blocks == 2
+    final = resize(config, setup, 9)
+    assert (final.pool_size.num_blocks, final.is_provisional) == (9, False)
+    assert final.max_model_len == min(9 * 16, setup.max_model_len)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_a_share_of_memory_is_a_share(model: Path, share: float) -> None:
+    with pytest.raises(ConfigError, match=r"memory_utilization must be in \(0, 1\]"):
+        EngineConfig(model, memory_utilization=share)
