@@ -1,4 +1,4 @@
-"""The transport suite over ``cuda_ipc``, on a real device."""
+"""The transport suite over ``cuda_ipc`` and ``staged``, on a real device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from mooncake_hal.transport import EndpointOptions
 @pytest.mark.cuda
 class TestCudaIpc(TransportConformance, TransportProcessConformance):
     loader = "cuda_ipc"
+    allocator = "support.cuda_device:allocate"
+
+    def options(self) -> EndpointOptions:
+        return replace(super().options(), device="cuda:0")
+
+
+@pytest.mark.cuda
+class TestStaged(TransportConformance, TransportProcessConformance):
+    loader = "staged"
     allocator = "support.cuda_device:allocate"
 
     def options(self) -> EndpointOptions:
