@@ -54,7 +54,7 @@ class Server:
             async with timeout(_CONNECT_S):
                 reader, writer = await self._connect()
         except (OSError, asyncio.TimeoutError) as exc:
-            raise ExchangeFailed(f"can't connect to {self.url}: {exc or 'timeout'}") from exc
+            raise ExchangeFailed(f"can't connect to {self.url}: {str(exc) or 'timeout'}") from exc
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         try:
             writer.write(self._head(path, len(body)) + body)
@@ -125,7 +125,7 @@ async def _read(reader: asyncio.StreamReader, deadline: float) -> bytes:
         async with timeout(deadline - asyncio.get_running_loop().time()):
             data = await reader.read(_PIECE_BYTES)
     except (OSError, asyncio.TimeoutError) as exc:
-        raise ExchangeFailed(f"the answer stopped: {exc or 'timeout'}") from exc
+        raise ExchangeFailed(f"the answer stopped: {str(exc) or 'timeout'}") from exc
     if not data:
         raise ExchangeFailed("the connection ended in the middle of the answer")
     return data
