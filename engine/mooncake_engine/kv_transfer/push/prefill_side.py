@@ -37,7 +37,7 @@ from mooncake_engine.kv_transfer.signs_of_life import Interval, SignsOfLife
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 0.5
+RETELL_PAUSE_S = 0.5
 """Between tries to tell how a push ended."""
 
 
@@ -230,7 +230,7 @@ class PushPrefillSide:
                     logger.warning("could not tell the end of %s: %s", request_id, exc)
                     self._peers.forget(send.remote, "it could not be told how a push ended")
                 else:  # an address that is none fails at once
-                    await asyncio.sleep(PAUSE_S)
+                    await asyncio.sleep(RETELL_PAUSE_S)
         self._settle(request_id, send)
 
     def standing(self, message: Inquire) -> Standing:
