@@ -6,6 +6,8 @@ which others share the batch.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,7 +15,6 @@ from torch.nn import functional
 from mooncake_hal.backend import AttentionBatch
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch
-_PACKED_DTYPES = (torch.bfloat16, torch.float32)
 # what oneDNN lays weights out for; measured: the choice hardly matters, but 1 is bad for float32
 _PACK_TOKENS = 64
 # latent attention: most tokens, and scores of tokens times heads, in one matrix product
@@ -107,7 +108,7 @@ class TorchOps:
 
     def pack_weight(self, weight: Tensor) -> Tensor:
         """See ``Ops``. Blocked for oneDNN, which would otherwise do so at every call."""
-        if not _HAS_ONEDNN or weight.dtype not in _PACKED_DTYPES:
+        if weight.dtype not in _packed_dtypes():
             return weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_TOKENS)
         return packed
@@ -250,3 +251,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+@cache
+def _packed_dtypes() -> tuple[torch.dtype, ...]:
+    """What oneDNN packs on this processor; bfloat16 asks for AVX512 or AVX-NE-CONVERT."""
+    if not _HAS_ONEDNN:
+        return ()
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)

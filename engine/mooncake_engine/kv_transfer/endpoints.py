@@ -8,7 +8,7 @@ import threading
 from mooncake_engine.config import KVTransferConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_hal.backend import Backend
-from mooncake_hal.errors import TransportUnavailable
+from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
@@ -51,7 +51,7 @@ class RankEndpoints:
                 allowed=forced or backend.capabilities.transports,
             )
             self._transports.register(region)
-        except (TransportUnavailable, OSError) as exc:
+        except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be
             raise ConfigError(f"KV can't be moved as asked: {exc}") from exc
 
     @property
