@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch
-from mooncake_hal_cuda.ipc.copier import launch_copy
+from mooncake_hal_cuda.copying.copier import launch_copy
 from mooncake_hal_cuda.ops import CudaOps
 from mooncake_hal_cuda.sampling import Drawing, draw
 
