@@ -76,7 +76,8 @@ class EngineConfig:
         memory_utilization: share of the device's memory that may be used: what weights and the
             largest step leave of it is for KV. None means 0.9 on a device with memory of its own;
             1 GiB for KV on a host.
-        swap_space_bytes: host memory per rank that preempted groups of sequences are swapped to.
+        swap_space_bytes: host memory per rank that preempted groups of sequences are swapped to; no
+            more than the KV itself is used.
         watermark: share of the KV blocks that admitting a request leaves free for those that run.
         scheduler_delay_factor: a prompt waits that many times as long as the last step that
             admitted some took, so that more come together; 0 admits at once.

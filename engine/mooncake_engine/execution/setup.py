@@ -90,14 +90,16 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
 
 
 def resize(config: EngineConfig, setup: ExecutionSetup, num_blocks: int) -> ExecutionSetup:
-    """The final setup, for a pool of that many blocks.
+    """The final setup, for a pool of that many blocks, and no more of them in host memory: what
+    gave way comes back before anything newer begins, so hardly more are ever swapped out at once.
 
     Raises:
         ConfigError: the longest sequence that was asked for does not fit.
     """
+    num_host_blocks = min(setup.pool_size.num_host_blocks, num_blocks)
     return replace(
         setup,
-        pool_size=replace(setup.pool_size, num_blocks=num_blocks),
+        pool_size=PoolSize(num_blocks, config.block_size, num_host_blocks),
         max_model_len=_choose_length(config, setup.model, num_blocks * config.block_size),
         is_provisional=False,
     )

@@ -51,6 +51,7 @@ def test_what_is_left_open_follows_from_model_and_backend(
     assert "limited to that, the model could take 256" in caplog.text
     assert setup.layout_name == backend.capabilities.kv_layouts[0]
     assert setup.max_blocks == 10
+    assert setup.pool_size.num_host_blocks == 10
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
