@@ -16,6 +16,7 @@ from mooncake_proxy.call import (
     estimate_prompt_tokens,
     forwarded_headers,
     request_id_of,
+    time_limit,
 )
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
@@ -222,7 +223,7 @@ class Application:
             fields,
             request_id,
             arrival,
-            arrival + self.config.request_timeout_s,
+            arrival + time_limit(exchange.headers, self.config.request_timeout_s),
             estimate_prompt_tokens(endpoint, ask),
             forwarded_headers(exchange.headers),
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
+from mooncake_proxy.errors import BadRequest
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.openai import Ask, Endpoint, Fields, encode, is_batch
 from mooncake_proxy.record import Record
@@ -18,6 +19,7 @@ from mooncake_proxy.tracing import Trace
 # Headers of the client that instances get to see. Of the trace only where the proxy adds no spans.
 FORWARDED = (b"authorization",)
 FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
+TIMEOUT_HEADER = b"x-request-timeout"
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _BYTES_PER_TOKEN = 4
 
@@ -114,6 +116,20 @@ def forwarded_headers(
         if name in headers:
             lines += b"%b: %b\r\n" % (name, headers[name])
     return lines
+
+
+def time_limit(headers: dict[bytes, bytes], limit_s: float) -> float:
+    """Seconds that a request may take: what its client allows, and at most `limit_s`."""
+    asked = headers.get(TIMEOUT_HEADER)
+    if asked is None:
+        return limit_s
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds < float("inf"):
+        raise BadRequest(f"X-Request-Timeout {asked!r}: wanted a positive number of seconds")
+    return min(seconds, limit_s)
 
 
 def estimate_prompt_tokens(endpoint: Endpoint, ask: Ask) -> int:

@@ -144,6 +144,23 @@ def test_the_request_deadline_holds() -> None:
     uvloop.run(main())
 
 
+def test_a_client_may_ask_for_less_time() -> None:
+    async def main() -> None:
+        async with stand(local_prefill=False) as s, httpx.AsyncClient(base_url=s.url) as client:
+            s.prefill.behaviour.hangs = True
+
+            async def ask(limit: str) -> httpx.Response:
+                headers = {"X-Request-Timeout": limit}
+                return await client.post("/v1/completions", json=BODY, headers=headers)
+
+            assert (await ask("0.2")).status_code == 504
+            answers = [await ask(limit) for limit in ("soon", "-1", "nan", "inf")]
+            assert [answer.status_code for answer in answers] == [400] * 4
+            assert "X-Request-Timeout" in answers[0].json()["error"]["message"]
+
+    uvloop.run(main())
+
+
 def test_tls_and_ipv6(tmp_path: Path) -> None:
     async def main() -> None:
         certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
