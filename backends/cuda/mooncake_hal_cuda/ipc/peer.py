@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 
@@ -84,10 +85,17 @@ class IpcPeer(CopyingPeer):
     def _read(self, part: Spans, deadline: float, copier: Copies) -> None:
         copier.copy(part.local, self._mapped(part, deadline), part.nbytes)
         copier.drain()
+        self._confirm(part, deadline)
 
     def _write(self, part: Spans, deadline: float, copier: Copies) -> None:
         copier.copy(self._mapped(part, deadline), part.local, part.nbytes)
         copier.drain()
+        self._confirm(part, deadline)
+
+    def _confirm(self, part: Spans, deadline: float) -> None:
+        """Memory of a dead peer stays mapped, and revoked memory too: ask whether all is well."""
+        self._session.barrier(max(0.0, deadline - time.monotonic()))
+        self._session.regions.locate(part.remote, part.nbytes)
 
     def _let_go(self) -> None:
         self._mappings.close()
