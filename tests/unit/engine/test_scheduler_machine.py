@@ -178,7 +178,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert host_pool.num_free == host_pool.num_blocks
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

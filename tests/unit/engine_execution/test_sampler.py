@@ -104,7 +104,7 @@ def test_draws_follow_the_filtered_distribution(options: dict[str, Any]) -> None
         assert abs(tokens[token] - num_draws * share) < spread
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_row_draws_the_same_in_any_batch(data: st.DataObject) -> None:
     index = st.integers(0, len(FILTERS) - 1)

@@ -48,13 +48,13 @@ def status(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> int:
     return AsgiClient(create_app(FakeEngine(), tokenizer)).post(path, **body).status_code
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(body=bodies(CompletionRequest.__struct_fields__))
 def test_completions(byte_tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     assert status(byte_tokenizer, "/v1/completions", body) in (200, 400, 404)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(body=bodies(ChatRequest.__struct_fields__))
 def test_chat(byte_tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     assert status(byte_tokenizer, "/v1/chat/completions", body) in (200, 400, 404)

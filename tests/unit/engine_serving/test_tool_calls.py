@@ -112,7 +112,7 @@ def texts(draw: st.DrawFn) -> str:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(kind=st.sampled_from(list(PARSERS.values())), text=texts(), data=st.data())
 def test_no_word_is_lost_and_cuts_do_not_matter(
     kind: type[ToolCallParser], text: str, data: st.DataObject
@@ -137,7 +137,7 @@ JSON = st.recursive(
 ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     wanted=st.lists(st.tuples(st.text(min_size=1, max_size=20), ARGUMENTS), min_size=1, max_size=3),
     ascii=st.booleans(),

@@ -46,7 +46,7 @@ def test_the_folder_keeps_within_its_bound() -> None:
     assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) <= MAX_FOLDER_BYTES
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text().filter(lambda text: "<|" not in text))
 def test_the_tokens_of_a_text_are_its_bytes(text: str) -> None:
     """One token per byte, id = byte, and every text comes back exactly."""

@@ -80,7 +80,7 @@ layout_names = st.sampled_from(sorted(KV_LAYOUTS))
 block_sizes = st.sampled_from([1, 2, 3, 4, 16])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), geometry=geometries, source_tp=tp_sizes, target_tp=tp_sizes)
 def test_every_pair_of_placements_moves_exactly_the_wanted_bytes(
     data: st.DataObject, geometry: KVGeometry, source_tp: int, target_tp: int

@@ -6,7 +6,7 @@ import hmac
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from mooncake_engine.errors import HandshakeRefused
 from mooncake_engine.kv_transfer import protocol
@@ -87,14 +87,12 @@ def test_an_oversized_frame_is_refused_unread() -> None:
         unseal(bytes(MAX_FRAME_BYTES + 1), SECRET)
 
 
-@settings(deadline=None)
 @given(frame=st.binary(max_size=200))
 def test_random_bytes_are_a_bad_frame(frame: bytes) -> None:
     with pytest.raises(BadFrame):
         unseal(frame, SECRET)
 
 
-@settings(deadline=None)
 @given(index=st.integers(0, len(MESSAGES) - 1), data=st.data())
 def test_a_cut_or_changed_frame_is_a_bad_frame(index: int, data: st.DataObject) -> None:
     frame = seal(MESSAGES[index], SECRET)
@@ -111,7 +109,6 @@ DEEP = b"\x83\xa4kind\xa4done\xa6ticket\x01\xa1x" + b"\x91" * 5000 + b"\x01"
 NOT_UTF8 = b"\x83\xa4kind\xa4done\xa6ticket\x01\xaarequest_id\xa2\xff\xfe"
 
 
-@settings(deadline=None)
 @given(payload=st.binary(min_size=1, max_size=200))
 @example(payload=DEEP)
 @example(payload=NOT_UTF8)
@@ -126,7 +123,6 @@ def test_a_sealed_frame_that_is_no_message_is_a_bad_frame(payload: bytes) -> Non
         unseal(sealed(payload), SECRET)
 
 
-@settings(deadline=None)
 @given(payload=st.dictionaries(st.text(max_size=10), st.integers() | st.text(max_size=9)))
 def test_sealed_maps_never_raise_anything_else(payload: dict[str, object]) -> None:
     small = {key: value for key, value in payload.items() if not _is_huge(value)}

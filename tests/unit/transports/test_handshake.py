@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mooncake_hal.errors import AccessDenied, PeerLost, TransferError, VersionMismatch
 from mooncake_hal.transports.handshake import (
@@ -88,7 +88,6 @@ def test_a_refusal_is_passed_on() -> None:
         OURS.check_server(challenge, hello, Welcome(refusal="because"))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_a_typed_error(data: bytes) -> None:
     for kind in (Challenge, Hello):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mooncake_hal.errors import OutOfBounds, RegionRevoked, RegionUnknown, TransferError
 from mooncake_hal.transport import MemoryRegion, Spans
@@ -24,7 +24,6 @@ def array(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(SMALL, st.integers(1, 9)), max_size=8), SMALL, st.integers(1, 12))
 def test_find_agrees_with_looking_at_every_byte(
     regions: list[tuple[int, int]], address: int, nbytes: int

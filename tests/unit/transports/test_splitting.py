@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from mooncake_hal.transport import Spans
 from mooncake_hal.transports.scatter import IOV_MAX, gather, scatter, vectors
@@ -28,7 +28,6 @@ def moves(spans: Spans) -> list[tuple[int, int]]:
     return found
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 5))
 def test_split_covers_exactly(sizes: list[int], parts: int) -> None:
     spans = spans_of(sizes)
@@ -38,7 +37,6 @@ def test_split_covers_exactly(sizes: list[int], parts: int) -> None:
     assert [pair for share in shares for pair in moves(share)] == moves(spans)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 8))
 def test_shares_are_nearly_equal(parts: int) -> None:
     shares = split_spans(spans_of([100 * ALIGNMENT * parts]), parts)
@@ -52,7 +50,6 @@ def test_split_leaves_the_given_arrays_alone() -> None:
     assert moves(spans) == before
 
 
-@settings(deadline=None)
 @given(SIZES, st.integers(1, 7))
 def test_limit_covers_exactly(sizes: list[int], most: int) -> None:
     spans = spans_of(sizes)
@@ -61,7 +58,6 @@ def test_limit_covers_exactly(sizes: list[int], most: int) -> None:
     assert [pair for run in runs for pair in moves(run)] == moves(spans)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 100))
 def test_vectors_fill_up_and_cover_exactly(sizes: list[int], most: int) -> None:
     spans = spans_of(sizes)

@@ -156,7 +156,7 @@ def test_an_entry_that_is_granted_after_its_writer_gave_up_is_given_back() -> No
     talk(scenario, lease_s=(6.0, 60.0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), loses=st.booleans(), kills=st.booleans())
 def test_whatever_is_lost_both_sides_come_back_to_nothing(
     seed: int, *, loses: bool, kills: bool

@@ -68,7 +68,7 @@ def bytes_of(local: list[int], remote: list[int], nbytes: list[int]) -> Counter[
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_writers_write_what_each_reader_would_read(case: tuple[PushSides, Movement]) -> None:
     sides, movement = case
@@ -94,7 +94,7 @@ def test_writers_write_what_each_reader_would_read(case: tuple[PushSides, Moveme
     assert totals == expected_bytes(sides.geometry, *shards, num_tokens, movement.spread)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.data())
 def test_chunks_and_layers_add_up_to_the_whole(
     case: tuple[PushSides, Movement], data: st.DataObject

@@ -134,5 +134,5 @@ class ReservationMachine(RuleBasedStateMachine):
                 assert (held.stage is Stage.OFFERED) == (held.writer is None)
 
 
-ReservationMachine.TestCase.settings = settings(max_examples=150, deadline=None)
+ReservationMachine.TestCase.settings = settings(max_examples=150)
 TestReservationMachine = ReservationMachine.TestCase

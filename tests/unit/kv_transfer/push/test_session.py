@@ -80,7 +80,7 @@ def test_portions_of_neighbouring_layers_become_one() -> None:
     assert [portion.layers for portion in merged] == [(2, 4), (5, 6), (6, 7)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_every_layer_of_every_token_is_due_exactly_once_per_pass(data: st.DataObject) -> None:
     progress = PromptProgress(LAYERS)
