@@ -4,7 +4,7 @@ ARGS ?=
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check bench install test-rdma test-adapters test-grid \
-    test-faults test-proxy test-proxy-vllm bench-transfer bench-connectors bench-proxy check-deploy \
+    test-faults test-proxy test-proxy-vllm bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend wheels
 
 help:  ## this list
@@ -54,6 +54,10 @@ test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
 
 test-proxy-vllm:  ## the proxy in front of a real vLLM (its CPU build, 3.7 GB under .cache/)
 	@ci/test-proxy-vllm $(ARGS)
+
+bench-engine:  ## the engine's speed, beside transformers and reading the weights
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/engine tests/benchmarks/cpu $(ARGS)
 
 bench-transfer:  ## transports beside memcpy, plain sockets and the field's engines
 	@ci/install dev
