@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -60,7 +61,11 @@ def serve(
         with closing(start_engine(config)) as engine:
             url = f"http://{_in_url(host)}:{listener.getsockname()[1]}"
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
-            _run_server(create_app(engine, tokenizer, options, tracing), listener, url)
+            app = create_app(engine, tokenizer, options, tracing)
+            # What is loaded stays: full collections need not walk it while tokens wait.
+            gc.collect()
+            gc.freeze()
+            _run_server(app, listener, url)
 
 
 @contextmanager
