@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -80,8 +81,10 @@ class PeerProcess:
         self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send the child a signal."""
+        """Send the child a signal; one that stops it has done so on return."""
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def close(self) -> None:
         """Let the child close its endpoint and end; idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from mooncake_hal.errors import TransferCancelled, TransferError, TransferTimeout
@@ -34,33 +35,17 @@ class FinishedTransfer:
 DONE = FinishedTransfer()
 
 
-class RunningTransfer:
-    """A transfer in several parts, worked on by other threads.
-
-    The parts' owners call ``part_ended`` once each; the first failure is the transfer's.
+class PendingTransfer(ABC):
+    """A transfer that other threads work on; see ``Transfer``.
 
     Args:
-        parts: how many there are.
         deadline: ``time.monotonic`` value by which all of it must be done.
-        stop: asks the parts to end early; they notice within milliseconds. Called at most once,
-            from any thread.
-        ended: called once, when the last part has ended.
     """
 
-    def __init__(
-        self,
-        parts: int,
-        deadline: float,
-        stop: Callable[[], object],
-        ended: Callable[[RunningTransfer], object] | None = None,
-    ) -> None:
+    def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         self._timeout = deadline - time.monotonic()
-        self._stop = stop
-        self._on_end = ended
-        self._parts = parts
         self._error: TransferError | None = None
-        self._is_stopping = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -88,8 +73,39 @@ class RunningTransfer:
         """Return the failure of a transfer whose deadline has passed."""
         return deadline_error(self._timeout)
 
+    @abstractmethod
     def abort(self, error: TransferError) -> None:
-        """End it with ``error`` unless it has ended; returns when it is drained."""
+        """End it with ``error`` unless it has ended; returns when no more bytes move."""
+
+
+class RunningTransfer(PendingTransfer):
+    """A transfer in several parts, worked on by other threads.
+
+    The parts' owners call ``part_ended`` once each; the first failure is the transfer's.
+
+    Args:
+        parts: how many there are.
+        deadline: ``time.monotonic`` value by which all of it must be done.
+        stop: asks the parts to end early; they notice within milliseconds. Called at most once,
+            from any thread.
+        ended: called once, when the last part has ended.
+    """
+
+    def __init__(
+        self,
+        parts: int,
+        deadline: float,
+        stop: Callable[[], object],
+        ended: Callable[[RunningTransfer], object] | None = None,
+    ) -> None:
+        super().__init__(deadline)
+        self._stop = stop
+        self._on_end = ended
+        self._parts = parts
+        self._is_stopping = False
+
+    def abort(self, error: TransferError) -> None:
+        """See ``PendingTransfer``."""
         with self._lock:
             if self._ended.is_set():
                 return

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """Attempts at one slice, while the peer answers and still has the region."""
 
+NEWS_SECONDS = 0.05
+"""How long the news of a revocation may take behind the failure that it causes."""
+
 PATIENCE_SECONDS = 0.25
 """How long the peer is waited for until it is looked whether anybody still wants the transfer."""
 
@@ -176,6 +179,8 @@ class AdapterPeer:
         try:
             self._link.move(part, lambda: self._why_stop(work) is not None)
         except TransferError as exc:
+            # A peer's engine lets go of a region before the peer says so.
+            time.sleep(NEWS_SECONDS)
             self._await_peer(work)
             self._located(work, spans)
             work.num_failures += 1

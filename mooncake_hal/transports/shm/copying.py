@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mooncake_hal.errors import TransferCancelled, TransferError, TransferTimeout
-from mooncake_hal.transport import TransferState
+from mooncake_hal.errors import TransferCancelled, TransferError
 from mooncake_hal.transports.shm.copier import Copier, Job, Outcome
-from mooncake_hal.transports.transfers import deadline_after, deadline_error
+from mooncake_hal.transports.transfers import PendingTransfer, deadline_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class CopyHooks:
     ended: Callable[[Copy], object]
 
 
-class Copy:
+class Copy(PendingTransfer):
     """A transfer that any number of workers carry out together; see ``Transfer``.
 
     Args:
@@ -39,36 +37,12 @@ class Copy:
     """
 
     def __init__(self, timeout: float, local_keys: frozenset[int], hooks: CopyHooks) -> None:
-        self.deadline = deadline_after(timeout)
+        super().__init__(deadline_after(timeout))
         self.local_keys = local_keys
         self.remote_keys: frozenset[int] = frozenset()
-        self._timeout = timeout
         self._hooks = hooks
         self._job: Job | None = None
         self._inside = 0
-        self._error: TransferError | None = None
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-
-    def poll(self) -> TransferState:
-        """See ``Transfer``."""
-        if not self._ended.is_set():
-            return TransferState.PENDING
-        return TransferState.DONE if self._error is None else TransferState.FAILED
-
-    def wait(self, timeout: float | None = None) -> None:
-        """See ``Transfer``."""
-        left = max(self.deadline - time.monotonic(), 0.0)
-        if not self._ended.wait(left if timeout is None else min(timeout, left)):
-            if timeout is not None and timeout < left:
-                raise TransferTimeout(f"still running after {timeout:g} s of waiting")
-            self.abort(self._late())
-        if self._error is not None:
-            raise self._error
-
-    def cancel(self) -> None:
-        """See ``Transfer``."""
-        self.abort(TransferCancelled("cancelled by this side"))
 
     def begin(self, job: Job, remote_keys: frozenset[int]) -> None:
         """Say what to copy; nothing moves if it has been aborted before."""
@@ -85,7 +59,7 @@ class Copy:
         self._end()
 
     def abort(self, error: TransferError) -> None:
-        """End it with ``error`` unless it has ended; returns when no more bytes move."""
+        """See ``PendingTransfer``."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -120,10 +94,7 @@ class Copy:
             return self._hooks.verify()
         if outcome == Outcome.STOPPED:
             return TransferCancelled("stopped by this side")
-        return self._late() if outcome == Outcome.LATE else self._hooks.explain(outcome)
-
-    def _late(self) -> TransferTimeout:
-        return deadline_error(self._timeout)
+        return self.late() if outcome == Outcome.LATE else self._hooks.explain(outcome)
 
     def _end(self) -> None:
         self._hooks.ended(self)
