@@ -12,7 +12,7 @@ from support.deploy import ROOT
 @pytest.mark.parametrize(
     ("command", "devices", "words"),
     [
-        ("ci/test-cuda", "nvidia[0-9]*", "skipped: no NVIDIA device"),
+        ("ci/test-cuda", "nvidia[0-9]*", "skipped: no CUDA device"),
         ("ci/test-ascend A2", "davinci[0-9]*", "skipped: no Ascend A2"),
         ("ci/test-ascend A3", "davinci[0-9]*", "skipped: no Ascend A3"),
         ("ci/test-python 3.99", "no such device", "skipped: no python3.99"),
