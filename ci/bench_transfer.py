@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -156,6 +158,8 @@ def _against(found: dict[str, Bandwidth], shape: Shape, operation: str) -> list[
 def peer_mover(name: str) -> Iterator[Mover]:
     """Drive a peer engine in its own environment.
 
+    Engines that poll keep a core busy when idle, so it is held still between its turns.
+
     Raises:
         PeerFailed: it does not install or does not start.
     """
@@ -163,15 +167,20 @@ def peer_mover(name: str) -> Iterator[Mover]:
     command = [str(python), str(ROOT / "ci" / "bench_peers.py"), name, str(TOTAL)]
     log = (PEERS_HOME / f"{name}.log").open("w")
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+    )
     assert process.stdin is not None
     assert process.stdout is not None
 
     def ask(**question: object) -> dict[str, float]:
         assert process.stdin is not None
+        os.killpg(process.pid, signal.SIGCONT)
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
-        return receive()
+        answer = receive()
+        os.killpg(process.pid, signal.SIGSTOP)
+        return answer
 
     def receive() -> dict[str, float]:
         assert process.stdout is not None
@@ -189,8 +198,11 @@ def peer_mover(name: str) -> Iterator[Mover]:
 
     try:
         receive()
+        os.killpg(process.pid, signal.SIGSTOP)
         yield Mover(name, prepare, lambda: ask(cpu=1)["cpu"])
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
         process.stdin.close()
         process.wait(60)
         log.close()
