@@ -21,7 +21,7 @@
 #include <time.h>
 
 #define MAGIC 0x3154484du /* "MHT1" */
-#define CHUNK_BYTES (8u << 20)
+#define CHUNK_BYTES (64u << 20)
 #define MAX_PIECES 1024 /* IOV_MAX */
 #define MAX_SPANS (1u << 20)
 #define SPIN_NS 30000 /* an answer that comes sooner is not worth a sleep and a wake-up */

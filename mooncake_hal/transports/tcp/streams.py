@@ -27,7 +27,7 @@ from mooncake_hal.transport import Spans
 from mooncake_hal.transports.regions import RegionTable
 
 MAGIC = 0x3154484D
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 64 << 20
 REQUEST = struct.Struct("<IIQQ")
 REPLY = struct.Struct("<IIQ")
 TRAILER = struct.Struct("<II")

@@ -16,7 +16,7 @@ from mooncake_hal.transports import handshake
 logger = logging.getLogger(__name__)
 
 NAME = "tcp"
-VERSION = 1
+VERSION = 2
 MAX_HANDSHAKE_BYTES = 4096
 SLICE_SECONDS = 0.05
 """How long one system call on a connection may block: how soon stop flags are seen."""
