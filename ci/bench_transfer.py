@@ -251,7 +251,7 @@ def open_peers(stack: ExitStack) -> list[Mover]:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every bandwidth there")
     arguments = parser.parse_args()
