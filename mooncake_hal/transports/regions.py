@@ -49,6 +49,10 @@ class RegionIndex:
         at = bisect_right(self.starts, address) - 1
         return at if at >= 0 and address + nbytes <= self.ends[at] else -1
 
+    def touched(self, positions: NDArray[np.intp]) -> frozenset[int]:
+        """Return the keys of the regions at these positions; any number of each."""
+        return frozenset(self.keys[at] for at in np.unique(positions).tolist())
+
 
 class RegionTable:
     """Disjoint regions. Changing it needs its owner's lock; looking spans up does not.

@@ -370,8 +370,7 @@ class RdmaPeer:
             index, positions = self._session.regions.locate(work.spans.remote, work.spans.nbytes)
         except TransferError as exc:
             return exc
-        now = {index.keys[at] for at in np.unique(positions).tolist()}
-        if now != work.remote_keys.touched(work.remote_at):
+        if index.touched(positions) != work.remote_keys.touched(work.remote_at):
             return RegionRevoked("the region was revoked under the transfer, and another came")
         return None
 

@@ -226,7 +226,7 @@ class ShmPeer:
             if self._error is not None:
                 raise self._error
             index, at = self._local.find_all(spans.local, spans.nbytes)
-            copy = Copy(timeout, _touched(index.keys, at), self._hooks)
+            copy = Copy(timeout, index.touched(at), self._hooks)
             self._running.add(copy)
         try:
             self._begin(copy, spans, write)
@@ -258,7 +258,7 @@ class ShmPeer:
         """
         with self._lock:
             index, at = self._regions.find_all(spans.remote, spans.nbytes)
-            keys = _touched(index.keys, at)
+            keys = index.touched(at)
             method = Method.MAPPING if keys <= self._mappings.keys() else Method.CALL
             if method is Method.CALL and self._remote.refusal is not None:
                 raise TransportUnavailable(control.NAME, self._remote.refusal)
@@ -318,7 +318,3 @@ class ShmPeer:
         if code == errno.EFAULT:
             return RegionUnknown("shm: registered memory is no longer mapped by its process")
         return TransferError(f"shm: copying failed: {errno.errorcode.get(code, code)}")
-
-
-def _touched(keys: list[int], positions: np.ndarray) -> frozenset[int]:
-    return frozenset(keys[at] for at in np.unique(positions).tolist())

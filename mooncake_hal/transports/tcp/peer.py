@@ -177,11 +177,11 @@ class TcpPeer:
                 if lane.error is not None:
                     raise TransferError("tcp: a connection's thread failed") from lane.error
             if len(spans) == 1:
-                keys = {self._local.find(spans.local.item(), spans.nbytes.item())}
+                keys = frozenset((self._local.find(spans.local.item(), spans.nbytes.item()),))
             else:
                 index, at = self._local.find_all(spans.local, spans.nbytes)
-                keys = {index.keys[position] for position in np.unique(at).tolist()}
-            self._running[transfer] = frozenset(keys)
+                keys = index.touched(at)
+            self._running[transfer] = keys
 
     def _start(self, parts: list[Part], *, is_small: bool) -> None:
         if is_small and (lane := self._claim()) is not None:

@@ -17,6 +17,7 @@ from mooncake_hal.testing.transports import TransportKit, one_span
 from mooncake_hal.testing.transports_buffers import Buffer
 from mooncake_hal.transport import Endpoint
 from mooncake_hal.transports import handshake
+from mooncake_hal.transports.adapter import facts as adapter_facts
 from mooncake_hal.transports.control import messages
 from mooncake_hal.transports.shm import control
 from mooncake_hal.transports.tcp import wire
@@ -86,15 +87,16 @@ def dial(target: Target) -> socket.socket:
 def prove(target: Target, connection: socket.socket) -> None:
     """Shake hands as a member of the deployment."""
     name = target.endpoint.transport
-    deployment = handshake.Deployment(SECRET, name, 1)
     if name == "shm":
+        deployment = handshake.Deployment(SECRET, name, control.VERSION)
         challenge = handshake.decode(control.receive(connection)[0], handshake.Challenge)
         control.send(connection, deployment.answer(challenge, challenge.epoch))
         handshake.decode(control.receive(connection)[0], handshake.Welcome)
         return
-    receive, send = wire.receive_message, wire.send_message
+    receive, send, version = wire.receive_message, wire.send_message, wire.VERSION
     if name != "tcp":
-        receive, send = messages.receive, messages.send_frame
+        receive, send, version = messages.receive, messages.send_frame, adapter_facts.VERSION
+    deployment = handshake.Deployment(SECRET, name, version)
     challenge = receive(connection, handshake.Challenge)
     send(connection, deployment.answer(challenge, challenge.epoch))
     assert not receive(connection, handshake.Welcome).refusal
@@ -302,16 +304,17 @@ def test_a_server_that_lies_to_its_client(attack: Callable[[str], Target]) -> No
     """The other direction: a fake tcp server that answers nonsense gets typed errors."""
     target = attack("tcp")
     epoch = handshake.fresh_epoch()
-    deployment = handshake.Deployment(SECRET, "tcp", 1)
+    deployment = handshake.Deployment(SECRET, "tcp", wire.VERSION)
     near, here = target.kit.open(), target.kit.buffer(64 * KIB)
     near.register(here.region)
     ours = handshake.decode_address(near.address, wire.Address, "tcp")
     for reply in (b"\0" * 16, REPLY.pack(MAGIC, 999, 2**64 - 1), REPLY.pack(MAGIC, 0, 0)[:7], b""):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            address = wire.Address(1, epoch, "127.0.0.1", port, ours.machine)
+            address = wire.Address(wire.VERSION, epoch, "127.0.0.1", port, ours.machine)
 
             def serve(listener: socket.socket = listener, reply: bytes = reply) -> None:
+                listener.settimeout(10)
                 connection, _ = listener.accept()
                 with connection:
                     connection.settimeout(10)

@@ -17,8 +17,8 @@ from mooncake_hal.transports.shm.transport import load as load_shm
 from mooncake_hal.transports.tcp import wire
 from mooncake_hal.transports.tcp.transport import load as load_tcp
 
-TCP = wire.Address(1, b"e" * 16, "127.0.0.1", 1, "machine/ns")
-SHM = control.Address(1, "boot/ns", b"e" * 16, "name", 1)
+TCP = wire.Address(wire.VERSION, b"e" * 16, "127.0.0.1", 1, "machine/ns")
+SHM = control.Address(control.VERSION, "boot/ns", b"e" * 16, "name", 1)
 
 
 def changed(address: msgspec.Struct, **fields: object) -> bytes:

@@ -89,7 +89,7 @@ class CopyingPeer:
         if not len(spans):
             return DONE
         index, at = self._local.locate(spans.local, spans.nbytes)
-        keys = frozenset(index.keys[position] for position in np.unique(at).tolist())
+        keys = index.touched(at)
         move = self._write if is_write else self._read
         pieces = cut(spans.local, spans.remote, spans.nbytes, self._most_bytes)
         spans = Spans(pieces.local, pieces.remote, pieces.nbytes)
