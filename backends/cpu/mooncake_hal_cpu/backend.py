@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
+from mooncake_hal.collectives import GroupFactory
 from mooncake_hal.kv.layout import KV_LAYOUTS
-from mooncake_hal.solo import SoloCommunicator
 from mooncake_hal_cpu.communicator import GlooCommunicator
 from mooncake_hal_cpu.memory import CpuMemory
 from mooncake_hal_cpu.ops import cpu_ops
@@ -34,12 +32,8 @@ class CpuBackend:
         self.runtime = CpuRuntime()
         self.ops = cpu_ops()
         self.memory = CpuMemory()
-        self._joined: Counter[str] = Counter()
+        self._groups = GroupFactory(GlooCommunicator)
 
     def communicator(self, group: GroupSpec) -> Communicator:
         """See ``Backend``. Raises DeviceError if the group does not form in time."""
-        if group.world_size == 1:
-            return SoloCommunicator()
-        generation = self._joined[group.init_method]
-        self._joined[group.init_method] += 1
-        return GlooCommunicator(group, generation)
+        return self._groups.join(group)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
 
 from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
+from mooncake_hal.collectives import GroupFactory
 from mooncake_hal.errors import BackendUnavailable, CapabilityError
 from mooncake_hal.kv.layout import KV_LAYOUTS
-from mooncake_hal.solo import SoloCommunicator
 from mooncake_hal_cuda.communicator import NcclCommunicator
 from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.memory import CudaMemory
@@ -50,12 +48,8 @@ class CudaBackend:
         except CapabilityError as exc:
             raise BackendUnavailable(self.name, str(exc)) from exc
         self.memory = CudaMemory(CudaDriver(), devices)
-        self._joined: Counter[str] = Counter()
+        self._groups = GroupFactory(NcclCommunicator)
 
     def communicator(self, group: GroupSpec) -> Communicator:
         """See ``Backend``."""
-        if group.world_size == 1:
-            return SoloCommunicator()
-        generation = self._joined[group.init_method]
-        self._joined[group.init_method] += 1
-        return NcclCommunicator(group, generation)
+        return self._groups.join(group)

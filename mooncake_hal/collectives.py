@@ -1,0 +1,158 @@
+"""Communicators over torch's process groups, in groups of their own: nothing global is initialised.
+
+A backend says how its kind of group is made (gloo, NCCL, HCCL) and what a barrier is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from mooncake_hal.backend import Communicator, GroupSpec
+from mooncake_hal.errors import DeviceError
+from mooncake_hal.solo import SoloCommunicator
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class ProcessGroup(Protocol):
+    """What every group of torch has and its type stubs leave out."""
+
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work:
+        """Sum over all ranks, in place."""
+        ...
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work:
+        """Collect every rank's tensor on every rank."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
+        """Overwrite with the root's."""
+        ...
+
+    def barrier(self) -> dist.Work:
+        """Wait for every rank."""
+        ...
+
+
+MakeGroup = Callable[[Store, GroupSpec], ProcessGroup]
+"""Joins a group whose ranks meet in the store, which is theirs alone."""
+
+
+class GroupCommunicator:
+    """One rank of a process group; see ``Communicator``.
+
+    Args:
+        group: where this process stands.
+        generation: how many groups this process has joined at the same rendezvous before; keeps
+            their keys apart in the shared store. Ranks must join in the same order.
+        make: joins.
+
+    Raises:
+        DeviceError: the group does not form in time.
+    """
+
+    def __init__(self, group: GroupSpec, generation: int, make: MakeGroup) -> None:
+        self._group = group
+        try:
+            self._joined = [make(_meet(group, generation), group)]
+        except (RuntimeError, ValueError, OSError) as exc:
+            raise DeviceError(
+                f"rank {group.rank} of {group.world_size} could not join {group.init_method} "
+                f"within {group.timeout_s:g} s: {exc}"
+            ) from exc
+        # a group that outlives the interpreter has threads that nobody joins, and aborts it
+        self._leave = weakref.finalize(self, self._joined.clear)
+
+    @property
+    def rank(self) -> int:
+        """See ``Communicator``."""
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        """See ``Communicator``."""
+        return self._group.world_size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See ``Communicator``."""
+        dense = x.contiguous()
+        self._run("all_reduce", lambda joined: joined.allreduce([dense]))
+        return x if dense is x else x.copy_(dense)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """See ``Communicator``."""
+        dense = x.contiguous()
+        parts = [torch.empty_like(dense) for _ in range(self.world_size)]
+        self._run("all_gather", lambda joined: joined.allgather([parts], [dense]))
+        return torch.cat(parts, dim=dim)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See ``Communicator``."""
+        dense = x.contiguous()
+        self._run("broadcast", lambda joined: joined.broadcast(dense, source))
+        return x if dense is x else x.copy_(dense)
+
+    def barrier(self) -> None:
+        """See ``Communicator``."""
+        self._run("barrier", lambda joined: joined.barrier())
+
+    def close(self) -> None:
+        """See ``Communicator``."""
+        self._leave()
+
+    def _run(self, name: str, start: Callable[[ProcessGroup], dist.Work]) -> None:
+        if not self._joined:
+            raise DeviceError(f"{name}: rank {self.rank} has left the group")
+        try:
+            # on a device that works by itself, its current stream waits, and not this thread
+            start(self._joined[0]).wait()
+        except RuntimeError as exc:
+            raise DeviceError(
+                f"{name}: rank {self.rank} of {self.world_size} lost the group, or a rank took "
+                f"longer than {self._group.timeout_s:g} s: {exc}"
+            ) from exc
+
+
+class GroupFactory:
+    """Makes a process's communicators; see ``Backend.communicator``.
+
+    Args:
+        join: makes one of several ranks out of ``(group, generation)``.
+    """
+
+    def __init__(self, join: Callable[[GroupSpec, int], Communicator]) -> None:
+        self._join = join
+        self._joined: Counter[str] = Counter()
+
+    def join(self, group: GroupSpec) -> Communicator:
+        """Join; raises DeviceError if the group does not form in time."""
+        if group.world_size == 1:
+            return SoloCommunicator()
+        generation = self._joined[group.init_method]
+        self._joined[group.init_method] += 1
+        return self._join(group, generation)
+
+
+def is_of_one_host(group: GroupSpec) -> bool:
+    """Whether the ranks meet on the loopback interface, and so live on one host."""
+    return urlparse(group.init_method).hostname in _LOOPBACK
+
+
+def _meet(group: GroupSpec, generation: int) -> Store:
+    timeout = timedelta(seconds=group.timeout_s)
+    shared, _, _ = next(
+        rendezvous(group.init_method, group.rank, group.world_size, timeout=timeout)
+    )
+    shared.set_timeout(timeout)
+    return PrefixStore(f"mooncake-hal/{generation}", shared)
