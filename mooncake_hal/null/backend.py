@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mooncake_hal.allocation import TensorAllocation
 from mooncake_hal.backend import (
     AttentionBatch,
     Capabilities,
@@ -198,34 +199,10 @@ class NullOps:
         """Copy nothing."""
 
 
-class NullAllocation:
-    """Plain host memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._tensor: Tensor | None = torch.zeros(nbytes, dtype=torch.uint8)
-        self._region = MemoryRegion(self._tensor.data_ptr(), nbytes)
-
-    @property
-    def region(self) -> MemoryRegion:
-        """See ``Allocation``."""
-        return self._region
-
-    @property
-    def tensor(self) -> Tensor:
-        """See ``Allocation``; raises DeviceError once it is freed."""
-        if self._tensor is None:
-            raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
-        return self._tensor
-
-    def free(self) -> None:
-        """See ``Allocation``."""
-        self._tensor = None
-
-
 class NullMemory:
     """Host memory, up to what the null device says it has."""
 
-    def allocate(self, nbytes: int, index: int) -> NullAllocation:
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         """See ``Memory``."""
         _require_device(index)
         if nbytes <= 0:
@@ -234,7 +211,8 @@ class NullMemory:
             raise OutOfMemory(
                 f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
             )
-        return NullAllocation(nbytes)
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)
+        return TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes), tensor)
 
 
 class NullBackend:

@@ -11,8 +11,8 @@ import mmap
 import os
 
 import torch
-from torch import Tensor
 
+from mooncake_hal.allocation import TensorAllocation
 from mooncake_hal.errors import DeviceError, OutOfMemory
 from mooncake_hal.transport import MemoryRegion
 from mooncake_hal_cpu.facts import memory_bytes
@@ -37,47 +37,10 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class CpuAllocation:
-    """A mapped memfd."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._mapped_bytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self._fd = os.memfd_create("mooncake-hal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, self._mapped_bytes)
-            self._address = _map_aligned(self._fd, self._mapped_bytes)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._region = MemoryRegion(self._address, nbytes, "cpu", self._fd, 0)
-        buffer = (ctypes.c_uint8 * nbytes).from_address(self._address)
-        self._tensor: Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
-
-    @property
-    def region(self) -> MemoryRegion:
-        """See ``Allocation``."""
-        return self._region
-
-    @property
-    def tensor(self) -> Tensor:
-        """See ``Allocation``; raises DeviceError once it is freed."""
-        if self._tensor is None:
-            raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
-        return self._tensor
-
-    def free(self) -> None:
-        """See ``Allocation``."""
-        if self._tensor is None:
-            return
-        self._tensor = None
-        _libc.munmap(self._address, self._mapped_bytes)
-        os.close(self._fd)
-
-
 class CpuMemory:
     """Allocates host memory that transports of this host can share."""
 
-    def allocate(self, nbytes: int, index: int) -> CpuAllocation:
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         """See ``Memory``. Pages are taken when they are first written, not here."""
         require_device(index)
         if nbytes <= 0:
@@ -86,9 +49,28 @@ class CpuMemory:
         if nbytes > free:
             raise _out_of_memory(nbytes, free, total)
         try:
-            return CpuAllocation(nbytes)
+            return _allocate(nbytes)
         except OSError as exc:
             raise _out_of_memory(nbytes, free, total) from exc
+
+
+def _allocate(nbytes: int) -> TensorAllocation:
+    mapped_bytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    fd = os.memfd_create("mooncake-hal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, mapped_bytes)
+        address = _map_aligned(fd, mapped_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+
+    def release() -> None:
+        _libc.munmap(address, mapped_bytes)
+        os.close(fd)
+
+    buffer = (ctypes.c_uint8 * nbytes).from_address(address)
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+    return TensorAllocation(MemoryRegion(address, nbytes, "cpu", fd, 0), tensor, release)
 
 
 def _out_of_memory(nbytes: int, free: int, total: int) -> OutOfMemory:

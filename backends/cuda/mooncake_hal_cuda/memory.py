@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mooncake_hal.allocation import TensorAllocation
 from mooncake_hal.backend import DeviceInfo
 from mooncake_hal.errors import DeviceError, OutOfMemory
 from mooncake_hal.transport import MemoryRegion
@@ -20,45 +21,6 @@ GRANULE = 2 << 20
 
 View = Callable[[int, int, int], Tensor]
 """Makes a flat uint8 tensor of (address, bytes, device index) without copying."""
-
-
-class CudaAllocation:
-    """Memory of one device.
-
-    Args:
-        driver: whose memory it is.
-        region: where it lies.
-        index: its device.
-        tensor: all of it.
-    """
-
-    def __init__(
-        self, driver: CudaDriver, region: MemoryRegion, index: int, tensor: Tensor
-    ) -> None:
-        self._driver = driver
-        self._region = region
-        self._index = index
-        self._tensor: Tensor | None = tensor
-
-    @property
-    def region(self) -> MemoryRegion:
-        """See ``Allocation``."""
-        return self._region
-
-    @property
-    def tensor(self) -> Tensor:
-        """See ``Allocation``; raises DeviceError once it is freed."""
-        if self._tensor is None:
-            raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
-        return self._tensor
-
-    def free(self) -> None:
-        """See ``Allocation``."""
-        if self._tensor is None:
-            return
-        self._tensor = None
-        self._driver.bind(self._index)
-        self._driver.free(self._region.address)
 
 
 class CudaMemory:
@@ -77,7 +39,7 @@ class CudaMemory:
         self._devices = devices
         self._view = view or device_view
 
-    def allocate(self, nbytes: int, index: int) -> CudaAllocation:
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         """See ``Memory``."""
         if not 0 <= index < len(self._devices):
             raise DeviceError(f"cuda has no device {index}, it has {len(self._devices)} here")
@@ -97,7 +59,12 @@ class CudaMemory:
         except OutOfMemory as exc:
             raise refusal from exc
         region = MemoryRegion(address, nbytes, f"cuda:{index}")
-        return CudaAllocation(self._driver, region, index, self._view(address, nbytes, index))
+
+        def release() -> None:
+            self._driver.bind(index)
+            self._driver.free(address)
+
+        return TensorAllocation(region, self._view(address, nbytes, index), release)
 
 
 class _Exposed:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mooncake_hal.allocation import TensorAllocation
 from mooncake_hal.backend import (
     Capabilities,
     Communicator,
@@ -94,41 +95,18 @@ class MyChipOps(ReferenceOps):
         return (functional.silu(gate.float()) * up.float()).to(x.dtype)
 
 
-class MyChipAllocation:
-    """Device memory, and how transports are told of it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._tensor: Tensor | None = torch.zeros(nbytes, dtype=torch.uint8)
-        self._region = MemoryRegion(self._tensor.data_ptr(), nbytes)
-
-    @property
-    def region(self) -> MemoryRegion:
-        """See ``Allocation``."""
-        return self._region
-
-    @property
-    def tensor(self) -> Tensor:
-        """See ``Allocation``; raises DeviceError once it is freed."""
-        if self._tensor is None:
-            raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
-        return self._tensor
-
-    def free(self) -> None:
-        """See ``Allocation``."""
-        self._tensor = None
-
-
 class MyChipMemory:
     """Allocates; a chip whose network wants alignment aligns here."""
 
-    def allocate(self, nbytes: int, index: int) -> MyChipAllocation:
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         """See ``Memory``."""
         _require_device(index)
         if nbytes > TOTAL_BYTES:
             raise OutOfMemory(
                 f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
             )
-        return MyChipAllocation(nbytes)
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)  # a real chip: on its device
+        return TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes), tensor)
 
 
 class MyChipBackend:
