@@ -89,20 +89,49 @@ def head_range(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
     return tp_rank * kv_heads // tp_size, (tp_rank + 1) * kv_heads // tp_size
 
 
-def shard_of(geometry: KVGeometry, tp_size: int, tp_rank: int) -> KVShard:
-    """The shard of one tensor-parallel rank that holds all layers.
+def layer_range(layers: int, pp_size: int, stage: int) -> tuple[int, int]:
+    """Layers ``[start, stop)`` of a pipeline stage: contiguous, sizes differ by at most one.
+
+    Earlier stages get the larger ones: the last has the head and the sampling besides.
+    """
+    return -(-stage * layers // pp_size), -(-(stage + 1) * layers // pp_size)
+
+
+def shard_of(
+    geometry: KVGeometry, tp_size: int, tp_rank: int, pp_size: int = 1, stage: int = 0
+) -> KVShard:
+    """The shard of one tensor-parallel rank of a pipeline stage.
 
     Raises:
-        PlanError: the rank is not in the group.
+        PlanError: the rank is not in the group, or the stage has no layer.
     """
     if not 0 <= tp_rank < tp_size:
         raise PlanError(f"rank {tp_rank} is not in a tensor-parallel group of {tp_size}")
+    if not 0 <= stage < pp_size <= geometry.layers:
+        raise PlanError(
+            f"stage {stage} of {pp_size} has none of {geometry.layers} layers: stages count from "
+            "0, and each takes a layer or more"
+        )
+    layers = layer_range(geometry.layers, pp_size, stage)
     if geometry.kind is AttentionKind.MLA:
-        return KVShard(0, geometry.layers, 0, 1, tp_rank, tp_size)
+        return KVShard(*layers, 0, 1, tp_rank, tp_size)
     start, stop = head_range(geometry.kv_heads, tp_size, tp_rank)
     peers = [
         rank
         for rank in range(tp_size)
         if head_range(geometry.kv_heads, tp_size, rank) == (start, stop)
     ]
-    return KVShard(0, geometry.layers, start, stop, peers.index(tp_rank), len(peers))
+    return KVShard(*layers, start, stop, peers.index(tp_rank), len(peers))
+
+
+def shards_of(geometry: KVGeometry, tp_size: int, pp_size: int = 1) -> list[KVShard]:
+    """The shards of all ranks of an instance: stage after stage, and within one by TP rank.
+
+    Raises:
+        PlanError: there are more stages than layers.
+    """
+    return [
+        shard_of(geometry, tp_size, tp_rank, pp_size, stage)
+        for stage in range(pp_size)
+        for tp_rank in range(tp_size)
+    ]

@@ -38,7 +38,8 @@ class Movement:
         local_blocks, remote_blocks: block tables; entry i holds tokens
             ``[i * block_size, (i + 1) * block_size)`` in that side's own block size.
         tokens: half-open range of token positions.
-        layers: half-open range of global layer indices; None means all that the local rank has.
+        layers: half-open range of global layer indices; None means all. What the local rank has
+            of them is moved.
         spread: picks among replicas, so that requests spread over the ranks that hold the same
             heads; any integer.
     """
@@ -84,10 +85,11 @@ def plan_transfer(
     _check_table("local", local.layout, movement.local_blocks, stop)
     for remote in remotes:
         _check_table("remote", remote.layout, movement.remote_blocks, stop)
-    if start >= stop:
+    wanted = local.shard
+    if movement.layers is not None:
+        wanted = intersect(wanted, KVShard(*movement.layers, wanted.head_start, wanted.head_stop))
+    if start >= stop or not wanted.layers:
         return []
-    first, last = movement.layers or (local.shard.layer_start, local.shard.layer_stop)
-    wanted = KVShard(first, last, local.shard.head_start, local.shard.head_stop)
     plans = []
     for peer in elect_sources(wanted, [remote.shard for remote in remotes], movement.spread):
         box = intersect(wanted, remotes[peer].shard)

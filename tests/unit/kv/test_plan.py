@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mooncake_hal.errors import PlanError
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of, shards_of
 from mooncake_hal.kv.layout import KV_LAYOUTS, layout_bytes, make_layout
 from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
 
@@ -50,10 +50,9 @@ def _fill_rank(geometry, placement, memory, blocks, dense, tokens) -> None:
                     memory[address : address + width] = dense[layer, plane, head, token, :width]
 
 
-def make_side(geometry, tp_size, layout_name, block_size, blocks) -> Side:
+def make_side(geometry, tp_size, layout_name, block_size, blocks, pp_size=1) -> Side:
     placements, memories = [], []
-    for rank in range(tp_size):
-        shard = shard_of(geometry, tp_size, rank)
+    for shard in shards_of(geometry, tp_size, pp_size):
         nbytes = layout_bytes(geometry, shard, NUM_BLOCKS, block_size)
         layout = make_layout(layout_name, geometry, shard, NUM_BLOCKS, block_size)
         placements.append(KVPlacement(shard, layout.shifted(GUARD)))
@@ -71,7 +70,7 @@ geometries = st.builds(
         element_bytes,
     ),
     st.booleans(),
-    st.integers(1, 3),
+    st.integers(1, 5),
     st.sampled_from([1, 2, 3, 4, 6, 8]),
     st.sampled_from([1, 2]),
 )
@@ -92,7 +91,8 @@ def test_every_pair_of_placements_moves_exactly_the_wanted_bytes(
         size = data.draw(block_sizes, label="block size")
         order = data.draw(st.permutations(range(NUM_BLOCKS)), label="blocks")
         name = data.draw(layout_names, label="layout")
-        sides.append(make_side(geometry, tp_size, name, size, order[: -(-stop // size)]))
+        stages = data.draw(st.integers(1, geometry.layers), label="pp size")
+        sides.append(make_side(geometry, tp_size, name, size, order[: -(-stop // size)], stages))
     source, target = sides
     generator = np.random.default_rng(0)
     widest = max(geometry.plane_dims) * geometry.element_bytes

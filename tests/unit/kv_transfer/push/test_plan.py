@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from mooncake_engine.kv_transfer.push.plan import PushSides, expected_bytes, plan_push
 from mooncake_hal.errors import PlanError
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of, shards_of
 from mooncake_hal.kv.layout import KV_LAYOUTS, make_layout
 from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
 
@@ -31,9 +31,9 @@ geometries = st.one_of(
 
 
 def placements(
-    geometry: KVGeometry, tp_size: int, layout: str, block_size: int
+    geometry: KVGeometry, ranks: tuple[int, int], layout: str, block_size: int
 ) -> tuple[KVPlacement, ...]:
-    shards = [shard_of(geometry, tp_size, rank) for rank in range(tp_size)]
+    shards = shards_of(geometry, *ranks)
     return tuple(
         KVPlacement(
             shard,
@@ -50,8 +50,9 @@ def cases(draw: st.DrawFn) -> tuple[PushSides, Movement]:
     tables = []
     for _ in range(2):
         block_size = draw(st.sampled_from([4, 16]))
-        tp_size, layout = draw(st.integers(1, 8)), draw(st.sampled_from(sorted(KV_LAYOUTS)))
-        sides.append(placements(geometry, tp_size, layout, block_size))
+        ranks = draw(st.integers(1, 8)), draw(st.integers(1, geometry.layers))
+        layout = draw(st.sampled_from(sorted(KV_LAYOUTS)))
+        sides.append(placements(geometry, ranks, layout, block_size))
         tables.append(draw(st.permutations(range(NUM_BLOCKS))))
     start = draw(st.integers(0, 60))
     tokens = start, draw(st.integers(start + 1, 100))
