@@ -1,15 +1,33 @@
-"""Dividing spans among connections. Pure."""
+"""Dividing spans among connections, and cutting them into pieces. Pure."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_hal.transport import Spans
 
+U64 = NDArray[np.uint64]
+
 ALIGNMENT = 4096
 """Pieces are cut at multiples of this many bytes from the first one."""
+
+
+class Pieces(NamedTuple):
+    """Spans cut to at most a given length: four arrays of equal length.
+
+    Args:
+        local, remote, nbytes: as in ``Spans``.
+        span: [n] which span each piece comes from.
+    """
+
+    local: U64
+    remote: U64
+    nbytes: U64
+    span: NDArray[np.intp]
 
 
 def split_spans(spans: Spans, parts: int) -> list[Spans]:
@@ -34,6 +52,23 @@ def limit_spans(spans: Spans, most: int) -> list[Spans]:
         )
         for at in range(0, len(spans), most)
     ]
+
+
+def cut(local: U64, remote: U64, nbytes: U64, limit: int) -> Pieces:
+    """Cut spans into pieces of at most ``limit`` bytes, in order; all arrays are [n]."""
+    size = np.uint64(limit)
+    if int(nbytes.max(initial=0)) <= limit:
+        return Pieces(local, remote, nbytes, np.arange(len(nbytes)))
+    counts = ((nbytes + (size - np.uint64(1))) // size).astype(np.intp)
+    span = np.repeat(np.arange(len(nbytes)), counts)
+    firsts = np.cumsum(counts) - counts
+    offset = (np.arange(len(span)) - firsts[span]).astype(np.uint64) * size
+    return Pieces(
+        local[span] + offset,
+        remote[span] + offset,
+        np.minimum(nbytes[span] - offset, size),
+        span,
+    )
 
 
 def _between(spans: Spans, ends: np.ndarray, low: int, high: int) -> Spans:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mooncake_hal.errors import TransferError
 from mooncake_hal.transport import Endpoint, EndpointOptions
 from mooncake_hal.transports.adapter.agent import Engine
 from mooncake_hal.transports.adapter.driver import AdapterDriver
 from mooncake_hal.transports.adapter.facts import VERSION, decode_facts, why_apart
-from mooncake_hal.transports.control.endpoint import ControlledEndpoint, read_address
+from mooncake_hal.transports.control.endpoint import compare_addresses, open_endpoint
 from mooncake_hal.transports.control.table import AttachedRegions
 
 
@@ -32,19 +31,11 @@ class AdapterTransport:
         """See ``Transport``."""
         local = AttachedRegions("this side")
         driver = AdapterDriver(self._configure(options), local)
-        try:
-            return ControlledEndpoint(driver, local, options)
-        except BaseException:
-            driver.close()
-            raise
+        return open_endpoint(driver, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         """See ``Transport``: compares what the engines speak."""
-        try:
-            ours, theirs = (read_address(data, self.name, VERSION) for data in (local, remote))
-            return why_apart(decode_facts(ours.facts), decode_facts(theirs.facts))
-        except TransferError as exc:
-            return str(exc)
+        return compare_addresses((local, remote), self.name, VERSION, decode_facts, why_apart)
 
 
 def chosen_settings(name: str, extra: dict[str, str], known: dict[str, str]) -> dict[str, str]:

@@ -11,9 +11,10 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mooncake_hal.errors import (
     PeerLost,
@@ -36,6 +37,8 @@ from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import Deployment, decode_address, encode, fresh_epoch
 
 logger = logging.getLogger(__name__)
+
+Facts = TypeVar("Facts")
 
 REVOKE_SECONDS = 1.0
 """How long revoke() waits for connected peers to take it in; access is gone before that."""
@@ -254,6 +257,39 @@ class ControlledEndpoint:
     def _require_open(self) -> None:
         if self._closed:
             raise TransferError(f"this {self._driver.name} endpoint is closed")
+
+
+def open_endpoint(
+    driver: Driver, local: AttachedRegions, options: EndpointOptions
+) -> ControlledEndpoint:
+    """Open a driver's endpoint; the driver is closed if that fails. See ``ControlledEndpoint``."""
+    try:
+        return ControlledEndpoint(driver, local, options)
+    except BaseException:
+        driver.close()
+        raise
+
+
+def compare_addresses(
+    addresses: tuple[bytes, bytes],
+    transport: str,
+    version: int,
+    decode: Callable[[bytes], Facts],
+    why_apart: Callable[[Facts, Facts], str | None],
+) -> str | None:
+    """Say why two published addresses can't reach each other, or None; see ``Transport.reaches``.
+
+    Args:
+        addresses: ours and theirs.
+        transport, version: what both must be of.
+        decode: reads the facts in them; TransferError where they make no sense.
+        why_apart: compares these.
+    """
+    try:
+        ours, theirs = (read_address(address, transport, version) for address in addresses)
+        return why_apart(decode(ours.facts), decode(theirs.facts))
+    except TransferError as exc:
+        return str(exc)
 
 
 def read_address(address: bytes, transport: str, version: int) -> ControlAddress:

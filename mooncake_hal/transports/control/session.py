@@ -8,6 +8,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mooncake_hal.errors import HalError, PeerLost, TransferError, TransferTimeout
 from mooncake_hal.transport import MemoryRegion
 from mooncake_hal.transports.control.messages import (
@@ -22,6 +25,7 @@ from mooncake_hal.transports.control.messages import (
     send_frame,
 )
 from mooncake_hal.transports.control.table import AttachedRegions
+from mooncake_hal.transports.regions import RegionIndex
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +118,22 @@ class Session:
             PeerLost, TransferTimeout: the peer did not confirm.
         """
         _result(self.ping(), timeout)
+
+    def locate(
+        self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64], timeout: float
+    ) -> tuple[RegionIndex, NDArray[np.intp]]:
+        """Find which of the peer's regions hold each piece; if one is nowhere, once more when all
+        that the peer has registered by now is known.
+
+        Raises:
+            RegionUnknown, RegionRevoked, OutOfBounds: a piece is nowhere.
+            PeerLost, TransferTimeout: the peer did not say in time what it has registered.
+        """
+        try:
+            return self.regions.locate(addresses, nbytes)
+        except TransferError:
+            self.barrier(max(0.0, timeout))
+            return self.regions.locate(addresses, nbytes)
 
     def hang_up(self) -> None:
         """End the connection; its thread notices, and ends."""

@@ -8,9 +8,6 @@ import time
 from concurrent.futures import Future
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mooncake_hal.errors import (
     PeerLost,
     RegionRevoked,
@@ -32,10 +29,11 @@ from mooncake_hal.transports.rdma.keys import KeyTables
 from mooncake_hal.transports.rdma.lane import Fault, Lane, LaneState
 from mooncake_hal.transports.rdma.progress import Progress
 from mooncake_hal.transports.rdma.requests import RDMA_READ, RDMA_WRITE
-from mooncake_hal.transports.rdma.striping import cut, share_out
+from mooncake_hal.transports.rdma.striping import share_out
 from mooncake_hal.transports.rdma.window import Run
 from mooncake_hal.transports.rdma.work import Work
-from mooncake_hal.transports.regions import RegionIndex, check_spans
+from mooncake_hal.transports.regions import check_spans
+from mooncake_hal.transports.splitting import cut
 from mooncake_hal.transports.transfers import (
     DONE,
     FinishedTransfer,
@@ -170,7 +168,8 @@ class RdmaPeer:
         local, local_at = self._endpoint.local.locate(spans.local, spans.nbytes)
         local_keys = self._endpoint.local_keys.of(local.keys)
         try:
-            remote, remote_at = self._locate_remote(spans, deadline)
+            patience = min(deadline - time.monotonic(), REFRESH_SECONDS)
+            remote, remote_at = self._session.locate(spans.remote, spans.nbytes, patience)
             remote_keys = self._remote_keys.of(remote.keys)
         except TransferError as exc:
             return FinishedTransfer(exc)
@@ -196,16 +195,6 @@ class RdmaPeer:
             self._share(Run(work, 0, len(work)))
         self._endpoint.progress.wake_by(work.transfer.deadline)
         return work.transfer
-
-    def _locate_remote(self, spans: Spans, deadline: float) -> tuple[RegionIndex, NDArray[np.intp]]:
-        """Look remote spans up; if one is missing, once more after all news is in."""
-        regions = self._session.regions
-        try:
-            return regions.locate(spans.remote, spans.nbytes)
-        except TransferError:
-            left = deadline - time.monotonic()
-            self._session.barrier(max(0.0, min(left, REFRESH_SECONDS)))
-            return regions.locate(spans.remote, spans.nbytes)
 
     def _cancel(self, work: Work) -> None:
         with self._lock:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mooncake_hal.errors import TransferError
 from mooncake_hal.transport import Endpoint, EndpointOptions
-from mooncake_hal.transports.control.endpoint import ControlledEndpoint, read_address
+from mooncake_hal.transports.control.endpoint import compare_addresses, open_endpoint
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.rdma.compat import import_enums
 from mooncake_hal.transports.rdma.driver import NAME, RdmaDriver
@@ -28,16 +27,14 @@ class RdmaTransport:
         """See ``Transport``."""
         local = AttachedRegions("this side")
         driver = RdmaDriver(options, local)
-        try:
-            return ControlledEndpoint(driver, local, options)
-        except BaseException:
-            driver.close()
-            raise
+        return open_endpoint(driver, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         """See ``Transport``: looks at link layers, subnets and address families."""
-        try:
-            ours, theirs = (read_address(data, NAME, VERSION) for data in (local, remote))
-            return why_unreachable(decode_facts(ours.facts).rails, decode_facts(theirs.facts).rails)
-        except TransferError as exc:
-            return str(exc)
+        return compare_addresses(
+            (local, remote),
+            NAME,
+            VERSION,
+            decode_facts,
+            lambda ours, theirs: why_unreachable(ours.rails, theirs.rails),
+        )

@@ -11,8 +11,8 @@ from mooncake_hal.errors import TransferError
 from mooncake_hal.transport import Spans
 from mooncake_hal.transports.rdma.keys import KeyTable
 from mooncake_hal.transports.rdma.requests import RDMA_WRITE, Batch
-from mooncake_hal.transports.rdma.striping import Pieces
 from mooncake_hal.transports.rdma.window import Run
+from mooncake_hal.transports.splitting import Pieces
 from mooncake_hal.transports.transfers import RunningTransfer
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from mooncake_hal.transports.rdma.striping import cut, share_out
+from mooncake_hal.transports.rdma.striping import share_out
 from mooncake_hal.transports.rdma.window import Run, Window
+from mooncake_hal.transports.splitting import cut
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 

@@ -26,9 +26,9 @@ from mooncake_hal.transports.rdma.requests import (
     Batch,
     RequestArray,
 )
-from mooncake_hal.transports.rdma.striping import cut
 from mooncake_hal.transports.rdma.window import Run
 from mooncake_hal.transports.rdma.work import Work, batch_of
+from mooncake_hal.transports.splitting import cut
 
 POST_SEND = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)

@@ -8,12 +8,12 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_hal.errors import OutOfBounds, PeerLost, RegionRevoked, RegionUnknown, TransferError
+from mooncake_hal.errors import PeerLost, RegionRevoked, TransferError
 from mooncake_hal.transport import Spans, Transfer
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
-from mooncake_hal.transports.rdma.striping import cut
 from mooncake_hal.transports.regions import RegionIndex, check_spans
+from mooncake_hal.transports.splitting import cut
 from mooncake_hal.transports.transfers import DONE
 from mooncake_hal_cuda.copying.copier import Copies
 from mooncake_hal_cuda.copying.worker import Job, Worker
@@ -102,9 +102,4 @@ class CopyingPeer:
         return job.transfer
 
     def _locate(self, part: Spans, deadline: float) -> tuple[RegionIndex, NDArray[np.intp]]:
-        """Which of the peer's regions hold the remote pieces; new ones are asked for once."""
-        try:
-            return self._session.regions.locate(part.remote, part.nbytes)
-        except (RegionUnknown, OutOfBounds):
-            self._session.barrier(max(0.0, deadline - time.monotonic()))
-            return self._session.regions.locate(part.remote, part.nbytes)
+        return self._session.locate(part.remote, part.nbytes, deadline - time.monotonic())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mooncake_hal.errors import DeviceError, TransferError, TransportUnavailable
+from mooncake_hal.errors import DeviceError, TransportUnavailable
 from mooncake_hal.transport import Endpoint, EndpointOptions
-from mooncake_hal.transports.control.endpoint import ControlledEndpoint, read_address
+from mooncake_hal.transports.control.endpoint import compare_addresses, open_endpoint
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
 from mooncake_hal_cuda.driver import CudaDriver
@@ -39,19 +39,11 @@ class IpcTransport:
             raise ValueError(f"{NAME} has no extra settings, got {sorted(options.extra)}")
         local = AttachedRegions("this side")
         driver = IpcDriver(self._driver, options, local, self._make_copier)
-        try:
-            return ControlledEndpoint(driver, local, options)
-        except BaseException:
-            driver.close()
-            raise
+        return open_endpoint(driver, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         """See ``Transport``."""
-        try:
-            ours, theirs = (read_address(data, NAME, VERSION) for data in (local, remote))
-            return why_unreachable(decode_facts(ours.facts), decode_facts(theirs.facts))
-        except TransferError as exc:
-            return str(exc)
+        return compare_addresses((local, remote), NAME, VERSION, decode_facts, why_unreachable)
 
 
 def load() -> IpcTransport:

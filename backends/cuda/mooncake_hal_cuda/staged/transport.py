@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mooncake_hal.errors import DeviceError, TransferError, TransportUnavailable
+from mooncake_hal.errors import DeviceError, TransportUnavailable
 from mooncake_hal.transport import Endpoint, EndpointOptions, Transport
-from mooncake_hal.transports.control.endpoint import ControlledEndpoint, read_address
+from mooncake_hal.transports.control.endpoint import compare_addresses, open_endpoint
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.tcp.transport import load as load_tcp
 from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
 from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.ipc.driver import device_index
 from mooncake_hal_cuda.staged.driver import StagedDriver
-from mooncake_hal_cuda.staged.messages import NAME, VERSION, decode_facts
+from mooncake_hal_cuda.staged.messages import NAME, VERSION, EndpointFacts, decode_facts
 from mooncake_hal_cuda.staged.staging import Gpu
 
 
@@ -39,20 +39,14 @@ class StagedTransport:
         """See ``Transport``. Extra settings are those of tcp, whose own port is a free one."""
         local = AttachedRegions("this side")
         driver = StagedDriver(self._gpu(options.device), self._tcp, options, local)
-        try:
-            return ControlledEndpoint(driver, local, options)
-        except BaseException:
-            driver.close()
-            raise
+        return open_endpoint(driver, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         """See ``Transport``."""
-        try:
-            ours, theirs = (read_address(data, NAME, VERSION) for data in (local, remote))
-            inner = decode_facts(ours.facts).inner, decode_facts(theirs.facts).inner
-        except TransferError as exc:
-            return str(exc)
-        return self._tcp.reaches(*inner)
+        return compare_addresses((local, remote), NAME, VERSION, decode_facts, self._why_apart)
+
+    def _why_apart(self, ours: EndpointFacts, theirs: EndpointFacts) -> str | None:
+        return self._tcp.reaches(ours.inner, theirs.inner)
 
     def _gpu(self, device: str) -> Gpu | None:
         if device == "cpu":
