@@ -20,7 +20,7 @@ from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_hal.backend import Backend
 
 LayerDone = Callable[[int], None]
-"""Called with a held layer's index once its KV of the step is enqueued on the device."""
+"""Called with a held layer's number in the model once its KV of the step is enqueued."""
 
 MessageHandler = Callable[[int, bytes], None]
 """Takes ``(rank, message)`` from an extension; called from any thread, must not block."""

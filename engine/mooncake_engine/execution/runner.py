@@ -45,7 +45,8 @@ class ModelRunner:
         self._sampler = sampler
         self._mover = mover
         self._device = device
-        self._kv = [pool.layer(index) for index in range(pool.shard.layers)]
+        first = pool.shard.layer_start
+        self._kv = {first + index: pool.layer(index) for index in range(pool.shard.layers)}
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
@@ -75,7 +76,7 @@ class ModelRunner:
         context = ForwardContext(inputs.attention, self._kv, layer_done)
         return self._model.forward(inputs.token_ids, inputs.positions, context)
 
-    def _sample(self, hidden: Tensor, inputs: StepInputs) -> dict[str, SampledToken]:
+    def _sample(self, hidden: Tensor, inputs: StepInputs) -> dict[str, tuple[SampledToken, ...]]:
         if not inputs.sampling:
             return {}
         rows = hidden if inputs.sampled_rows is None else hidden[inputs.sampled_rows]
@@ -83,5 +84,6 @@ class ModelRunner:
         for state, token in zip(inputs.sampling, sampled, strict=True):
             state.append(token.token_id)
         return {
-            state.request_id: token for state, token in zip(inputs.sampling, sampled, strict=True)
+            state.request_id: (token,)
+            for state, token in zip(inputs.sampling, sampled, strict=True)
         }

@@ -45,6 +45,8 @@ def load_weights(
 ) -> LoadProgress:
     """Fill and pack every weight of the model, file by file; returns the final progress.
 
+    Files of which this rank needs nothing are not opened.
+
     Raises:
         CheckpointError: files or tensors are missing, damaged, of another shape, or unknown to
             the model; the message names them.
@@ -56,7 +58,7 @@ def load_weights(
     _check_names(model, slots, files, model_dir)
     total = sum(_target_bytes(slot) for named in slots.values() for slot in named)
     loaded = 0
-    for path in sorted(set(files.values())):
+    for path in sorted({files[name] for name in slots}):
         wanted = {name: slots[name] for name in slots if files[name] == path}
         for nbytes in _fill_from_file(path, wanted):
             loaded += nbytes

@@ -39,7 +39,7 @@ ConfigReader = Callable[[RawConfig, str, tuple[int, ...]], ModelConfig]
 
 
 class Model(Protocol):
-    """A causal language model of one rank."""
+    """A causal language model of one rank: its share of all layers, or of a pipeline stage's."""
 
     def slots(self) -> Iterator[WeightSlot]:
         """Every checkpoint tensor that this rank wants a part of."""
@@ -53,12 +53,15 @@ class Model(Protocol):
         """Called once when all slots are filled."""
         ...
 
-    def forward(self, token_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """[tokens] and [tokens], both int64, to hidden rows [tokens, hidden]."""
+    def forward(self, entry: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """Token ids and positions, both [tokens] int64, to hidden rows [tokens, hidden].
+
+        Stages of a pipeline hand ``[2, tokens, hidden]`` on: what one returns is the next's entry.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocab] float32; the same on every rank."""
+        """[rows, hidden] to [rows, vocab] float32; the same on every rank of the last stage."""
         ...
 
 

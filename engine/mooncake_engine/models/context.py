@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,12 +16,13 @@ class ForwardContext:
 
     Args:
         batch: which tokens attend to which KV.
-        kv: per layer, the pool's planes ``[num_blocks, block_size, kv_heads, dim]``.
-        layer_done: told of each layer once its KV is written (enqueued on the device).
+        kv: by the number of a layer in the model, those of this rank: the pool's planes
+            ``[num_blocks, block_size, kv_heads, dim]``.
+        layer_done: told of each layer's number once its KV is written (enqueued on the device).
     """
 
     batch: AttentionBatch
-    kv: Sequence[tuple[Tensor, ...]]
+    kv: Mapping[int, tuple[Tensor, ...]]
     layer_done: Callable[[int], None] | None = None
 
 

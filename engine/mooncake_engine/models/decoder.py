@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from mooncake_engine.models.attention import Attention, AttentionNames
 from mooncake_engine.models.context import ForwardContext, Rotation
 from mooncake_engine.models.hf_config import ModelConfig
-from mooncake_engine.models.layers import Head, Norm, Placement, VocabTable, WeightSlot
+from mooncake_engine.models.layers import Head, Norm, Placement, Span, VocabTable, WeightSlot
 from mooncake_engine.models.mlp import GatedMlp, MlpNames
 from mooncake_engine.models.rope import cos_sin_table
 
@@ -86,11 +87,13 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model of one rank.
+    """A causal language model of one rank: all of it, or the layers of a pipeline stage.
+
+    The first stage has the embedding, the last one the final norm and the head.
 
     Args:
         config: the model's facts.
-        placement: the rank's device and group.
+        placement: the rank's device, group and layers.
         max_positions: longest sequence to prepare the rotation for.
     """
 
@@ -100,16 +103,29 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, placement: Placement, max_positions: int) -> None:
         self.config = config
-        names, shape = self.names, (config.vocab_size, config.hidden_size)
-        self._embedding = VocabTable(placement, names.embedding, *shape)
-        self._layers = [self._build_layer(placement, layer) for layer in range(config.num_layers)]
-        self._norm = Norm(placement, names.final_norm, config.hidden_size, config.rms_norm_eps)
-        # dropped once packed: only an embedding needs the table itself
-        self._own_head = (
-            None if config.tie_embeddings else VocabTable(placement, names.head, *shape)
-        )
-        self._head = Head(placement, self._own_head or self._embedding, config.vocab_size)
+        names, held = self.names, placement.layers or Span(0, config.num_layers)
+        self._held = held
+        numbers = range(held.start, held.stop)
+        self._layers = [self._build_layer(placement, layer) for layer in numbers]
+        self._embedding = self._table(placement, names.embedding) if held.start == 0 else None
+        self._own_head: VocabTable | None = None
+        self._ending: tuple[Norm, Head] | None = None
+        if held.stop == config.num_layers:
+            self._ending = self._build_ending(placement)
         self._cos_sin = cos_sin_table(config.rope, max_positions).to(placement.device)
+
+    def _build_ending(self, placement: Placement) -> tuple[Norm, Head]:
+        config, names = self.config, self.names
+        table = self._embedding if config.tie_embeddings else None
+        if table is None:
+            # dropped once packed: only an embedding needs the table itself
+            name = names.embedding if config.tie_embeddings else names.head
+            table = self._own_head = self._table(placement, name)
+        norm = Norm(placement, names.final_norm, config.hidden_size, config.rms_norm_eps)
+        return norm, Head(placement, table, config.vocab_size)
+
+    def _table(self, placement: Placement, name: str) -> VocabTable:
+        return VocabTable(placement, name, self.config.vocab_size, self.config.hidden_size)
 
     def build_attention(self, placement: Placement, layer: int) -> AttentionBlock:
         """What the layer attends with."""
@@ -132,44 +148,75 @@ class Decoder:
 
     def slots(self) -> Iterator[WeightSlot]:
         """Every checkpoint tensor that this rank wants a part of."""
-        yield from self._embedding.slots()
-        for layer in self._layers:
-            yield from layer.slots()
-        yield from self._norm.slots()
-        if self._own_head is not None:
-            yield from self._own_head.slots()
+        ending = self._ending[:1] if self._ending else ()
+        for part in (self._embedding, *self._layers, *ending, self._own_head):
+            if part is not None:
+                yield from part.slots()
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a checkpoint tensor may be left unread."""
-        is_tied_head = self.config.tie_embeddings and name == f"{self.names.head}.weight"
-        return is_tied_head or name.endswith(self.ignored)
+        """Whether a checkpoint tensor may be left unread: another stage has it, or nobody needs it.
+
+        Every tensor is some stage's, which does not ignore it.
+        """
+        names, layer = self.names, self.layer_of(name)
+        if layer is not None and layer < self.config.num_layers:
+            is_foreign = not self._held.start <= layer < self._held.stop
+        elif name == f"{names.embedding}.weight":
+            is_foreign = self._embedding is None
+        elif name == f"{names.head}.weight":
+            is_foreign = self._ending is None or self.config.tie_embeddings
+        else:
+            is_foreign = self._ending is None and name == f"{names.final_norm}.weight"
+        return is_foreign or name.endswith(self.ignored)
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of the layer that a checkpoint tensor belongs to, if it belongs to one."""
+        prefix, number = self.names.input_norm.split("{}")[0], ""
+        if name.startswith(prefix):
+            number = name.removeprefix(prefix).split(".", 1)[0]
+        return int(number) if number.isdecimal() else None
 
     def pack(self) -> None:
         """Bring all loaded weights into the backend's form, one at a time."""
         for layer in self._layers:
             layer.pack()
-        self._head.pack()
+        if self._ending is not None:
+            self._ending[1].pack()
         self._own_head = None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """Run the tokens through all layers.
+    def forward(self, entry: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """Run the tokens through this rank's layers.
 
         Args:
-            token_ids, positions: [tokens] int64.
+            entry: [tokens] int64, their ids, on the first stage; what the stage before returned
+                on the others. Its memory may be reused.
+            positions: [tokens] int64.
             context: where their KV is.
 
         Returns:
-            [tokens, hidden], after the final norm.
+            [tokens, hidden], after the final norm, on the last stage; on the others
+            [2, tokens, hidden], the last MLP's output and the residual that it belongs to.
         """
-        residual = self._embedding.embed(token_ids)
-        x = self._layers[0].input_norm(residual)
+        x, residual = self._enter(entry)
         rotation = Rotation(positions, self._cos_sin)
-        next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
-        for layer, norm in zip(self._layers, next_norms, strict=True):
+        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
             x, residual = layer(x, residual, rotation, context)
-            x, residual = norm.add(x, residual)
-        return x
+            if following is not None:
+                x, residual = following.input_norm.add(x, residual)
+        if self._ending is None:
+            return torch.stack((x, residual))
+        return self._ending[0].add(x, residual)[0]
+
+    def _enter(self, entry: Tensor) -> tuple[Tensor, Tensor]:
+        """The first layer's normed input, and the residual."""
+        norm = self._layers[0].input_norm
+        if self._embedding is None:
+            x, residual = entry
+            return norm.add(x, residual)
+        residual = self._embedding.embed(entry)
+        return norm(residual), residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocab] float32; the same on every rank."""
-        return self._head(hidden).float()
+        """[rows, hidden] to [rows, vocab] float32; the same on every rank of the last stage."""
+        assert self._ending is not None, "only the last stage has a head"
+        return self._ending[1](hidden).float()

@@ -32,8 +32,8 @@ class DeepseekDecoder(SparseDecoder):
 
     def is_ignored(self, name: str) -> bool:
         """Also layers beyond the last: they predict further tokens, for speculation."""
-        parts = name.removeprefix("model.layers.").split(".", 1)
-        is_beyond = parts[0].isdecimal() and int(parts[0]) >= self.config.num_layers
+        layer = self.layer_of(name)
+        is_beyond = layer is not None and layer >= self.config.num_layers
         return is_beyond or super().is_ignored(name)
 
 

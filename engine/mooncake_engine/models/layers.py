@@ -23,13 +23,15 @@ class Placement:
     Args:
         ops: kernels of the device.
         device, dtype: of weights and activations.
-        communicator: the rank's group, or None for a rank alone.
+        communicator: the rank's tensor-parallel group, or None for a rank alone.
+        layers: those of the rank's pipeline stage; None for all.
     """
 
     ops: Ops
     device: torch.device
     dtype: torch.dtype
     communicator: Communicator | None = None
+    layers: Span | None = None
 
     @property
     def tp_rank(self) -> int:
@@ -53,7 +55,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A half-open range of rows or columns."""
+    """A half-open range of rows, columns or layers."""
 
     start: int
     stop: int

@@ -14,7 +14,7 @@ from torch import Tensor
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.execution.weights import INDEX_NAME, LoadProgress, load_weights
 from mooncake_engine.models.catalog import Model, build_model, read_model_config
-from mooncake_engine.models.layers import Placement
+from mooncake_engine.models.layers import Placement, Span
 from mooncake_hal.reference.ops import ReferenceOps
 from mooncake_hal.solo import SoloCommunicator
 
@@ -27,9 +27,10 @@ class RankOf(SoloCommunicator):
         self.world_size = world_size
 
 
-def build(directory: Path, rank: int = 0, tp_size: int = 1) -> Model:
+def build(directory: Path, rank: int = 0, tp_size: int = 1, layers: Span | None = None) -> Model:
     communicator = RankOf(rank, tp_size) if tp_size > 1 else None
-    placement = Placement(ReferenceOps(), torch.device("cpu"), torch.float32, communicator)
+    device, dtype = torch.device("cpu"), torch.float32
+    placement = Placement(ReferenceOps(), device, dtype, communicator, layers)
     return build_model(read_model_config(directory), placement, 64)
 
 
@@ -56,6 +57,45 @@ def test_the_ranks_parts_make_up_the_checkpoint(checkpoint: Path, tp_size: int) 
             rebuilt[slot.name][tuple(window)] = slot.target
     for name, tensor in whole.items():
         assert torch.equal(rebuilt[name], tensor), name
+
+
+STAGES = (Span(0, 1), Span(1, 3))
+"""Of the small models' three layers."""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_tensor_is_of_one_stage_a_tied_embedding_of_both_ends(
+    family: str, is_tied: bool, tmp_path: Path
+) -> None:
+    model = random_model(family, tie_word_embeddings=is_tied)
+    directory = write_checkpoint(model, tmp_path / "model")
+    stages = [build(directory, layers=span) for span in STAGES]
+    names = [{slot.name for slot in stage.slots()} for stage in stages]
+    for stage in stages:
+        assert load_weights(stage, directory).fraction == 1.0
+    assert names[0] | names[1] == set(load_file(directory / "model.safetensors"))
+    shared = {"model.embed_tokens.weight"} if is_tied else set()
+    assert names[0] & names[1] == shared
+
+
+def test_a_stage_does_not_open_files_of_which_it_needs_nothing(checkpoint: Path) -> None:
+    last = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]["lm_head.weight"]
+    (checkpoint / last).write_bytes(b"damaged")
+    assert load_weights(build(checkpoint, layers=STAGES[0]), checkpoint).fraction == 1.0
+    with pytest.raises(CheckpointError, match="damaged or not safetensors"):
+        load_weights(build(checkpoint, layers=STAGES[1]), checkpoint)
+
+
+def test_a_surprise_is_found_by_the_stage_whose_layer_it_is_in(tmp_path: Path) -> None:
+    directory = write_checkpoint(random_model("llama"), tmp_path / "model")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.surprise"] = torch.ones(2)
+    save_file(tensors, path)
+    assert load_weights(build(directory, layers=STAGES[0]), directory).fraction == 1.0
+    with pytest.raises(CheckpointError, match=r"holds .*model\.layers\.2\.surprise"):
+        load_weights(build(directory, layers=STAGES[1]), directory)
 
 
 def test_progress_ends_at_all_bytes_of_the_rank(checkpoint: Path) -> None:

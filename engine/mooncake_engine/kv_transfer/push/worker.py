@@ -143,12 +143,12 @@ class PushWorker:
                     active.append(running)
         return partial(self._layer_done, active) if active else None
 
-    def _layer_done(self, active: Sequence[PushSession], index: int) -> None:
+    def _layer_done(self, active: Sequence[PushSession], layer: int) -> None:
         event = self._context.backend.runtime.event(self._context.device)
         event.record()
         with self._lock:
             for session in active:
-                portion = session.progress.layer_done(self._layers[0] + index)
+                portion = session.progress.layer_done(layer)
                 if portion is not None:
                     self._put(Due(session, portion, event))
 
