@@ -91,6 +91,47 @@ class Agent(Protocol):
         ...
 
 
+class Scratch(Protocol):
+    """A little memory of a kind that the engine moves bytes to and from."""
+
+    @property
+    def address(self) -> int:
+        """Its first byte."""
+        ...
+
+    def put(self, content: bytes) -> None:
+        """Overwrite it."""
+        ...
+
+    def get(self) -> bytes:
+        """Return what is in it."""
+        ...
+
+
+class HostScratch:
+    """See ``Scratch``: host memory.
+
+    Args:
+        nbytes: size; zero at first.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = np.zeros(nbytes, np.uint8)
+
+    @property
+    def address(self) -> int:
+        """See ``Scratch``."""
+        return self._bytes.ctypes.data
+
+    def put(self, content: bytes) -> None:
+        """See ``Scratch``."""
+        self._bytes[:] = np.frombuffer(content, np.uint8)
+
+    def get(self) -> bytes:
+        """See ``Scratch``."""
+        return self._bytes.tobytes()
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """An engine, as one endpoint uses it.
@@ -101,6 +142,10 @@ class Engine:
         open_agent: starts an agent; with True one that serves peers. Raises TransportUnavailable.
         max_pieces: pieces in a slice.
         max_bytes: bytes in a slice, roughly; bounds how long a cancelled transfer drains.
+        place: where it stands, for those that not every peer reaches; see ``EngineFacts``.
+        scratch: allocates a few bytes that it can reach, by which two engines prove themselves.
+            What is dropped is free again.
+        scratch_device: the device of that memory.
     """
 
     name: str
@@ -108,6 +153,13 @@ class Engine:
     open_agent: Callable[[bool], Agent]
     max_pieces: int
     max_bytes: int = 16 << 20
+    place: bytes = b""
+    scratch: Callable[[int], Scratch] = HostScratch
+    scratch_device: str = "cpu"
+
+    def scratch_region(self, scratch: Scratch, nbytes: int) -> MemoryRegion:
+        """Describe such memory as what agents register."""
+        return MemoryRegion(scratch.address, nbytes, self.scratch_device)
 
     def cut(self, spans: Spans) -> list[Spans]:
         """Cut the spans of a transfer into those of its slices; none is empty."""

@@ -6,16 +6,16 @@ import secrets
 import threading
 import time
 
-import numpy as np
-
 from mooncake_hal.errors import TransferError
 from mooncake_hal.transport import MemoryRegion
 from mooncake_hal.transports.adapter.agent import Engine
 from mooncake_hal.transports.adapter.facts import (
     DESCRIBE,
     VERSION,
+    ComparePlaces,
     Description,
     EngineFacts,
+    anywhere,
     decode_facts,
     decode_told,
     why_apart,
@@ -35,6 +35,7 @@ class AdapterDriver:
     Args:
         engine: what moves the bytes.
         local: the endpoint's own regions.
+        compare_places: says whether two engines reach each other.
 
     Raises:
         TransportUnavailable: the engine does not start.
@@ -42,17 +43,23 @@ class AdapterDriver:
 
     version = VERSION
 
-    def __init__(self, engine: Engine, local: AttachedRegions) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        local: AttachedRegions,
+        compare_places: ComparePlaces = anywhere,
+    ) -> None:
         self.name = engine.name
         self._engine = engine
         self._local = local
-        self._facts = EngineFacts(engine.protocol)
+        self._facts = EngineFacts(engine.protocol, engine.place)
+        self._compare_places = compare_places
         self._regions: dict[int, MemoryRegion] = {}
         self._peers: list[AdapterPeer] = []
         self._lock = threading.Lock()
         self._agent = engine.open_agent(True)
-        self._token = np.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), np.uint8)
         try:
+            self._token = engine.scratch(TOKEN_BYTES)
             self._description = self._describe()
         except BaseException:
             self._agent.close()
@@ -64,7 +71,7 @@ class AdapterDriver:
 
     def unreachable(self, facts: bytes) -> str | None:
         """See ``Driver``."""
-        return why_apart(self._facts, decode_facts(facts))
+        return why_apart(self._facts, decode_facts(facts), self._compare_places)
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
         """See ``Driver``."""
@@ -112,7 +119,8 @@ class AdapterDriver:
         self._agent.close()
 
     def _describe(self) -> bytes:
-        address = self._token.ctypes.data
-        attachment = self._agent.register(TOKEN_KEY, MemoryRegion(address, TOKEN_BYTES))
-        agent = self._agent.description()
-        return encode(Description(agent, address, attachment, self._token.tobytes()))
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._token.put(token)
+        region = self._engine.scratch_region(self._token, TOKEN_BYTES)
+        attachment = self._agent.register(TOKEN_KEY, region)
+        return encode(Description(self._agent.description(), region.address, attachment, token))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from mooncake_hal.errors import PeerLost, TransferError
 from mooncake_hal.transports.handshake import UNREADABLE
 
-VERSION = 1
+VERSION = 2
 
 DESCRIBE = b"describe"
 """The one call: the answer is a Description."""
@@ -20,9 +21,20 @@ class EngineFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     Args:
         protocol: what the engine speaks.
+        place: where it stands, in its transport's own encoding; empty if that decides nothing.
     """
 
     protocol: str
+    place: bytes = b""
+
+
+ComparePlaces = Callable[[bytes, bytes], "str | None"]
+"""Says why the places of two engines, ours and theirs, are out of each other's reach, or None."""
+
+
+def anywhere(ours: bytes, theirs: bytes) -> str | None:
+    """Compare places of engines that reach each other wherever they are."""
+    return None
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,8 +72,10 @@ def decode_told(data: bytes, kind: type[Struct]) -> Struct:
         raise PeerLost(f"the peer broke the protocol: wanted {kind.__name__}: {exc}") from exc
 
 
-def why_apart(ours: EngineFacts, theirs: EngineFacts) -> str | None:
+def why_apart(
+    ours: EngineFacts, theirs: EngineFacts, compare_places: ComparePlaces = anywhere
+) -> str | None:
     """Say why two engines can't speak to each other, or None if they may."""
     if ours.protocol != theirs.protocol:
         return f"our engine speaks {ours.protocol}, the peer's {theirs.protocol}"
-    return None
+    return compare_places(ours.place, theirs.place)

@@ -53,14 +53,14 @@ class Link:
             TransportUnavailable: its engine is out of reach, or it is another one.
         """
         token = self._description.token
-        landing = np.zeros(len(token), np.uint8)
-        ours, theirs = landing.ctypes.data, self._description.token_address
+        landing = self._engine.scratch(len(token))
+        ours, theirs = landing.address, self._description.token_address
         spans = Spans(*(np.array([value], np.uint64) for value in (ours, theirs, len(token))))
         keys = (np.array([key]) for key in (LANDING_KEY, TOKEN_KEY))
         name = self._engine.name
         with self._lock:
             agent = self._opened()
-            agent.register(LANDING_KEY, MemoryRegion(ours, len(token)))
+            agent.register(LANDING_KEY, self._engine.scratch_region(landing, len(token)))
             try:
                 agent.learn(TOKEN_KEY, self._description.token_attachment)
                 agent.move(Slice(True, spans, *keys), lambda: time.monotonic() >= deadline)
@@ -69,7 +69,7 @@ class Link:
                     name, f"the peer's engine is unreachable: {exc}"
                 ) from exc
             agent.deregister(LANDING_KEY)
-        if landing.tobytes() != token:
+        if landing.get() != token:
             raise TransportUnavailable(name, "another engine answers at the peer's address")
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
