@@ -59,13 +59,13 @@ class Worker:
             self._tables[admitted.request_id] = list(admitted.block_ids)
             self._tokens[admitted.request_id] = list(admitted.token_ids)
             self._num_prompt[admitted.request_id] = admitted.num_prompt_tokens
-        tokens: dict[str, SampledToken] = {}
+        tokens: dict[str, tuple[SampledToken, ...]] = {}
         for sequence in plan.sequences:
             self._run(sequence)
         for sequence in plan.sequences:
             if sequence.is_sampling:
                 for name in (sequence.request_id, *sequence.siblings):
-                    tokens[name] = self._sample(name)
+                    tokens[name] = (self._sample(name),)
         return StepResult(plan.step, tokens)
 
     def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:

@@ -48,7 +48,7 @@ class ScriptedExecutor:
             self.seen.append(admitted)
         sequences = [s for s in plan.sequences if s.is_sampling]
         sampling = [name for s in sequences for name in (s.request_id, *s.siblings)]
-        return StepResult(plan.step, {name: self._say(name) for name in sampling})
+        return StepResult(plan.step, {name: (self._say(name),) for name in sampling})
 
     def _say(self, request_id: str) -> SampledToken:
         admitted, words = self.live[request_id]

@@ -79,7 +79,7 @@ class Stepper:
             self._step, admitted = self._step + 1, ()
             for request in running:
                 if request.request_id in result.tokens:
-                    request.sampled.append(result.tokens[request.request_id])
+                    request.sampled.extend(result.tokens[request.request_id])
             retired = tuple(r.request_id for r in running if r.is_finished)
         for request in requests:
             self._free += request.blocks

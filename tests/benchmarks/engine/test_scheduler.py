@@ -46,7 +46,7 @@ def running_scheduler() -> Scheduler:
 
 
 def result_of(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step, {s.request_id: SampledToken(7) for s in plan.sequences})
+    return StepResult(plan.step, {s.request_id: (SampledToken(7),) for s in plan.sequences})
 
 
 def step(scheduler: Scheduler) -> float:

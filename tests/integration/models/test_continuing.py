@@ -78,10 +78,10 @@ def test_the_same_when_it_goes_on_elsewhere(
         )
         start = len(PROMPT) + known
         plan = StepPlan(0, admitted=(admitted,), sequences=(ScheduledSequence("on", 0, start),))
-        found = [executor.execute(plan).tokens["on"].token_id]
+        found = [executor.execute(plan).tokens["on"][0].token_id]
         for position in range(start, start + 16 - known - 1):
             step = StepPlan(1, sequences=(ScheduledSequence("on", position, 1),))
-            found.append(executor.execute(step).tokens["on"].token_id)
+            found.append(executor.execute(step).tokens["on"][0].token_id)
         assert found == tokens[known:]
     executor.execute(StepPlan(2, retired=("on",)))
 
@@ -116,8 +116,8 @@ def test_a_copied_block_is_a_block_of_its_own(
             block_copies=((3, 40),) if step == 0 else (),
             sequences=tuple(ScheduledSequence(name, len(PROMPT) + step, 1) for name in tokens),
         )
-        for name, token in executor.execute(plan).tokens.items():
-            tokens[name].append(token.token_id)
+        for name, sampled in executor.execute(plan).tokens.items():
+            tokens[name] += [token.token_id for token in sampled]
     assert tokens == {"a": expected[0][:5], "b": expected[1][:5]}
     executor.execute(StepPlan(9, retired=("a", "b")))
 

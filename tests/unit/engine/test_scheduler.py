@@ -32,7 +32,7 @@ def make_scheduler(
 
 def run_step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, list[TokenUpdate]]:
     plan = scheduler.schedule()
-    tokens = {s.request_id: SampledToken(token) for s in plan.sequences if s.is_sampling}
+    tokens = {s.request_id: (SampledToken(token),) for s in plan.sequences if s.is_sampling}
     updates = scheduler.update(plan, StepResult(plan.step, tokens))
     scheduler.check_integrity()
     return plan, updates
