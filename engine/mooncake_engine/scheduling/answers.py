@@ -79,24 +79,36 @@ class Answers:
             request.num_scored += len(fresh)
             self._updates.append(TokenUpdate(request.request_id, prompt_logprobs=fresh))
 
-    def append(self, request: Request, token: SampledToken) -> None:
-        """One more token."""
-        request.token_ids.append(token.token_id)
-        request.last_logprobs = token.logprobs
-        self.report(request, token)
+    def append(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
+        """The answer goes on with these tokens, up to one that ends it: the rest is dropped."""
+        finish = None
+        for count, token in enumerate(tokens, start=1):
+            request.token_ids.append(token.token_id)
+            finish = self._finish_reason(request, token.token_id)
+            if finish is not None:
+                tokens = tokens[:count]
+                break
+        request.last_logprobs = tokens[-1].logprobs
+        self._report(request, tokens, finish)
 
-    def report(self, request: Request, token: SampledToken) -> None:
-        """Tell of the newest token, and end the request if it was the last."""
-        finish = self._finish_reason(request, token.token_id)
+    def report_first(self, request: Request, token: SampledToken) -> None:
+        """The answer begins with a token that a peer sampled and the request has already."""
+        self._report(request, (token,), self._finish_reason(request, token.token_id))
+
+    def _report(
+        self, request: Request, tokens: tuple[SampledToken, ...], finish: FinishReason | None
+    ) -> None:
+        """Tell of the newest tokens, and end the request if they are the last."""
+        last = tokens[-1]
         update = TokenUpdate(
             request.spec.request_id,
-            (token.token_id,),
-            None if token.logprobs is None else (token.logprobs,),
+            tuple([token.token_id for token in tokens]),
+            None if last.logprobs is None else _logprobs(tokens),
             num_cached_tokens=request.num_cached_tokens,
             finish=finish,
-            stop_token_id=token.token_id if finish is FinishReason.STOP else None,
-            # the second one, too: a peer's first token comes before the load
-            times=request.times if request.num_output_tokens <= 2 else None,
+            stop_token_id=last.token_id if finish is FinishReason.STOP else None,
+            # until after the second token: a peer's first one comes before the load
+            times=request.times if request.num_output_tokens <= len(tokens) + 1 else None,
         )
         if finish is None:
             self._updates.append(update)
@@ -186,6 +198,11 @@ class Answers:
             num_cached_tokens=update.num_cached_tokens,
             kv_transfer_params=params,
         )
+
+
+def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:
+    """Of every token: a request asks for all of them or for none."""
+    return tuple([token.logprobs for token in tokens if token.logprobs is not None])
 
 
 def _is_complete(request: Request, update: TokenUpdate) -> bool:

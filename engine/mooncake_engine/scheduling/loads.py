@@ -51,7 +51,7 @@ class PeerLoads:
         self._places.preallocate(request)
         if request.first_token is not None:
             first = request.first_token
-            self._answers.report(request, SampledToken(first.token_id, first.logprobs))
+            self._answers.report_first(request, SampledToken(first.token_id, first.logprobs))
 
     def start(self, watermark_blocks: int) -> None:
         """Begin loads as long as there are blocks; whoever owns some keeps one more to grow.
@@ -148,7 +148,8 @@ class PeerLoads:
             self._share(follower, request)
         if first_token is not None:
             request.num_cached_tokens = first_token.num_cached_tokens
-            self._answers.append(request, SampledToken(first_token.token_id, first_token.logprobs))
+            token = SampledToken(first_token.token_id, first_token.logprobs)
+            self._answers.append(request, (token,))
 
 
 def _loading(request: Request) -> Request | None:

@@ -102,12 +102,12 @@ class StepResult:
 
     Args:
         step: the plan's.
-        tokens: one for every sequence that sampled.
+        tokens: of every sequence that sampled, at least one.
         prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
         failed: requests that can't go on, and why; their tokens mean nothing.
     """
 
     step: int
-    tokens: dict[str, SampledToken]
+    tokens: dict[str, tuple[SampledToken, ...]]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

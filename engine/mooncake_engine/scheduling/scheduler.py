@@ -174,10 +174,10 @@ class Scheduler:
                 scores = result.prompt_logprobs.get(request.request_id, ())
                 self._answers.report_scores(request, sequence.start, scores)
             if sequence.is_sampling:
-                self._take_token(request, sequence.request_id, result)
+                self._take_tokens(request, sequence.request_id, result)
             for name in sequence.siblings:
                 requests[name].num_computed = sequence.start + sequence.count
-                self._take_token(requests[name], name, result)
+                self._take_tokens(requests[name], name, result)
         return self._answers.take_updates()
 
     def take_updates(self) -> list[TokenUpdate]:
@@ -194,7 +194,7 @@ class Scheduler:
         for request in self._places.swapped:
             assert request.host_block_ids, f"{request.request_id} is swapped out to nowhere"
 
-    def _take_token(self, request: Request, name: str, result: StepResult) -> None:
+    def _take_tokens(self, request: Request, name: str, result: StepResult) -> None:
         if name in result.failed:
             self._answers.fail(request, result.failed[name])
         else:
