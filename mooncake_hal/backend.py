@@ -380,7 +380,7 @@ class GroupSpec:
 
 
 class Communicator(Protocol):
-    """Collectives among the tensor-parallel ranks of one instance."""
+    """A group of an instance's ranks: the tensor-parallel ones of a stage, or the stages' n-th."""
 
     @property
     def rank(self) -> int:
@@ -404,12 +404,26 @@ class Communicator(Protocol):
         """Overwrite x with ``source``'s, in place; returns x."""
         ...
 
+    def send(self, x: Tensor, target: int) -> None:
+        """Hand x over to rank ``target``, which has to ``recv`` it; the caller changes it no more.
+
+        What is sent to a rank arrives in order. Waits for nothing but the receipt of what was sent
+        there before, so that a stage of a pipeline is one step ahead of the next. A failure may
+        show in a later call.
+        """
+        ...
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite x, in place, with what rank ``source`` sends, of its shape and dtype; returns
+        x."""
+        ...
+
     def barrier(self) -> None:
         """Block until every rank is here."""
         ...
 
     def close(self) -> None:
-        """Leave the group. Idempotent."""
+        """Leave the group; what was sent and not received is lost. Idempotent."""
         ...
 
 

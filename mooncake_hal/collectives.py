@@ -40,6 +40,14 @@ class ProcessGroup(Protocol):
         """Overwrite with the root's."""
         ...
 
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
+        """Give to one rank; the tensors must stay as they are until the work is done."""
+        ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
+        """Take from one rank."""
+        ...
+
     def barrier(self) -> dist.Work:
         """Wait for every rank."""
         ...
@@ -71,6 +79,7 @@ class GroupCommunicator:
                 f"rank {group.rank} of {group.world_size} could not join {group.init_method} "
                 f"within {group.timeout_s:g} s: {exc}"
             ) from exc
+        self._sending: dict[int, tuple[dist.Work, Tensor]] = {}
         # a group that outlives the interpreter has threads that nobody joins, and aborts it
         self._leave = weakref.finalize(self, self._joined.clear)
 
@@ -103,25 +112,53 @@ class GroupCommunicator:
         self._run("broadcast", lambda joined: joined.broadcast(dense, source))
         return x if dense is x else x.copy_(dense)
 
+    def send(self, x: Tensor, target: int) -> None:
+        """See ``Communicator``."""
+        before = self._sending.pop(target, None)
+        if before is not None:
+            self._finish("send", before[0])
+        dense = x.contiguous()
+        started = self._start("send", lambda joined: joined.send([dense], target, 0))
+        self._sending[target] = started, dense
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        """See ``Communicator``."""
+        dense = x.contiguous()
+        self._run("recv", lambda joined: joined.recv([dense], source, 0))
+        return x if dense is x else x.copy_(dense)
+
     def barrier(self) -> None:
         """See ``Communicator``."""
         self._run("barrier", lambda joined: joined.barrier())
 
     def close(self) -> None:
         """See ``Communicator``."""
+        self._sending.clear()
         self._leave()
 
     def _run(self, name: str, start: Callable[[ProcessGroup], dist.Work]) -> None:
+        self._finish(name, self._start(name, start))
+
+    def _start(self, name: str, start: Callable[[ProcessGroup], dist.Work]) -> dist.Work:
         if not self._joined:
             raise DeviceError(f"{name}: rank {self.rank} has left the group")
         try:
-            # on a device that works by itself, its current stream waits, and not this thread
-            start(self._joined[0]).wait()
+            return start(self._joined[0])
         except RuntimeError as exc:
-            raise DeviceError(
-                f"{name}: rank {self.rank} of {self.world_size} lost the group, or a rank took "
-                f"longer than {self._group.timeout_s:g} s: {exc}"
-            ) from exc
+            raise self._lost(name, exc) from exc
+
+    def _finish(self, name: str, work: dist.Work) -> None:
+        """On a device that works by itself, its current stream waits, and not this thread."""
+        try:
+            work.wait()
+        except RuntimeError as exc:
+            raise self._lost(name, exc) from exc
+
+    def _lost(self, name: str, cause: RuntimeError) -> DeviceError:
+        return DeviceError(
+            f"{name}: rank {self.rank} of {self.world_size} lost the group, or a rank took "
+            f"longer than {self._group.timeout_s:g} s: {cause}"
+        )
 
 
 class GroupFactory:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mooncake_hal.errors import DeviceError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,6 +27,14 @@ class SoloCommunicator:
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """See ``Communicator``."""
         return x
+
+    def send(self, x: Tensor, target: int) -> None:
+        """See ``Communicator``; raises DeviceError: nobody is there."""
+        raise DeviceError(f"send: there is no rank {target} in a group of one")
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        """See ``Communicator``; raises DeviceError: nobody is there."""
+        raise DeviceError(f"recv: there is no rank {source} in a group of one")
 
     def barrier(self) -> None:
         """See ``Communicator``."""

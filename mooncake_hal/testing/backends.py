@@ -153,14 +153,18 @@ class BackendBasics:
         assert torch.equal(group.all_gather(x), x)
         assert torch.equal(group.broadcast(x, 0), x)
         group.barrier()
+        with pytest.raises(DeviceError, match="no rank 1 in a group of one"):
+            group.send(x, 1)
+        with pytest.raises(DeviceError, match="no rank 1 in a group of one"):
+            group.recv(x, 1)
         group.close()
 
 
 class CommunicatorSuite:
-    """Collectives between real processes."""
+    """Collectives and messages between real processes."""
 
     @pytest.mark.parametrize("world_size", [2, 3])
-    @pytest.mark.parametrize("scenario", ["collectives", "lost_rank"])
+    @pytest.mark.parametrize("scenario", ["collectives", "lost_rank", "lost_sender"])
     def test_ranks(self, backend: Backend, scenario: str, world_size: int) -> None:
         """See ``mooncake_hal.testing.backends_rank``."""
         for status, output in run_ranks(backend.name, scenario, world_size):

@@ -21,12 +21,14 @@ SKIPPED = 77
 
 
 def collectives(join: Join) -> None:
-    """Every collective, on contiguous and strided tensors, in two groups at once."""
+    """Every collective and messages, on contiguous and strided tensors, in two groups at once."""
     first, second = join(), join()
     for group in (first, second):
         _check_reduce(group)
         _check_gather(group)
         _check_broadcast(group)
+        _check_line(group)
+        _check_ahead(group)
         group.barrier()
     first.close()
     first.close()
@@ -53,6 +55,20 @@ def lost_rank(join: Join) -> None:
     raise AssertionError("all_reduce succeeded without a rank")
 
 
+def lost_sender(join: Join) -> None:
+    """The last rank leaves while the first waits for what it should send."""
+    group = join()
+    group.barrier()
+    if group.rank == group.world_size - 1:
+        group.close()
+    elif group.rank == 0:
+        try:
+            group.recv(torch.ones(4), group.world_size - 1)
+        except DeviceError:
+            return
+        raise AssertionError("recv succeeded without a sender")
+
+
 def _check_reduce(group: Communicator) -> None:
     total = sum(range(1, group.world_size + 1))
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -77,12 +93,39 @@ def _check_broadcast(group: Communicator) -> None:
         _require(bool((group.broadcast(x, source) == source).all()), f"broadcast: {x}")
 
 
+def _check_line(group: Communicator) -> None:
+    """Several messages, of several kinds, from rank to rank: in order, each adding one to it."""
+    kinds = [
+        torch.full((3, 4), float(index)).to(dtype)
+        for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64))
+    ]
+    for x in (*kinds, torch.arange(6.0).view(2, 3).t()):  # strided on purpose
+        found = x.clone().t().clone().t() if group.rank == 0 else torch.empty_like(x).zero_()
+        if group.rank > 0:
+            taken = group.recv(found, group.rank - 1)
+            _require(taken.data_ptr() == found.data_ptr(), "recv works in place")
+        _require(bool((found == x + group.rank).all()), f"rank {group.rank} received {found}")
+        if group.rank < group.world_size - 1:
+            group.send(found + 1, group.rank + 1)
+
+
+def _check_ahead(group: Communicator) -> None:
+    """A message of a megabyte is sent before its receiver is there."""
+    last = group.world_size - 1
+    if group.rank == 0:
+        group.send(torch.full((1 << 18,), 7.0), last)
+    group.barrier()
+    if group.rank == last:
+        found = group.recv(torch.zeros(1 << 18), 0)
+        _require(bool((found == 7).all()), f"sent ahead: {found}")
+
+
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise AssertionError(what)
 
 
-SCENARIOS = {"collectives": collectives, "lost_rank": lost_rank}
+SCENARIOS = {"collectives": collectives, "lost_rank": lost_rank, "lost_sender": lost_sender}
 
 
 def main(backend_name: str, scenario: str, rank: str, world_size: str, init_method: str) -> None:
