@@ -138,6 +138,7 @@ class EngineCore:
             prefix_cache_hits=blocks.num_hit_tokens,
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated,
+            speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
         )
 

@@ -131,6 +131,26 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What came of guessing tokens ahead; counts only grow.
+
+    Args:
+        num_drafts: times that a sequence had tokens guessed for it.
+        num_draft_tokens: tokens guessed.
+        accepted_at: how often the first guess was accepted, the second one, and so on.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    accepted_at: tuple[int, ...]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Guesses that became part of an answer."""
+        return sum(self.accepted_at)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for metrics; counts only grow, but for those of requests by state.
 
@@ -143,6 +163,7 @@ class EngineStats:
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found.
         prompt_tokens, generation_tokens: processed and sampled.
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
+        speculation: what came of guessing tokens ahead; None where it is off.
     """
 
     num_running: int = 0
@@ -156,3 +177,4 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     kv_transfer: dict[str, float] = field(default_factory=dict)
+    speculation: SpeculationStats | None = None

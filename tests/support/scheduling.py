@@ -14,6 +14,8 @@ from mooncake_engine.scheduling.request import FirstToken, Request
 from mooncake_engine.scheduling.scheduler import Scheduler
 
 EOS = 2
+WRONG = -1
+"""A draft that is not accepted."""
 
 
 def token_of(request_id: str, position: int) -> int:
@@ -31,12 +33,17 @@ class Worker:
     Args:
         num_blocks, num_host_blocks, block_size: the pools.
         token: sample this one always, instead of ``token_of``.
+
+    Attributes:
+        num_accepted: drafts that are right in the next step, as far as a sequence may have any; of
+            those after the first sequence, fewer and more in turn.
     """
 
     def __init__(
         self, num_blocks: int, num_host_blocks: int, block_size: int, token: int | None = None
     ) -> None:
         self.token = token
+        self.num_accepted = 0
         self._block_size = block_size
         self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._host: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
@@ -49,12 +56,7 @@ class Worker:
         """Carry a plan out as the real workers do."""
         for name in plan.retired:
             del self._tables[name], self._tokens[name]
-        for block, host in plan.swap_outs:
-            self._host[host] = list(self._slots[block])
-        for host, block in plan.swap_ins:
-            self._slots[block] = list(self._host[host])
-        for source, target in plan.block_copies:
-            self._slots[target] = list(self._slots[source])
+        self._copy_blocks(plan)
         for admitted in plan.admitted:
             self._tables[admitted.request_id] = list(admitted.block_ids)
             self._tokens[admitted.request_id] = list(admitted.token_ids)
@@ -62,11 +64,24 @@ class Worker:
         tokens: dict[str, tuple[SampledToken, ...]] = {}
         for sequence in plan.sequences:
             self._run(sequence)
-        for sequence in plan.sequences:
+        drafted = {}
+        for index, sequence in enumerate(plan.sequences):
             if sequence.is_sampling:
                 for name in (sequence.request_id, *sequence.siblings):
                     tokens[name] = (self._sample(name),)
-        return StepResult(plan.step, tokens)
+            if sequence.num_drafts:
+                num_accepted = (self.num_accepted + index) % (sequence.num_drafts + 1)
+                tokens[sequence.request_id] += self._guess(sequence, num_accepted)
+                drafted[sequence.request_id] = sequence.num_drafts
+        return StepResult(plan.step, tokens, drafted=drafted)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        for block, host in plan.swap_outs:
+            self._host[host] = list(self._slots[block])
+        for host, block in plan.swap_ins:
+            self._slots[block] = list(self._host[host])
+        for source, target in plan.block_copies:
+            self._slots[target] = list(self._slots[source])
 
     def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:
         """A peer's KV comes in, from token ``start`` on; what lies before must be here."""
@@ -93,6 +108,17 @@ class Worker:
         self.num_computed += sequence.count
         for sibling in sequence.siblings:
             assert self._tokens[sibling] == tokens, "siblings that differ share no logits"
+
+    def _guess(self, sequence: ScheduledSequence, num_right: int) -> tuple[SampledToken, ...]:
+        """Run drafts behind the token just sampled, the first ``num_right`` of them right; returns
+        what is sampled behind those."""
+        name, stop = sequence.request_id, sequence.start + sequence.count
+        sampled = tuple([self._sample(name) for _ in range(num_right)])
+        right = self._tokens[name][: stop + num_right]
+        wrong = [WRONG] * (sequence.num_drafts - num_right)
+        self._write(self._tables[name], [*right, *wrong], stop)
+        self.num_computed += sequence.num_drafts
+        return sampled
 
     def _write(self, table: Sequence[int], tokens: Sequence[int], start: int) -> None:
         fingerprints = _fingerprints(tokens)

@@ -89,6 +89,9 @@ class Answers:
                 tokens = tokens[:count]
                 break
         request.last_logprobs = tokens[-1].logprobs
+        if len(tokens) > 1:  # drafts, whose KV the step has left
+            request.num_computed += len(tokens) - 1
+            self._blocks.publish(request)
         self._report(request, tokens, finish)
 
     def report_first(self, request: Request, token: SampledToken) -> None:

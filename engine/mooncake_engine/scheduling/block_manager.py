@@ -124,6 +124,31 @@ class BlockManager:
         table.extend(fresh)
         return growth
 
+    def room_for_more(self, request: Request) -> int:
+        """How many tokens beyond those that it has a table could take, with all free blocks."""
+        num_blocks = len(request.block_ids) + self.pool.num_free
+        return num_blocks * self.block_size - len(request.token_ids)
+
+    def lend(self, request: Request, num_tokens: int) -> Growth:
+        """Make a table hold ``num_tokens``, for a step whose last ones may turn out wrong.
+
+        Args:
+            request: has grown for the tokens that it has already.
+            num_tokens: at most ``room_for_more`` beyond those.
+        """
+        table = request.block_ids
+        fresh = self.pool.allocate(max(self.blocks_for(num_tokens) - len(table), 0))
+        assert fresh is not None, "blocks were counted before they were taken"
+        growth = Growth(len(table), tuple(fresh))
+        table.extend(fresh)
+        return growth
+
+    def reclaim(self, request: Request) -> None:
+        """Take back what was lent and holds no computed token."""
+        kept = self.blocks_for(request.num_computed)
+        self.pool.release(request.block_ids[kept:])
+        del request.block_ids[kept:]
+
     def publish(self, request: Request) -> None:
         """Make full blocks whose KV is there known to later requests."""
         if not self.prefix_caching:

@@ -21,6 +21,7 @@ class SchedulerLimits:
         watermark: share of the blocks that admitting a request leaves free for those that run.
         delay_factor: a prompt waits that many times the duration of the last step that admitted
             some, so that more come together; 0 admits at once.
+        num_speculative_tokens: tokens that may be guessed ahead of each sequence's last one.
     """
 
     max_num_seqs: int
@@ -31,3 +32,4 @@ class SchedulerLimits:
     load_timeout_s: float = 120.0
     watermark: float = 0.0
     delay_factor: float = 0.0
+    num_speculative_tokens: int = 0

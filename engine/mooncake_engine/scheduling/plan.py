@@ -47,9 +47,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         count: how many tokens to run.
         new_block_ids: blocks to append to its block table before the step.
         is_sampling: whether a token is sampled after the last one.
-        new_blocks_at: where in its table they go instead of at its end: the last block was copied
-            on write, and they begin with the copy.
+        new_blocks_at: where in its table they go; None is at its end. Blocks from there on are its
+            own no more: one that was copied on write, or some that were lent for drafts.
         siblings: requests that sample from the same logits; all their tokens so far are the same.
+        num_drafts: so many tokens at most may be guessed after the last one and run with it; the
+            table has room for them.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     is_sampling: bool = True
     new_blocks_at: int | None = None
     siblings: tuple[str, ...] = ()
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step runs."""
-        return sum(sequence.count for sequence in self.sequences)
+        """Tokens that the step runs at most."""
+        return sum(sequence.count + sequence.num_drafts for sequence in self.sequences)
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
@@ -102,12 +105,14 @@ class StepResult:
 
     Args:
         step: the plan's.
-        tokens: of every sequence that sampled, at least one.
+        tokens: of every sequence that sampled: the drafts that were accepted, and one more.
         prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
         failed: requests that can't go on, and why; their tokens mean nothing.
+        drafted: how many tokens were guessed, where any were.
     """
 
     step: int
     tokens: dict[str, tuple[SampledToken, ...]]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    drafted: dict[str, int] = field(default_factory=dict)

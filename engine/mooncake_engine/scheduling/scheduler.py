@@ -24,6 +24,7 @@ from mooncake_engine.scheduling.plan import StepPlan, StepResult
 from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.queue import urgency
 from mooncake_engine.scheduling.request import FirstToken, Request, RequestState, SequenceGroup
+from mooncake_engine.scheduling.speculation import Speculation
 from mooncake_engine.scheduling.step_builder import StepBuilder
 
 _group_of = attrgetter("group")
@@ -48,6 +49,7 @@ class Scheduler:
         self._answers = Answers(limits, self._places, blocks, connector)
         self._loads = PeerLoads(limits, self._places, blocks, self._answers, connector)
         self._preemption = Preemption(self._places, blocks)
+        self.speculation = Speculation(limits, blocks)
         self._delay = AdmissionDelay(limits.delay_factor)
         self._watermark_blocks = ceil(limits.watermark * blocks.pool.num_blocks)
         self._step = 0
@@ -157,6 +159,8 @@ class Scheduler:
             self._admit(step)
             if not len(self._places.waiting) and not len(self._places.swapped):
                 self._loads.start(self._watermark_blocks)
+        if self.limits.num_speculative_tokens:
+            self.speculation.plan(step, self._places.requests)
         plan = step.build(self._step, self._places.take_retired())
         self._step += 1
         return plan
@@ -175,6 +179,8 @@ class Scheduler:
                 self._answers.report_scores(request, sequence.start, scores)
             if sequence.is_sampling:
                 self._take_tokens(request, sequence.request_id, result)
+            if sequence.num_drafts:
+                self.speculation.settle(request, sequence, result)
             for name in sequence.siblings:
                 requests[name].num_computed = sequence.start + sequence.count
                 self._take_tokens(requests[name], name, result)

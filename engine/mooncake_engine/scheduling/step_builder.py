@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from mooncake_engine.scheduling.block_manager import NO_GROWTH, BlockCopies, Growth
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_engine.scheduling.request import Request
@@ -61,7 +63,7 @@ class StepBuilder:
             count,
             growth.block_ids,
             is_sampling,
-            None if growth.copied is None else growth.at,
+            growth.at if growth.block_ids else None,
             tuple([follower.request_id for follower in followers]) if followers else (),
         )
         is_decode = count == 1 and is_sampling
@@ -69,6 +71,30 @@ class StepBuilder:
         self.budget -= count
         if growth.copied is not None:
             self.copy(growth)
+
+    @property
+    def decodes(self) -> Sequence[ScheduledSequence]:
+        """The sequences that run one token and sample after it, so far."""
+        return self._decodes
+
+    def draft(self, index: int, num_drafts: int, growth: Growth) -> None:
+        """Let one of the ``decodes`` guess tokens ahead.
+
+        Args:
+            index: which.
+            num_drafts: how many tokens at most.
+            growth: blocks lent for them, behind those that the sequence has gained already.
+        """
+        sequence = self._decodes[index]
+        at = sequence.new_blocks_at if sequence.new_block_ids else growth.at
+        block_ids = sequence.new_block_ids + growth.block_ids
+        self._decodes[index] = msgspec.structs.replace(
+            sequence,
+            new_block_ids=block_ids,
+            new_blocks_at=at if block_ids else None,
+            num_drafts=num_drafts,
+        )
+        self.budget -= num_drafts
 
     def copy(self, growth: Growth) -> None:
         """Copy the block that a table no longer shares, if it is so."""

@@ -32,8 +32,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, HOST_BLOCKS]),
         watermark=st.sampled_from([0.0, 0.1]),
         prefix_caching=st.booleans(),
+        num_drafts=st.sampled_from([0, 1, 5]),
     )
-    def begin(self, host_blocks: int, watermark: float, prefix_caching: bool) -> None:
+    def begin(
+        self, host_blocks: int, watermark: float, prefix_caching: bool, num_drafts: int
+    ) -> None:
         self.bench = Bench(
             BLOCKS,
             num_host_blocks=host_blocks,
@@ -42,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=BUDGET,
             watermark=watermark,
+            num_speculative_tokens=num_drafts,
         )
         self.scheduler = self.bench.scheduler
 
@@ -77,8 +81,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             **({flag: True} if flag else {}),
         )
 
-    @rule()
-    def step(self) -> None:
+    @rule(num_accepted=st.integers(0, 5))
+    def step(self, num_accepted: int) -> None:
+        self.bench.worker.num_accepted = num_accepted
         places = self.scheduler._places
         holders = [*places.running, *places.ready]
         oldest = min(holders, key=urgency, default=None)
