@@ -1,0 +1,63 @@
+"""A share in an endpoint's engine, as an adapter's agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mooncake_hal.transport import MemoryRegion
+from mooncake_hal.transports.adapter.agent import Slice
+from mooncake_hal_ascend.hccs.shared import SharedEngine
+
+
+class HccsAgent:
+    """See ``Agent``.
+
+    A slice can't be stopped, and takes no longer than the engine's own deadline. One that failed
+    has ended when the call returns: the engine drops its link with it.
+
+    Args:
+        engine: which it has a share in.
+
+    Raises:
+        TransportUnavailable: the engine does not start.
+    """
+
+    def __init__(self, engine: SharedEngine) -> None:
+        self._engine = engine
+        self._vendor = engine.join()
+        self._regions: dict[int, MemoryRegion] = {}
+        self._target = ""
+        self._is_open = True
+
+    def description(self) -> bytes:
+        """See ``Agent``: the engine's session."""
+        return self._vendor.session().encode()
+
+    def register(self, key: int, region: MemoryRegion) -> bytes:
+        """See ``Agent``."""
+        self._engine.register(region)
+        self._regions[key] = region
+        return region.device.encode()
+
+    def deregister(self, key: int) -> None:
+        """See ``Agent``."""
+        self._engine.deregister(self._regions.pop(key))
+
+    def meet(self, description: bytes) -> None:
+        """See ``Agent``: links come up with the first transfer."""
+        self._target = description.decode()
+
+    def learn(self, key: int, attachment: bytes) -> None:
+        """See ``Agent``: the engines tell each other."""
+
+    def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
+        """See ``Agent``."""
+        self._engine.move(self._target, part)
+
+    def close(self) -> None:
+        """See ``Agent``: gives its share back."""
+        if self._is_open:
+            self._is_open = False
+            for key in list(self._regions):
+                self.deregister(key)
+            self._engine.leave()

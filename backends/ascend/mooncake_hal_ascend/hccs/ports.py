@@ -1,0 +1,83 @@
+"""The TCP ports that the vendors' engines take by themselves, to keep ours out of them. Pure.
+
+mooncake takes one of a thousand per NPU, at random, and one for its own handshakes; memfabric one
+for its store. We name the ranges to them, so that they are the same with every version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mooncake_hal.errors import HalError
+
+PORTS_PER_DEVICE = 1000
+
+DEFAULTS = {
+    "mooncake": {
+        "ASCEND_BASE_PORT": "20000",
+        "MC_MIN_RPC_PORT": "15000",
+        "MC_MAX_RPC_PORT": "17000",
+    },
+    "memfabric": {"MF_CONFIG_STORE_PORT_START": "17001", "MF_CONFIG_STORE_PORT_END": "19000"},
+}
+"""What the engines are told where the operator says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """Ports from ``first`` to ``last``, and what the engine takes them for."""
+
+    what: str
+    first: int
+    last: int
+
+
+def engine_ports(
+    engine: str, vendor: Mapping[str, str], devices: Sequence[int]
+) -> tuple[PortRange, ...]:
+    """Return what an engine may take on this host.
+
+    Args:
+        engine: ``mooncake`` or ``memfabric``.
+        vendor: the variables that are set.
+        devices: physical numbers of the NPUs.
+
+    Raises:
+        HalError: a variable is no port, or the ranges leave the ports that there are.
+    """
+    named = {name: _port(name, vendor.get(name, text)) for name, text in DEFAULTS[engine].items()}
+    if engine == "memfabric":
+        store = named["MF_CONFIG_STORE_PORT_START"], named["MF_CONFIG_STORE_PORT_END"]
+        return (PortRange("memfabric's store", *store),)
+    base = named["ASCEND_BASE_PORT"]
+    last = base + (max(devices) + 1) * PORTS_PER_DEVICE
+    if last > 65535:
+        raise HalError(
+            f"ASCEND_BASE_PORT={base} with NPU {max(devices)} leads to port {last}; choose a base "
+            f"of at most {65535 - (max(devices) + 1) * PORTS_PER_DEVICE}"
+        )
+    first = base + min(devices) * PORTS_PER_DEVICE
+    rpc = named["MC_MIN_RPC_PORT"], named["MC_MAX_RPC_PORT"]
+    return (
+        PortRange("the mooncake engine's links", first, last),
+        PortRange("the mooncake engine's handshakes", *rpc),
+    )
+
+
+def why_taken(port: int, ranges: Sequence[PortRange]) -> str | None:
+    """Say which range one of our ports lies in, and what to do; None if in none."""
+    for taken in ranges:
+        if taken.first <= port <= taken.last:
+            return (
+                f"port {port} lies in {taken.first}-{taken.last}, which {taken.what} may take at "
+                f"any time; choose one outside"
+            )
+    return None
+
+
+def _port(name: str, text: str) -> int:
+    if not re.fullmatch(r"\d+", text) or not 1024 <= int(text) <= 65535:
+        raise HalError(f"{name}={text!r} must be a port from 1024 to 65535")
+    return int(text)

@@ -1,0 +1,209 @@
+"""Loads the vendors' engines and puts the transport together."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+from mooncake_hal.backend import Memory, Runtime
+from mooncake_hal.errors import BackendUnavailable, HalError, TransportUnavailable
+from mooncake_hal.transport import EndpointOptions
+from mooncake_hal.transports.adapter.agent import Agent, Engine
+from mooncake_hal.transports.adapter.transport import AdapterTransport
+from mooncake_hal_ascend.hccs import env
+from mooncake_hal_ascend.hccs.agent import HccsAgent
+from mooncake_hal_ascend.hccs.arena import ARENA_BYTES, Arena
+from mooncake_hal_ascend.hccs.locating import locate, physical_device
+from mooncake_hal_ascend.hccs.place import Place, why_apart
+from mooncake_hal_ascend.hccs.ports import DEFAULTS, engine_ports, why_taken
+from mooncake_hal_ascend.hccs.settings import (
+    NAME,
+    HccsSettings,
+    deadlines,
+    settings_of_endpoint,
+)
+from mooncake_hal_ascend.hccs.shared import SharedEngine
+from mooncake_hal_ascend.hccs.vendor import MemfabricVendor, MooncakeVendor, VendorEngine
+
+logger = logging.getLogger(__name__)
+
+MODULES = {"mooncake": "mooncake.engine", "memfabric": "memfabric_hybrid"}
+
+MAX_PIECES = 4096
+MAX_BYTES = 256 << 20
+"""A few milliseconds over HCCS; a cancelled transfer waits for as much to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an endpoint is opened with.
+
+    Args:
+        runtime: of the backend whose memory is moved.
+        memory: that memory.
+        modules: the engines that load here, by name, best first.
+        refusals: why the others do not.
+    """
+
+    runtime: Runtime
+    memory: Memory
+    modules: Mapping[str, ModuleType]
+    refusals: tuple[str, ...] = ()
+
+
+def load() -> AdapterTransport:
+    """Load the backend and the engines that are installed.
+
+    Raises:
+        TransportUnavailable: the backend does not load, or no engine does.
+    """
+    from mooncake_hal_ascend.plugin import load as load_backend
+
+    try:
+        backend = load_backend()
+    except BackendUnavailable as exc:
+        raise TransportUnavailable(NAME, exc.reason) from exc
+    modules, refusals = {}, []
+    for name, module in MODULES.items():
+        try:
+            modules[name] = importlib.import_module(module)
+        except ImportError as exc:
+            refusals.append(f"{module} does not load: {exc}")
+    if not modules:
+        raise TransportUnavailable(NAME, "; ".join(refusals))
+    return transport_of(Loaded(backend.runtime, backend.memory, modules, tuple(refusals)))
+
+
+def transport_of(loaded: Loaded) -> AdapterTransport:
+    """Construct the transport."""
+    return AdapterTransport(NAME, partial(configure, loaded), why_apart)
+
+
+def configure(loaded: Loaded, options: EndpointOptions) -> Engine:
+    """Make the engine for an endpoint.
+
+    Raises:
+        ValueError: a setting is unknown or out of range.
+        TransportUnavailable: the engine that is asked for does not load, a port is the engine's,
+            or the NPU does not say where it stands.
+    """
+    settings = settings_of_endpoint(options.extra, env.transport_settings())
+    engine = _chosen(loaded, settings)
+    device = _device_index(loaded.runtime, options.device)
+    generation = loaded.runtime.devices()[device].generation
+    vendor = env.vendor_settings()
+    try:
+        _prepare(engine, settings, vendor, device, options.port)
+    except HalError as exc:
+        raise TransportUnavailable(NAME, str(exc)) from exc
+    place = locate(generation, device, _reach(engine, settings), vendor)
+    return _assemble(loaded, engine, place, device, options)
+
+
+def _chosen(loaded: Loaded, settings: HccsSettings) -> str:
+    if settings.engine == "auto":
+        return next(iter(loaded.modules))
+    if settings.engine not in loaded.modules:
+        raise TransportUnavailable(
+            NAME, f"engine={settings.engine} is asked for; {'; '.join(loaded.refusals)}"
+        )
+    return settings.engine
+
+
+def _reach(engine: str, settings: HccsSettings) -> str:
+    """memfabric takes one way for all peers; its ``auto`` is HCCS."""
+    if engine == "memfabric" and settings.protocol == "auto":
+        return "hccs"
+    return settings.protocol
+
+
+def _device_index(runtime: Runtime, device: str) -> int:
+    """Return the number in ``"npu:1"``; a deployment that moves host memory has none."""
+    name, _, number = device.partition(":")
+    if name == "cpu":
+        raise TransportUnavailable(NAME, "it moves NPU memory only, not the host's; use tcp")
+    index = int(number or 0)
+    runtime.device(index)  # refuses what is not there
+    return index
+
+
+def _prepare(
+    engine: str, settings: HccsSettings, vendor: Mapping[str, str], device: int, port: int
+) -> None:
+    """Derive what the engine has to be told, check our port against its own, and tell it.
+
+    Raises:
+        HalError: a variable makes no sense, or our port is one of the engine's.
+    """
+    limits = deadlines(vendor, settings.protocol)
+    ranges = engine_ports(engine, vendor, [physical_device(device, vendor)])
+    taken = why_taken(port, ranges)
+    if taken is not None:
+        raise HalError(taken)
+    told = {
+        "ASCEND_CONNECT_TIMEOUT": str(limits.connect_ms),
+        "ASCEND_TRANSFER_TIMEOUT": str(limits.transfer_ms),
+        **DEFAULTS[engine],
+    }
+    if settings.protocol == "roce":
+        told["HCCL_INTRA_ROCE_ENABLE"] = "1"
+    env.tell_engines(told)
+    logger.info(
+        "hccs: engine %s, protocol %s; deadlines of %d ms to connect, %d ms to transfer (%s); "
+        "its ports: %s",
+        engine,
+        settings.protocol,
+        limits.connect_ms,
+        limits.transfer_ms,
+        limits.why,
+        ", ".join(f"{taken.first}-{taken.last}" for taken in ranges),
+    )
+
+
+def _assemble(
+    loaded: Loaded, engine: str, place: Place, device: int, options: EndpointOptions
+) -> Engine:
+    arena = Arena(loaded.memory.allocate(ARENA_BYTES, device))
+    name = arena.region.device
+    host = options.advertise_host or options.host
+    over_roce = place.protocol == "roce"
+
+    def bind_thread() -> None:
+        loaded.runtime.bind_thread(device)
+
+    def shared(serves: bool) -> SharedEngine:
+        def start() -> VendorEngine:
+            module = loaded.modules[engine]
+            if engine == "mooncake":
+                return MooncakeVendor(module, host)
+            return MemfabricVendor(module, host, device, serves=serves, over_roce=over_roce)
+
+        return SharedEngine(
+            start,
+            arena.region,
+            name,
+            bind_thread,
+            needs_pages=not over_roce,
+            ended=arena.close if serves else None,
+        )
+
+    serving = shared(True)
+    driving = serving if engine == "mooncake" else shared(False)
+
+    def open_agent(serves: bool) -> Agent:
+        return HccsAgent(serving if serves else driving)
+
+    return Engine(
+        NAME,
+        engine,
+        open_agent,
+        MAX_PIECES,
+        MAX_BYTES,
+        place.encode(),
+        arena.scratch,
+        name,
+    )

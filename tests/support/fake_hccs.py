@@ -1,0 +1,314 @@
+"""Ascend's transfer engines without an NPU: their Python surface, and the rules that they enforce.
+
+They move host memory of this process that passes for an NPU's. What is refused here is refused by
+the real ones: memory off a page, the 257th region, a thread without an NPU, pieces outside what
+was registered when the link came up, and with memfabric a transfer by the end that is dialled.
+The signatures are compared with those of the published wheels in tests/contract/ascend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mooncake_hal.allocation import TensorAllocation
+from mooncake_hal.backend import DeviceInfo, Memory, Runtime
+from mooncake_hal.errors import DeviceError
+from mooncake_hal.transport import MemoryRegion
+from mooncake_hal.transports.adapter.transport import AdapterTransport
+from mooncake_hal_ascend.hccs.transport import Loaded, transport_of
+
+DEVICE = "npu:0"
+PAGE = 2 << 20
+MAX_REGIONS = 256
+
+REFUSED, NO_DEVICE, OVERLAPS = -1, -6, -7
+
+_current = threading.local()
+_engines: weakref.WeakValueDictionary[str, HixlEngine | MemfabricEngine] = (
+    weakref.WeakValueDictionary()
+)
+_ports = itertools.count(15000)
+
+
+class HostRuntime:
+    """As much of a runtime as the transport needs: one A2 NPU, current where it was bound."""
+
+    def __init__(self, generation: str = "A2") -> None:
+        self._generation = generation
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        return [DeviceInfo(0, "host memory", self._generation, 1 << 30)]
+
+    def device(self, index: int) -> torch.device:
+        if index:
+            raise DeviceError(f"there is one NPU, not number {index}")
+        return torch.device("cpu")
+
+    def bind_thread(self, index: int) -> None:
+        _current.device = index
+
+
+class HostMemory:
+    """Pages of host memory that pass for an NPU's."""
+
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
+        whole = torch.zeros(nbytes + PAGE, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE
+        tensor = whole[start : start + nbytes]
+        return TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes, DEVICE), tensor)
+
+
+class NpuBuffer:
+    """See ``transports_buffers.Buffer``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = HostMemory().allocate(nbytes, 0)
+        self._bytes = self._memory.tensor.numpy()
+
+    @property
+    def region(self) -> MemoryRegion:
+        return self._memory.region
+
+    def put(self, content: NDArray[np.uint8]) -> None:
+        self._bytes[:] = content
+
+    def get(self) -> NDArray[np.uint8]:
+        return cast("NDArray[np.uint8]", self._bytes.copy())
+
+    def close(self) -> None:
+        pass
+
+
+class _Regions:
+    """What an engine has registered, by first address."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.lock = threading.Lock()
+
+    def add(self, address: int, nbytes: int, needs_page: bool) -> int:
+        with self.lock:
+            if nbytes <= 0 or (needs_page and address % PAGE) or len(self.sizes) == MAX_REGIONS:
+                return REFUSED
+            for start, size in self.sizes.items():
+                if address < start + size and start < address + nbytes:
+                    return OVERLAPS
+            self.sizes[address] = nbytes
+            return 0
+
+    def drop(self, address: int) -> int:
+        with self.lock:
+            return 0 if self.sizes.pop(address, None) is not None else REFUSED
+
+    def snapshot(self) -> dict[int, int]:
+        with self.lock:
+            return dict(self.sizes)
+
+
+def _holds(sizes: dict[int, int], address: int, nbytes: int) -> bool:
+    return any(
+        start <= address and address + nbytes <= start + size for start, size in sizes.items()
+    )
+
+
+class HixlEngine:
+    """``mooncake.engine.TransferEngine`` with its Ascend protocol."""
+
+    def __init__(self) -> None:
+        self._regions = _Regions()
+        self._links: dict[str, tuple[dict[int, int], dict[int, int]]] = {}
+        self._port = 0
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
+        if getattr(_current, "device", None) is None:
+            return NO_DEVICE
+        if metadata_server != "P2PHANDSHAKE" or protocol != "ascend":
+            return REFUSED
+        self._port = next(_ports)
+        _engines[f"{local_hostname}:{self._port}"] = self
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return self._port
+
+    def register_memory(self, buffer_addr: int, capacity: int) -> int:
+        return self._regions.add(buffer_addr, capacity, needs_page=True)
+
+    def unregister_memory(self, buffer_addr: int) -> int:
+        return self._regions.drop(buffer_addr)
+
+    def batch_transfer_sync_read(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> int:
+        return self._move(target_hostname, buffers, peer_buffer_addresses, lengths, True)
+
+    def batch_transfer_sync_write(
+        self,
+        target_hostname: str,
+        buffers: list[int],
+        peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> int:
+        return self._move(target_hostname, buffers, peer_buffer_addresses, lengths, False)
+
+    def _move(
+        self, session: str, ours: list[int], theirs: list[int], sizes: list[int], is_read: bool
+    ) -> int:
+        other = _engines.get(session)
+        if not isinstance(other, HixlEngine) or not len(ours) == len(theirs) == len(sizes):
+            return REFUSED
+        # a link knows the memory that was registered on both ends when it came up, and goes down
+        # with the first failure
+        link = self._links.setdefault(session, (self._regions.snapshot(), other.snapshot()))
+        code = _copy(link, other.snapshot(), ours, theirs, sizes, is_read)
+        if code:
+            self._links.pop(session, None)
+        return code
+
+    def snapshot(self) -> dict[int, int]:
+        return self._regions.snapshot()
+
+
+class MemfabricEngine:
+    """``memfabric_hybrid.TransferEngine``."""
+
+    def __init__(self) -> None:
+        self._regions = _Regions()
+        self._serves = False
+        self._port = 0
+
+    def initialize(
+        self,
+        store_url: str,
+        session_id: str,
+        role: str,
+        device_id: int,
+        data_op_type: int = 1,
+        store_server_role: str = "Decode",
+        nic: str = "",
+    ) -> int:
+        if role not in ("Prefill", "Decode") or not store_url.startswith("tcp://"):
+            return REFUSED
+        if getattr(_current, "device", None) != device_id:
+            return NO_DEVICE
+        self._serves = role == store_server_role
+        self._port = next(_ports)
+        _engines[f"{session_id}:{self._port}"] = self
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return self._port
+
+    def register_memory(self, buffer_addr: int, capacity: int) -> int:
+        return self._regions.add(buffer_addr, capacity, needs_page=True)
+
+    def unregister_memory(self, buffer_addr: int) -> int:
+        return self._regions.drop(buffer_addr)
+
+    def batch_transfer_sync_read(
+        self,
+        dest_session: str,
+        buffers: list[int],
+        peer_buffers: list[int],
+        lengths: list[int],
+        flags: int = 0,
+    ) -> int:
+        return self._move(dest_session, buffers, peer_buffers, lengths, True)
+
+    def batch_transfer_sync_write(
+        self,
+        dest_session: str,
+        buffers: list[int],
+        peer_buffers: list[int],
+        lengths: list[int],
+        flags: int = 0,
+    ) -> int:
+        return self._move(dest_session, buffers, peer_buffers, lengths, False)
+
+    def destroy(self) -> None:
+        for session, engine in list(_engines.items()):
+            if engine is self:
+                del _engines[session]
+
+    def _move(
+        self, session: str, ours: list[int], theirs: list[int], sizes: list[int], is_read: bool
+    ) -> int:
+        other = _engines.get(session)
+        if self._serves or not isinstance(other, MemfabricEngine) or not other._serves:
+            return REFUSED
+        now = self._regions.snapshot(), other._regions.snapshot()
+        return _copy(now, now[1], ours, theirs, sizes, is_read)
+
+
+def _copy(
+    link: tuple[dict[int, int], dict[int, int]],
+    still: dict[int, int],
+    ours: list[int],
+    theirs: list[int],
+    sizes: list[int],
+    is_read: bool,
+) -> int:
+    local, remote = link
+    for here, there, nbytes in zip(ours, theirs, sizes, strict=True):
+        if not (
+            _holds(local, here, nbytes)
+            and _holds(remote, there, nbytes)
+            and _holds(still, there, nbytes)
+        ):
+            return REFUSED
+        target, source = (here, there) if is_read else (there, here)
+        ctypes.memmove(target, source, nbytes)
+    return 0
+
+
+def mooncake_module() -> ModuleType:
+    """What passes for ``mooncake.engine``."""
+    module = ModuleType("mooncake.engine")
+    module.TransferEngine = HixlEngine  # type: ignore[attr-defined]  # made here
+    return module
+
+
+def memfabric_module() -> ModuleType:
+    """What passes for ``memfabric_hybrid``."""
+    module: Any = ModuleType("memfabric_hybrid")
+    module.TransferEngine = MemfabricEngine
+    module.TransDataOpType = SimpleNamespace(SDMA=1, DEVICE_RDMA=2)
+    module.get_and_clear_last_err_msg = lambda: ""
+    return cast("ModuleType", module)
+
+
+def load_with(modules: dict[str, ModuleType], generation: str = "A2") -> AdapterTransport:
+    """The transport over one host's memory and such engines."""
+    runtime, memory = HostRuntime(generation), HostMemory()
+    return transport_of(Loaded(cast("Runtime", runtime), cast("Memory", memory), modules))
+
+
+def load_mooncake() -> AdapterTransport:
+    """The transport over mooncake's engine."""
+    return load_with({"mooncake": mooncake_module()})
+
+
+def load_memfabric() -> AdapterTransport:
+    """The transport over memfabric's engine."""
+    return load_with({"memfabric": memfabric_module()})
+
+
+def unbind_thread() -> None:
+    """Leave the calling thread without an NPU."""
+    _current.device = None

@@ -1,0 +1,229 @@
+"""The transport around the vendors' engines: limits, sharing, refusals, and its plugin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from unittest.mock import patch
+
+import pytest
+from support import fake_hccs
+from support.fake_hccs import DEVICE, HostMemory, HostRuntime, NpuBuffer
+
+from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout, TransportUnavailable
+from mooncake_hal.specs import Availability
+from mooncake_hal.testing.transports import one_span
+from mooncake_hal.transport import EndpointOptions, MemoryRegion
+from mooncake_hal.transports.adapter.transport import AdapterTransport
+from mooncake_hal_ascend.hccs import plugin
+from mooncake_hal_ascend.hccs.arena import ARENA_BYTES, Arena
+from mooncake_hal_ascend.hccs.codes import failure
+from mooncake_hal_ascend.hccs.shared import MAX_REGIONS, SharedEngine
+from mooncake_hal_ascend.hccs.vendor import MemfabricVendor, MooncakeVendor
+
+OPTIONS = EndpointOptions(device=DEVICE)
+ENGINES = {"mooncake": fake_hccs.mooncake_module, "memfabric": fake_hccs.memfabric_module}
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What the transport tells the engines does not outlive the test."""
+    with patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def transport(request: pytest.FixtureRequest) -> AdapterTransport:
+    """The transport over each engine."""
+    return fake_hccs.load_with({request.param: ENGINES[request.param]()})
+
+
+def with_options(**extra: str) -> EndpointOptions:
+    return EndpointOptions(device=DEVICE, extra=extra)
+
+
+def test_regions_begin_at_a_page(transport: AdapterTransport) -> None:
+    buffer = NpuBuffer(1 << 20)
+    region = buffer.region
+    off = MemoryRegion(region.address + 512, 4096, DEVICE)
+    endpoint = transport.open(OPTIONS)
+    try:
+        with pytest.raises(TransportUnavailable, match=r"HCCS needs a multiple of 2 MiB"):
+            endpoint.register(off)
+        endpoint.register(region)
+    finally:
+        endpoint.close()
+
+
+def test_memory_of_elsewhere_is_refused(transport: AdapterTransport) -> None:
+    with pytest.raises(TransportUnavailable, match="moves NPU memory only, not the host's"):
+        transport.open(EndpointOptions())
+    endpoint = transport.open(OPTIONS)
+    try:
+        with pytest.raises(TransportUnavailable, match=r"memory of npu:0, not of npu:1"):
+            endpoint.register(MemoryRegion(ARENA_BYTES, 4096, "npu:1"))
+    finally:
+        endpoint.close()
+
+
+def test_the_257th_region_is_refused_before_the_engine_does(transport: AdapterTransport) -> None:
+    pages = HostMemory().allocate(MAX_REGIONS * ARENA_BYTES, 0).region.address
+    endpoint = transport.open(OPTIONS)
+    try:
+        for number in range(MAX_REGIONS - 1):  # the arena is one
+            endpoint.register(MemoryRegion(pages + number * ARENA_BYTES, 64, DEVICE))
+        last = MemoryRegion(pages + (MAX_REGIONS - 1) * ARENA_BYTES, 64, DEVICE)
+        with pytest.raises(TransportUnavailable, match="takes 256 regions at most"):
+            endpoint.register(last)
+    finally:
+        endpoint.close()
+
+
+@pytest.mark.parametrize(("engine", "port"), [("mooncake", 15100), ("memfabric", 17500)])
+def test_our_port_is_not_one_of_the_engines(engine: str, port: int) -> None:
+    transport = fake_hccs.load_with({engine: ENGINES[engine]()})
+    with pytest.raises(TransportUnavailable, match=f"port {port} lies in .* may take at any time"):
+        transport.open(EndpointOptions(device=DEVICE, port=port))
+
+
+def test_the_engine_is_told_its_deadlines_and_ports() -> None:
+    os.environ["HCCL_RDMA_TIMEOUT"] = "14"
+    os.environ["ASCEND_CONNECT_TIMEOUT"] = "123"
+    fake_hccs.load_mooncake().open(with_options(protocol="roce")).close()
+    assert os.environ["ASCEND_CONNECT_TIMEOUT"] == "123"
+    assert os.environ["ASCEND_TRANSFER_TIMEOUT"] == "3469"
+    assert os.environ["ASCEND_BASE_PORT"] == "20000"
+    assert os.environ["HCCL_INTRA_ROCE_ENABLE"] == "1"
+
+
+def test_a_variable_that_makes_no_sense_closes_the_transport() -> None:
+    os.environ["HCCL_RDMA_RETRY_CNT"] = "many"
+    with pytest.raises(TransportUnavailable, match="HCCL_RDMA_RETRY_CNT='many' must be"):
+        fake_hccs.load_mooncake().open(OPTIONS)
+
+
+def test_an_engine_that_is_asked_for_and_missing_is_named() -> None:
+    with pytest.raises(TransportUnavailable, match="engine=memfabric is asked for"):
+        fake_hccs.load_mooncake().open(with_options(engine="memfabric"))
+
+
+def test_engines_of_two_kinds_do_not_reach_each_other() -> None:
+    ours, theirs = fake_hccs.load_mooncake(), fake_hccs.load_memfabric()
+    here, there = ours.open(OPTIONS), theirs.open(OPTIONS)
+    try:
+        assert ours.reaches(here.address, there.address) == (
+            "our engine speaks mooncake, the peer's memfabric"
+        )
+    finally:
+        here.close()
+        there.close()
+
+
+def test_generations_are_compared_before_connecting() -> None:
+    os.environ["HCCL_LOGIC_SUPERPOD_ID"] = "7"
+    modules = {"mooncake": fake_hccs.mooncake_module()}
+    older = fake_hccs.load_with(modules).open(OPTIONS)
+    newer = fake_hccs.load_with(modules, "A3").open(OPTIONS)
+    try:
+        with pytest.raises(TransportUnavailable, match="this end is an A3, the peer an A2"):
+            newer.connect(older.address, timeout=10)
+    finally:
+        older.close()
+        newer.close()
+
+
+def test_memfabric_that_is_dialled_moves_nothing() -> None:
+    """Why an endpoint has two of its engines."""
+    HostRuntime().bind_thread(0)
+    module = fake_hccs.memfabric_module()
+    ends = [
+        MemfabricVendor(module, "127.0.0.1", 0, serves=serves, over_roce=False)
+        for serves in (True, False)
+    ]
+    server, client = ends
+    ours, theirs = NpuBuffer(4096), NpuBuffer(4096)
+    for end, buffer in ((server, theirs), (client, ours)):
+        end.register(buffer.region.address, 4096)
+    spans = one_span(ours.region.address, theirs.region.address, 4096)
+    client.read(server.session(), spans)
+    with pytest.raises(TransferError, match=r"memfabric did not read 1 pieces: -1"):
+        server.read(client.session(), spans)
+
+
+def test_an_engine_without_an_npu_in_its_thread_does_not_start() -> None:
+    fake_hccs.unbind_thread()
+    with pytest.raises(TransportUnavailable, match=r"-6, the NPU is not found"):
+        MooncakeVendor(fake_hccs.mooncake_module(), "127.0.0.1")
+
+
+def test_agents_share_an_engine_and_its_regions() -> None:
+    started = []
+    arena = Arena(HostMemory().allocate(ARENA_BYTES, 0))
+    freed = []
+
+    def start() -> MooncakeVendor:
+        started.append(MooncakeVendor(fake_hccs.mooncake_module(), "127.0.0.1"))
+        return started[-1]
+
+    shared = SharedEngine(
+        start,
+        arena.region,
+        DEVICE,
+        lambda: HostRuntime().bind_thread(0),
+        needs_pages=True,
+        ended=lambda: freed.append(True),
+    )
+    first, second = shared.join(), shared.join()
+    assert first is second
+    buffer = NpuBuffer(4096)
+    for _ in range(2):
+        shared.register(buffer.region)
+    shared.deregister(buffer.region)
+    with pytest.raises(TransferError, match="-7, memory overlaps"):
+        first.register(buffer.region.address, 64)  # still there for the other one
+    shared.deregister(buffer.region)
+    first.register(buffer.region.address, 64)
+    shared.leave()
+    assert not freed
+    shared.leave()
+    assert (len(started), freed) == (1, [True])
+    with pytest.raises(TransferError, match="the engine has been closed"):
+        shared.register(buffer.region)
+
+
+def test_the_arena_gives_slots_back() -> None:
+    arena = Arena(HostMemory().allocate(1024, 0))
+    held = [arena.scratch(32), arena.scratch(32)]
+    held[0].put(b"a" * 32)
+    assert held[0].get() == b"a" * 32
+    with pytest.raises(TransportUnavailable, match="no NPU memory left for tokens"):
+        arena.scratch(32)
+    held.pop()
+    assert arena.scratch(32).address % 512 == arena.region.address % 512
+
+
+def test_return_codes_become_errors() -> None:
+    assert type(failure("mooncake", "read", 103901)) is TransferTimeout
+    assert type(failure("mooncake", "read", 103902)) is PeerLost
+    assert str(failure("memfabric", "start", 17, "no driver")) == (
+        "memfabric did not start: 17, a code that is not documented: no driver"
+    )
+
+
+def test_the_plugin_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = plugin.mooncake_hal_transport()
+    assert (spec.name, spec.priority) == ("hccs", 60)
+    absent = plugin.probe()
+    assert not absent.ok
+    assert "no Ascend driver" in absent.reason
+    ready = Availability(True, "8 Ascend devices")
+    monkeypatch.setattr(plugin.backend, "probe", lambda: ready)
+    assert "no transfer engine is installed: pip install" in plugin.probe().reason
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: ModuleSpec(name, None) if name != "x" else None
+    )
+    monkeypatch.setattr(
+        plugin, "installed", lambda names: f"{names[0]} 9.9" if "memfabric" in names[0] else None
+    )
+    assert plugin.probe() == Availability(True, "memfabric-hybrid 9.9; 8 Ascend devices")

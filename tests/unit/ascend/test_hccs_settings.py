@@ -1,0 +1,109 @@
+"""What hccs derives from HCCL's settings: deadlines, port ranges, and refusals in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_hal.errors import HalError
+from mooncake_hal_ascend.hccs.ports import PortRange, engine_ports, why_taken
+from mooncake_hal_ascend.hccs.settings import (
+    Deadlines,
+    HccsSettings,
+    deadlines,
+    settings_of_endpoint as settings_of,
+)
+
+
+def test_options_win_over_the_variable() -> None:
+    assert settings_of({}, "") == HccsSettings("auto", "auto")
+    assert settings_of({"protocol": "hccs"}, "protocol=roce engine=memfabric") == HccsSettings(
+        "memfabric", "hccs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("protocol=ib", r"protocol must be one of \('auto', 'hccs', 'roce'\), not 'ib'"),
+        ("engine=nixl", "engine must be one of"),
+        ("ports=1", r"hccs has no settings \['ports'\]; it has \('engine', 'protocol'\)"),
+        ("roce", "MOONCAKE_HAL_HCCS='roce'"),
+    ],
+)
+def test_the_variable_is_refused_by_its_name(text: str, words: str) -> None:
+    with pytest.raises(HalError, match=words):
+        settings_of({}, text)
+
+
+def test_options_are_refused_as_values() -> None:
+    with pytest.raises(ValueError, match="protocol must be one of"):
+        settings_of({"protocol": "ib"}, "")
+
+
+def test_roce_waits_for_all_retransmissions() -> None:
+    found = deadlines({}, "auto")
+    assert found == Deadlines(
+        10_000,
+        33_064,  # as vllm-ascend's connector derives it
+        "connect: 10000 ms, as HCCL_CONNECT_TIMEOUT is not set; transfer: 4.096 us * 2^20 "
+        "(HCCL_RDMA_TIMEOUT) * 7 (HCCL_RDMA_RETRY_CNT) + 3000 ms",
+    )
+    shorter = deadlines({"HCCL_RDMA_TIMEOUT": "14", "HCCL_RDMA_RETRY_CNT": "3"}, "roce")
+    assert shorter.transfer_ms == 3201
+
+
+def test_hccs_retransmits_nothing() -> None:
+    assert deadlines({"HCCL_RDMA_TIMEOUT": "20"}, "hccs").transfer_ms == 3000
+
+
+def test_the_engines_own_variables_win() -> None:
+    vendor = {
+        "HCCL_CONNECT_TIMEOUT": "120",
+        "HCCL_RDMA_TIMEOUT": "20",
+        "ASCEND_TRANSFER_TIMEOUT": "5000",
+    }
+    found = deadlines(vendor, "roce")
+    assert (found.connect_ms, found.transfer_ms) == (120_000, 5000)
+    assert deadlines({**vendor, "ASCEND_CONNECT_TIMEOUT": "7"}, "roce").connect_ms == 7
+
+
+@pytest.mark.parametrize(
+    "vendor",
+    [{"HCCL_RDMA_TIMEOUT": "25"}, {"HCCL_RDMA_RETRY_CNT": "0"}, {"HCCL_RDMA_TIMEOUT": "x"}],
+)
+def test_a_setting_that_makes_no_sense_is_named(vendor: dict[str, str]) -> None:
+    (name,) = vendor
+    with pytest.raises(HalError, match=f"{name}='{vendor[name]}' must be a whole number from"):
+        deadlines(vendor, "roce")
+
+
+def test_mooncake_takes_a_thousand_ports_per_npu() -> None:
+    assert engine_ports("mooncake", {}, [2, 3]) == (
+        PortRange("the mooncake engine's links", 22000, 24000),
+        PortRange("the mooncake engine's handshakes", 15000, 17000),
+    )
+    moved = engine_ports("mooncake", {"ASCEND_BASE_PORT": "30000"}, [0])
+    assert moved[0] == PortRange("the mooncake engine's links", 30000, 31000)
+
+
+def test_memfabric_takes_what_it_is_given() -> None:
+    vendor = {"MF_CONFIG_STORE_PORT_START": "40000", "MF_CONFIG_STORE_PORT_END": "40100"}
+    assert engine_ports("memfabric", vendor, [0]) == (PortRange("memfabric's store", 40000, 40100),)
+
+
+def test_ranges_that_leave_the_ports_are_refused() -> None:
+    with pytest.raises(HalError, match="leads to port 66000; choose a base of at most 49535"):
+        engine_ports("mooncake", {"ASCEND_BASE_PORT": "50000"}, list(range(16)))
+    with pytest.raises(HalError, match="ASCEND_BASE_PORT='80' must be a port"):
+        engine_ports("mooncake", {"ASCEND_BASE_PORT": "80"}, [0])
+
+
+def test_our_ports_stay_out_of_them() -> None:
+    ranges = engine_ports("mooncake", {}, [0])
+    assert why_taken(0, ranges) is None
+    assert why_taken(19999, ranges) is None
+    reason = why_taken(20000, ranges)
+    assert reason == (
+        "port 20000 lies in 20000-21000, which the mooncake engine's links may take at any time; "
+        "choose one outside"
+    )
