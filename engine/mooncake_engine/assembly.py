@@ -94,7 +94,7 @@ def _build_executor(config: EngineConfig, backend: Backend, options: ExecutorOpt
     if config.executor is ExecutorKind.RAY:
         resource = backend.capabilities.scheduler_resource
         return ProcessExecutor(config, backend, options, RayLauncher(config, resource))
-    if config.tp_size == 1:
+    if config.num_ranks == 1:
         return InProcessExecutor(config, backend, options)
     return ProcessExecutor(config, backend, options)
 

@@ -102,6 +102,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--device", type=int, default=_DEFAULTS.device, help="index of the first device")
     add("--dtype", default=_DEFAULTS.dtype, help="auto, float32, bfloat16, float16")
     add("--tp-size", type=int, default=_DEFAULTS.tp_size, help="tensor-parallel ranks")
+    add("--pp-size", type=int, default=_DEFAULTS.pp_size, help="pipeline stages of so many each")
     add("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block")
     add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
     add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")
@@ -201,6 +202,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         device=args.device,
         dtype=args.dtype,
         tp_size=args.tp_size,
+        pp_size=args.pp_size,
         block_size=args.block_size,
         kv_layout=args.kv_layout,
         num_kv_blocks=args.num_kv_blocks,

@@ -66,9 +66,11 @@ class EngineConfig:
         served_model_name: name in the API; empty means the directory's name.
         role: prefill, decode or both.
         backend: name of a hardware backend, or ``auto``.
-        device: device index; with tensor parallel, rank r uses ``device + r``.
+        device: device index; where there are several ranks, rank r uses ``device + r``.
         dtype: ``auto`` takes the checkpoint's if the backend has it.
-        tp_size: tensor-parallel ranks.
+        tp_size: tensor-parallel ranks, of each pipeline stage.
+        pp_size: pipeline stages: each has some of the layers, and prompts pass through them in
+            chunks of ``max_num_batched_tokens``, several at a time.
         block_size: tokens per KV block.
         kv_layout: ``auto`` or a name of mooncake_hal.kv.layout.
         num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes``.
@@ -99,6 +101,7 @@ class EngineConfig:
     device: int = 0
     dtype: str = "auto"
     tp_size: int = 1
+    pp_size: int = 1
     block_size: int = 16
     kv_layout: str = "auto"
     num_kv_blocks: int | None = None
@@ -119,7 +122,7 @@ class EngineConfig:
     seed: int | None = field(default=None)
 
     def __post_init__(self) -> None:
-        positive = ("tp_size", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        positive = ("tp_size", "pp_size", "block_size", "max_num_seqs", "max_num_batched_tokens")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -136,6 +139,11 @@ class EngineConfig:
                 f"an instance of role {self.role.value!r} hands KV over or takes it: "
                 "give it a kv_transfer configuration, or use role 'both'"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages together."""
+        return self.tp_size * self.pp_size
 
     @property
     def model_name(self) -> str:

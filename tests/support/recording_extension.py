@@ -19,7 +19,7 @@ class RecordingExtension:
         """``report`` answers with facts, ``die`` ends a helper thread, ``raise`` raises here."""
         if message == b"report":
             context = self._context
-            facts = (context.rank, context.tp_size, context.pool.num_blocks, self._layers)
+            facts = (context.rank, context.num_ranks, context.pool.num_blocks, self._layers)
             context.emit(repr(facts).encode())
         elif message == b"die":
             threading.Thread(target=self._die).start()

@@ -10,6 +10,7 @@ from typing import Protocol
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.extension import MessageHandler
+from mooncake_engine.execution.rank_place import RankGroups
 from mooncake_engine.execution.setup import ExecutionSetup, plan_execution, resize
 from mooncake_engine.execution.weights import ProgressHandler
 from mooncake_engine.execution.worker import RankHandlers, Worker
@@ -143,7 +144,7 @@ class InProcessExecutor:
     """A single rank in the caller's process.
 
     Args:
-        config: with ``tp_size`` 1.
+        config: with one rank.
         backend: its hardware.
         options: extension and handlers.
 
@@ -154,8 +155,8 @@ class InProcessExecutor:
     def __init__(
         self, config: EngineConfig, backend: Backend, options: ExecutorOptions | None = None
     ) -> None:
-        if config.tp_size != 1:
-            raise ConfigError(f"one process holds one rank, tp_size is {config.tp_size}")
+        if config.num_ranks != 1:
+            raise ConfigError(f"one process holds one rank, {config.num_ranks} were asked for")
         options = options or ExecutorOptions()
         self._failure = FirstFailure()
         self._send_lock = threading.Lock()
@@ -164,7 +165,7 @@ class InProcessExecutor:
             options.progress, _emitter(options.on_message, 0), self._extension_died
         )
         self._worker = Worker(
-            config, setup, backend, None, extension=options.extension, handlers=handlers
+            config, setup, backend, RankGroups(), extension=options.extension, handlers=handlers
         )
         self.facts = make_facts(config, setup, (rank_facts(0, self._worker),))
 

@@ -31,7 +31,7 @@ class ExtensionContext:
     """What an extension gets to work with.
 
     Args:
-        rank, tp_size: which tensor-parallel rank this is, of how many.
+        rank, num_ranks: which rank of the instance this is, of how many.
         device: the rank's device index.
         pool: its KV memory, alive until the extension's ``close`` has returned.
         backend: its hardware; helper threads call ``backend.runtime.bind_thread`` first.
@@ -41,7 +41,7 @@ class ExtensionContext:
     """
 
     rank: int
-    tp_size: int
+    num_ranks: int
     device: int
     pool: KVPool
     backend: Backend

@@ -155,7 +155,7 @@ def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[K
 def blocks_in(
     nbytes: int, config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]
 ) -> int:
-    """How many blocks that memory holds on every rank.
+    """How many blocks that memory holds on each of the ranks with these shards.
 
     Raises:
         ConfigError: not even one.

@@ -1,4 +1,4 @@
-"""One process per tensor-parallel rank, on this host or, through Ray, on several."""
+"""One process per rank, on this host or, through Ray, on several."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mooncake_engine.execution.executor import (
     RankFacts,
     make_facts,
 )
+from mooncake_engine.execution.rank_place import RankPlace
 from mooncake_engine.execution.ranks import Launcher, LocalLauncher, Rank
 from mooncake_engine.execution.setup import plan_execution
 from mooncake_engine.execution.weights import LoadProgress
@@ -24,6 +25,8 @@ from mooncake_engine.scheduling.plan import StepPlan, StepResult
 from mooncake_hal.backend import Backend, GroupSpec
 
 _GROUP_TIMEOUT_S = 60.0
+_STAGE_TIMEOUT_S = 600.0
+"""How long a stage may compute while the next one waits; that one died is known at once."""
 _STOP_TIMEOUT_S = 10.0
 _CAUSE_TIMEOUT_S = 1.0
 """How long to look for a rank that died without a word, once another one complains."""
@@ -34,7 +37,7 @@ class ProcessExecutor:
     """Ranks in processes of their own; a dead rank ends the instance with its reason.
 
     Args:
-        config: any ``tp_size``.
+        config: any ``tp_size`` and ``pp_size``.
         backend: the ranks load it by name; this process only reads its facts.
         options: extension and handlers.
         launcher: starts the ranks; closed with the executor. None: children of this process.
@@ -54,6 +57,8 @@ class ProcessExecutor:
         self._options = options or ExecutorOptions()
         self._failure = FirstFailure()
         self._closing = threading.Event()
+        self._has_stages = config.pp_size > 1
+        self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled; earlier stages don't know it yet
         setup = plan_execution(config, backend)
         for rank in range(config.tp_size):  # refuse before anything is started
             share_heads(setup.model.num_heads, setup.model.num_kv_heads, config.tp_size, rank)
@@ -80,8 +85,13 @@ class ProcessExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """See ``Executor``."""
-        result = self._carry_out(wire.Execute(plan))
-        assert result is not None, "rank 0 answers a step with its result"
+        result = self._carry_out(wire.Execute(plan, self._unsaid))
+        assert result is not None, "the rank that speaks answers a step with its result"
+        if self._has_stages:
+            self._unsaid = {
+                name: tuple(token.token_id for token in tokens)
+                for name, tokens in result.tokens.items()
+            }
         return result
 
     def send(self, message: bytes, rank: int | None = None) -> None:
@@ -117,14 +127,21 @@ class ProcessExecutor:
         self._launcher.close()
 
     def _start(self, config: EngineConfig, backend: Backend) -> None:
-        launcher = self._launcher
-        self._ranks = launcher.start()
+        extension, threads = self._options.extension, self._launcher.threads
+        self._ranks = self._launcher.start()
         for rank in self._ranks:
-            group = GroupSpec(rank.rank, config.tp_size, launcher.init_method, _GROUP_TIMEOUT_S)
-            extension = self._options.extension
-            adapted = rank.adapt(config)
-            start = wire.Start(adapted, backend.name, group, extension, launcher.threads)
+            place = RankPlace(rank.rank, config.tp_size, config.pp_size)
+            stage, pipeline = self._groups(place)
+            whose = (rank.adapt(config), backend.name)
+            start = wire.Start(*whose, place, stage, pipeline, extension, threads)
             rank.order(wire.encode(start))
+
+    def _groups(self, place: RankPlace) -> tuple[GroupSpec, GroupSpec]:
+        """The groups of a rank: its stage's, and that of its like in all stages."""
+        where = self._launcher.stage_rendezvous(place.stage)
+        stage = GroupSpec(place.tp_rank, place.tp_size, where, _GROUP_TIMEOUT_S)
+        where = self._launcher.pipeline_rendezvous(place.tp_rank)
+        return stage, GroupSpec(place.stage, place.pp_size, where, _STAGE_TIMEOUT_S)
 
     def _await_ready(self) -> tuple[RankFacts, ...]:
         facts: dict[int, RankFacts] = {}
@@ -137,7 +154,7 @@ class ProcessExecutor:
         return tuple(facts[rank.rank] for rank in self._ranks)
 
     def _carry_out(self, order: wire.Order) -> StepResult | None:
-        """Give all ranks an order and wait for all; returns rank 0's result."""
+        """Give all ranks an order and wait for all; returns the result of the one that speaks."""
         self._failure.check()
         encoded = wire.encode(order)
         for rank in self._ranks:

@@ -9,6 +9,7 @@ import msgspec
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.executor import RankFacts
+from mooncake_engine.execution.rank_place import RankPlace
 from mooncake_engine.scheduling.plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
 
@@ -19,14 +20,17 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     Args:
         config: the instance's.
         backend: name of the backend to load; decided by the parent, never ``auto``.
-        group: the rank's place.
+        place: where the rank stands.
+        stage, pipeline: its groups; see ``RankGroups``.
         extension: name of its ExtensionFactory, if any.
         threads: CPU threads to compute with.
     """
 
     config: EngineConfig
     backend: str
-    group: GroupSpec
+    place: RankPlace
+    stage: GroupSpec
+    pipeline: GroupSpec
     extension: str | None
     threads: int
 
@@ -36,9 +40,15 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
-    """Run a step; answered by Done."""
+    """Run a step; answered by Done.
+
+    Args:
+        plan: the step.
+        sampled: token ids by request, of earlier steps, that stages before the last don't know.
+    """
 
     plan: StepPlan
+    sampled: dict[str, tuple[int, ...]] = {}
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -62,7 +72,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """An order is carried out; rank 0 adds what came of a step."""
+    """An order is carried out; the rank that speaks for the instance adds what came of a step."""
 
     result: StepResult | None = None
 

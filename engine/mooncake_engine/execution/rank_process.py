@@ -1,4 +1,4 @@
-"""The process of one tensor-parallel rank: ``python -m mooncake_engine.execution.rank_process``.
+"""The process of one rank: ``python -m mooncake_engine.execution.rank_process``.
 
 Takes two inherited sockets. On the first the executor gives orders and the rank reports, one at a
 time; on the second extension messages pass both ways at any time. The second one's end means that
@@ -19,6 +19,7 @@ import torch
 from mooncake_engine.errors import EngineError
 from mooncake_engine.execution import rank_messages as wire
 from mooncake_engine.execution.executor import rank_facts
+from mooncake_engine.execution.rank_place import RankGroups, RankPlace
 from mooncake_engine.execution.setup import plan_execution
 from mooncake_engine.execution.weights import LoadProgress
 from mooncake_engine.execution.worker import RankHandlers, Worker
@@ -50,8 +51,8 @@ class RankProcess:
         worker = self._load(start)
         try:
             threading.Thread(target=self._receive, args=(worker,), daemon=True).start()
-            self._report(wire.Ready(rank_facts(start.group.rank, worker)))
-            while self._obey(worker, start.group.rank):
+            self._report(wire.Ready(rank_facts(start.place.rank, worker)))
+            while self._obey(worker, start.place):
                 pass
         finally:
             worker.close()
@@ -64,27 +65,28 @@ class RankProcess:
         torch.set_num_threads(start.threads)
         backend = Registry.discover().select_backend(start.backend)
         setup = plan_execution(start.config, backend)
-        shows_progress = start.group.rank == 0
+        shows_progress = start.place.rank == 0
         handlers = RankHandlers(
             self._report_progress if shows_progress else None,
             lambda message: self._notify(wire.Emitted(message)),
             lambda cause: self._notify(wire.ExtensionFailed(str(cause))),
         )
+        pipeline = backend.communicator(start.pipeline) if start.place.pp_size > 1 else None
         return Worker(
             start.config,
             setup,
             backend,
-            backend.communicator(start.group),
+            RankGroups(start.place, backend.communicator(start.stage), pipeline),
             extension=start.extension,
             handlers=handlers,
         )
 
-    def _obey(self, worker: Worker, rank: int) -> bool:
+    def _obey(self, worker: Worker, place: RankPlace) -> bool:
         """Carry out one order; returns whether there may be another."""
         order = wire.decode_order(self._orders.recv_bytes())
         if isinstance(order, wire.Execute):
-            result = worker.execute(order.plan)
-            self._report(wire.Done(result if rank == 0 else None))
+            result = worker.execute(order.plan, order.sampled)
+            self._report(wire.Done(result if place.is_speaker else None))
         elif isinstance(order, wire.WarmUp):
             worker.warm_up()
             self._report(wire.Done())

@@ -109,9 +109,12 @@ class Launcher(Protocol):
         """
         ...
 
-    @property
-    def init_method(self) -> str:
-        """Where the ranks' group meets; known once they are started."""
+    def stage_rendezvous(self, stage: int) -> str:
+        """Where the ranks of a pipeline stage meet; known once they are started."""
+        ...
+
+    def pipeline_rendezvous(self, tp_rank: int) -> str:
+        """Where the ranks of all stages meet that have this tensor-parallel rank."""
         ...
 
     @property
@@ -184,11 +187,22 @@ class LocalLauncher:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._count = config.tp_size
+        self._count = config.num_ranks
         self._scratch = Path(tempfile.mkdtemp(prefix="mooncake-ranks-"))
-        self.threads = config.threads or max(1, torch.get_num_threads() // config.tp_size)
-        # a file and not a port: nobody can take it in between; the host makes groups use loopback
-        self.init_method = f"file://127.0.0.1{self._scratch / 'rendezvous'}"
+        self.threads = config.threads or max(1, torch.get_num_threads() // config.num_ranks)
+
+    def stage_rendezvous(self, stage: int) -> str:
+        """See ``Launcher``."""
+        return self._rendezvous(f"stage-{stage}")
+
+    def pipeline_rendezvous(self, tp_rank: int) -> str:
+        """See ``Launcher``."""
+        return self._rendezvous(f"pipeline-{tp_rank}")
+
+    def _rendezvous(self, name: str) -> str:
+        """A file and not a port: nobody can take it in between; the host makes groups use
+        loopback."""
+        return f"file://127.0.0.1{self._scratch / name}"
 
     def start(self) -> Sequence[Rank]:
         """See ``Launcher``."""

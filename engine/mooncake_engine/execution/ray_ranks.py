@@ -31,12 +31,14 @@ _KEY_BYTES = 32
 class RankActor:
     """What runs on the rank's host; Ray makes an actor of it."""
 
-    def describe(self) -> tuple[str, int, int]:
-        """Address of the host, the actor's process id, and a free port for the group to meet."""
+    def describe(self) -> tuple[str, int, tuple[int, int]]:
+        """Address of the host, the actor's process id, and free ports for the groups that it may
+        lead: its stage's, and that of its like in all stages."""
         ray = _ray()
         address = ray.util.get_node_ip_address()
-        with socket.create_server((address, 0)) as probe:
-            return address, os.getpid(), int(probe.getsockname()[1])
+        with socket.create_server((address, 0)) as one, socket.create_server((address, 0)) as two:
+            first, second = (int(probe.getsockname()[1]) for probe in (one, two))
+            return address, os.getpid(), (first, second)
 
     def serve(self, address: tuple[str, int], key: bytes) -> int:
         """Connect to the executor and be a rank until told to stop."""
@@ -126,10 +128,11 @@ class RayLauncher:
     def __init__(self, config: EngineConfig, resource: str = "") -> None:
         ray = _connect(config.ray_address)
         self.threads = config.threads or 1
-        self.init_method = ""
+        self._tp_size = config.tp_size
+        self._leaders: list[tuple[str, tuple[int, int]]] = []
         devices = {resource: 1.0} if resource else {}
         self._bundle = {"CPU": float(self.threads), **devices}
-        self._place = ray.util.placement_group([self._bundle] * config.tp_size, strategy="PACK")
+        self._place = ray.util.placement_group([self._bundle] * config.num_ranks, strategy="PACK")
         self._key = secrets.token_bytes(_KEY_BYTES)
 
     def start(self) -> Sequence[Rank]:
@@ -150,8 +153,7 @@ class RayLauncher:
             described = ray.get([actor.describe.remote() for actor in actors])
         except ray.exceptions.RayError as exc:
             raise EngineDead(f"Ray could not start the ranks: {exc}") from exc
-        head, _, port = described[0]
-        self.init_method = f"tcp://{head}:{port}"
+        self._leaders = [(host, ports) for host, _, ports in described]
         our_host = ray.util.get_node_ip_address()
         with socket.create_server((our_host, 0)) as listener:
             listener.settimeout(_CONNECT_TIMEOUT_S)
@@ -159,6 +161,16 @@ class RayLauncher:
                 self._connect_rank(listener, rank, actor, (host, our_host, pid))
                 for rank, (actor, (host, pid, _)) in enumerate(zip(actors, described, strict=True))
             ]
+
+    def stage_rendezvous(self, stage: int) -> str:
+        """See ``Launcher``."""
+        host, (port, _) = self._leaders[stage * self._tp_size]
+        return f"tcp://{host}:{port}"
+
+    def pipeline_rendezvous(self, tp_rank: int) -> str:
+        """See ``Launcher``."""
+        host, (_, port) = self._leaders[tp_rank]
+        return f"tcp://{host}:{port}"
 
     def close(self) -> None:
         """See ``Launcher``."""

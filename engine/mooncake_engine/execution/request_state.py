@@ -191,13 +191,24 @@ class RequestTable:
                 self.tables.free_row(state.row)
 
     def _grammar(self, admitted: AdmittedRequest) -> GrammarState | None:
-        if admitted.sampling.grammar is None:
+        if admitted.sampling.grammar is None or not self._is_sampling:
             return None
         return GrammarState(self._find_vocabulary, admitted)
 
     def _counts(self, admitted: AdmittedRequest) -> TokenCounts | None:
-        if not admitted.sampling.has_penalties:
+        is_sampling: whether tokens are chosen here: else nobody asks for penalties and grammars.
+        if not admitted.sampling.has_penalties or not self._is_sampling:
             return None
         split = admitted.num_prompt_tokens
         tokens = admitted.token_ids
         return TokenCounts(self._vocab_size, tokens[:split], tokens[split:], self._device)
+        *,
+        is_sampling: bool = True,
+        self._is_sampling = is_sampling
+    def append(self, request_id: str, token_ids: Iterable[int]) -> None:
+        """Learn tokens that were sampled elsewhere; a request that is gone needs none."""
+        state = self._states.get(request_id)
+        if state is not None:
+            for token_id in token_ids:
+                state.append(token_id)
+

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,9 @@ from mooncake_engine.execution.extension import LayerDone
 from mooncake_engine.execution.grammar_masks import failures
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.logprobs import score_prompts
+from mooncake_engine.execution.model_stage import ModelStage
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
-from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 
@@ -22,7 +24,7 @@ class ModelRunner:
     """One rank's share of every step.
 
     Args:
-        model: loaded and packed.
+        model: this rank's stage.
         pool: where KV lives.
         requests: what is running.
         sampler: the same on every rank, so that all ranks choose the same tokens.
@@ -32,7 +34,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelStage,
         pool: KVPool,
         requests: RequestTable,
         sampler: Sampler,
@@ -50,7 +52,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
-        """Do what the plan says; returns when the sampled tokens are known on the host."""
+        """Do what the plan says; returns when the sampled tokens are known on the host, on the
+        last stage, and on the others when theirs is handed on."""
         self._requests.retire(plan.retired)
         self._requests.admit(plan.admitted)
         self._mover.carry_out(plan)
@@ -61,9 +64,16 @@ class ModelRunner:
             plan.sequences, states, self._requests, self._pool.block_size, self._device
         )
         hidden = self._forward(inputs, layer_done)
+        if hidden is None:
+            return StepResult(plan.step, {})
         scores = score_prompts(hidden, plan.sequences, states, self._model.logits)
         tokens = self._sample(hidden, inputs)
         return StepResult(plan.step, tokens, scores, failures(inputs.sampling))
+
+    def learn(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """Take in what the last stage has sampled; before the step that runs these tokens."""
+        for request_id, token_ids in tokens.items():
+            self._requests.append(request_id, token_ids)
 
     def _state_of(self, sequence: ScheduledSequence) -> RequestState:
         state = self._requests[sequence.request_id]
@@ -72,7 +82,7 @@ class ModelRunner:
             tables.extend(state.row, sequence.new_block_ids, sequence.new_blocks_at)
         return state
 
-    def _forward(self, inputs: StepInputs, layer_done: LayerDone | None) -> Tensor:
+    def _forward(self, inputs: StepInputs, layer_done: LayerDone | None) -> Tensor | None:
         context = ForwardContext(inputs.attention, self._kv, layer_done)
         return self._model.forward(inputs.token_ids, inputs.positions, context)
 

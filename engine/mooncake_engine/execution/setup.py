@@ -19,7 +19,7 @@ from mooncake_engine.execution.kv_pool import (
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
-from mooncake_hal.kv.geometry import KVGeometry, shard_of
+from mooncake_hal.kv.geometry import KVGeometry, KVShard, shards_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     model = read_model_config(config.model)
     dtype = _choose_dtype(config, model, capabilities)
     geometry = kv_geometry(model, dtype)
-    shards = [shard_of(geometry, config.tp_size, rank) for rank in range(config.tp_size)]
+    shards = all_shards(config, geometry)
     is_provisional = is_profiled(config, backend)
     if is_provisional:
         num_blocks = -(-largest_share(config) // config.block_size)
@@ -87,6 +87,20 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
         is_provisional=is_provisional,
     )
     return setup if is_provisional else resize(config, setup, num_blocks)
+
+
+def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
+    """What each rank holds, in rank order.
+
+    Raises:
+        ConfigError: there are more pipeline stages than layers.
+    """
+    if config.pp_size > geometry.layers:
+        raise ConfigError(
+            f"pp_size {config.pp_size} was asked for, the model has {geometry.layers} layers: each "
+            "stage takes one or more; lower it"
+        )
+    return shards_of(geometry, config.tp_size, config.pp_size)
 
 
 def resize(config: EngineConfig, setup: ExecutionSetup, num_blocks: int) -> ExecutionSetup:
@@ -133,7 +147,7 @@ def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> i
     wanted = config.device + rank
     if wanted not in {device.index for device in devices}:
         raise ConfigError(
-            f"rank {rank} of {config.tp_size} wants device {wanted}, "
+            f"rank {rank} of {config.num_ranks} wants device {wanted}, "
             f"found {[device.index for device in devices]}; use fewer ranks or another device"
         )
     return wanted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,14 +16,16 @@ from mooncake_engine.execution.extension import (
     load_extension,
 )
 from mooncake_engine.execution.kv_pool import KVPool, blocks_in
+from mooncake_engine.execution.model_stage import ModelStage
 from mooncake_engine.execution.profiling import largest_step, measure_peak, memory_for_kv
+from mooncake_engine.execution.rank_place import RankGroups
 from mooncake_engine.execution.request_state import RequestTable
 from mooncake_engine.execution.runner import ModelRunner
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.execution.setup import ExecutionSetup, rank_device, resize
 from mooncake_engine.execution.weights import ProgressHandler, load_weights
-from mooncake_engine.models.catalog import Model, build_model
-from mooncake_engine.models.layers import Placement
+from mooncake_engine.models.catalog import build_model
+from mooncake_engine.models.layers import Placement, Span
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import (
     AdmittedRequest,
@@ -32,8 +34,7 @@ from mooncake_engine.scheduling.plan import (
     StepResult,
 )
 from mooncake_engine.text.grammars import vocabulary_in
-from mooncake_hal.backend import Backend, Communicator
-from mooncake_hal.kv.geometry import shard_of
+from mooncake_hal.backend import Backend
 
 _WARM_UP = "warm-up"
 
@@ -54,13 +55,25 @@ class RankHandlers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a rank runs: on device ``index`` of ``backend``."""
+class _Ground:
+    """What a rank runs on: device ``index`` of ``backend``, among other ranks."""
 
     config: EngineConfig
     backend: Backend
     index: int
-    rank: int
+    groups: RankGroups
+
+    @property
+    def device(self) -> torch.device:
+        """The device."""
+        return self.backend.runtime.device(self.index)
+
+    def placement(self, setup: ExecutionSetup) -> Placement:
+        """Where the rank's share of the model goes."""
+        shard = self.groups.place.shard(setup.geometry)
+        layers = Span(shard.layer_start, shard.layer_stop)
+        communicator = self.groups.stage
+        return Placement(self.backend.ops, self.device, setup.dtype, communicator, layers)
 
 
 class Worker:
@@ -70,7 +83,7 @@ class Worker:
         config: the instance's.
         setup: what all ranks share.
         backend: the rank's hardware.
-        communicator: its group, None for a rank alone. The worker closes it.
+        groups: those that it belongs to. The worker closes them.
         extension: name of an ExtensionFactory, or None.
         handlers: where it reports to.
 
@@ -83,34 +96,31 @@ class Worker:
         config: EngineConfig,
         setup: ExecutionSetup,
         backend: Backend,
-        communicator: Communicator | None,
+        groups: RankGroups,
         *,
         extension: str | None,
         handlers: RankHandlers,
     ) -> None:
-        self._communicator = communicator
-        rank = communicator.rank if communicator else 0
+        rank = groups.place.rank
         index = rank_device(config, list(backend.runtime.devices()), rank)
         backend.runtime.bind_thread(index)
-        device = backend.runtime.device(index)
-        model = build_model(
-            setup.model,
-            Placement(backend.ops, device, setup.dtype, communicator),
-            setup.max_model_len,
-        )
+        self._ground = _Ground(config, backend, index, groups)
+        placement = self._ground.placement(setup)
+        model = build_model(setup.model, placement, setup.max_model_len)
         load_weights(model, config.model, handlers.progress)
-        self._place = _Place(config, backend, index, rank)
-        self._setup = self._measured(setup, model) if setup.is_provisional else setup
-        self.pool, self._runner = self._build_runner(self._setup, model)
+        stage = ModelStage(model, placement, setup.model.hidden_size, groups.pipeline)
+        self._setup = self._measured(setup, stage) if setup.is_provisional else setup
+        self.pool, self._runner = self._build_runner(self._setup, stage)
         self.extension: WorkerExtension | None = None
         if extension is not None:
-            where = (rank, config.tp_size, index, self.pool)
+            where = (rank, config.num_ranks, index, self.pool)
             whom = (backend, config, handlers.emit, handlers.fail)
             self.extension = load_extension(extension)(ExtensionContext(*where, *whom))
 
-    def _measured(self, setup: ExecutionSetup, model: Model) -> ExecutionSetup:
+    def _measured(self, setup: ExecutionSetup, model: ModelStage) -> ExecutionSetup:
         """The final setup: KV gets what the largest step leaves free on every rank."""
-        config, runtime, index = self._place.config, self._place.backend.runtime, self._place.index
+        ground = self._ground
+        config, runtime, index = ground.config, ground.backend.runtime, ground.index
         pool, runner = self._build_runner(setup, model)
         try:
             peak_bytes = measure_peak(runner, largest_step(config, setup), runtime, index)
@@ -118,35 +128,42 @@ class Worker:
             del runner
             pool.close()
         nbytes = memory_for_kv(config, runtime, index, peak_bytes)
-        shards = [shard_of(setup.geometry, config.tp_size, r) for r in range(config.tp_size)]
-        num_blocks = blocks_in(nbytes, config, setup.geometry, shards)
-        return resize(config, setup, self._least(num_blocks))
+        shard = ground.groups.place.shard(setup.geometry)
+        num_blocks = blocks_in(nbytes, config, setup.geometry, [shard])
+        return resize(config, setup, ground.groups.least(num_blocks, ground.device))
 
-    def _least(self, count: int) -> int:
-        """The smallest of all ranks' counts."""
-        if self._communicator is None:
-            return count
-        device = self._place.backend.runtime.device(self._place.index)
-        mine = torch.tensor([count], dtype=torch.int64, device=device)
-        return int(self._communicator.all_gather(mine).min())
-
-    def _build_runner(self, setup: ExecutionSetup, model: Model) -> tuple[KVPool, ModelRunner]:
-        config, backend, index = self._place.config, self._place.backend, self._place.index
-        shard = shard_of(setup.geometry, config.tp_size, self._place.rank)
+    def _build_runner(self, setup: ExecutionSetup, model: ModelStage) -> tuple[KVPool, ModelRunner]:
+        ground = self._ground
+        config, backend, index = ground.config, ground.backend, ground.index
+        shard = ground.groups.place.shard(setup.geometry)
         size, layout_name = setup.pool_size, setup.layout_name
         pool = KVPool(backend, index, setup.geometry, shard, size, layout_name=layout_name)
-        facts, device = setup.model, backend.runtime.device(index)
+        facts, device = setup.model, ground.device
         vocabulary = partial(vocabulary_in, config.model, facts.vocab_size, facts.eos_token_ids)
         requests = RequestTable(
-            config.max_num_seqs, setup.max_blocks, facts.vocab_size, device, vocabulary
+            config.max_num_seqs,
+            setup.max_blocks,
+            facts.vocab_size,
+            device,
+            vocabulary,
+            is_sampling=ground.groups.place.is_last_stage,
         )
         num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
         mover = BlockMover(pool, num_host_blocks, backend.ops, device)
         sampler = Sampler(facts.eos_token_ids)
         return pool, ModelRunner(model, pool, requests, sampler, mover, device)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step."""
+    def execute(
+        self, plan: StepPlan, sampled: Mapping[str, Sequence[int]] | None = None
+    ) -> StepResult:
+        """Run one step.
+
+        Args:
+            plan: the step.
+            sampled: token ids by request, of earlier steps; the last stage knows them.
+        """
+        if sampled and not self._ground.groups.place.is_last_stage:
+            self._runner.learn(sampled)
         layer_done = self.extension.begin_step(plan) if self.extension else None
         return self._runner.run(plan, layer_done)
 
@@ -163,13 +180,14 @@ class Worker:
         prompt = ScheduledSequence(_WARM_UP, 0, length)
         decode = ScheduledSequence(_WARM_UP, length, 1)
         self._runner.run(StepPlan(0, admitted=(admitted,), sequences=(prompt,)))
+        if not self._ground.groups.place.is_last_stage:
+            self._runner.learn({_WARM_UP: (0,)})
         self._runner.run(StepPlan(0, sequences=(decode,)))
         self._runner.run(StepPlan(0, retired=(_WARM_UP,)))
 
     def close(self) -> None:
-        """Stop the extension, leave the group, free the KV. Idempotent."""
+        """Stop the extension, leave the groups, free the KV. Idempotent."""
         if self.extension is not None:
             self.extension.close()
-        if self._communicator is not None:
-            self._communicator.close()
+        self._ground.groups.close()
         self.pool.close()

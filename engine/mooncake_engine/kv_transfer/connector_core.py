@@ -66,7 +66,7 @@ class ConnectorCore(ABC):
     def _rank_is_ready(self, rank: int, facts: RankFacts) -> None:
         """A rank has opened its transports. Any thread."""
         self._rank_facts[rank] = facts
-        if len(self._rank_facts) == self._setup.config.tp_size:
+        if len(self._rank_facts) == self._setup.config.num_ranks:
             self._ranks_ready.set()
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class ConnectorCore(ABC):
         try:
             if not self._ranks_ready.wait(START_TIMEOUT_S):
                 raise ConfigError(
-                    f"{len(self._rank_facts)} of {self._setup.config.tp_size} ranks opened their "
+                    f"{len(self._rank_facts)} of {self._setup.config.num_ranks} ranks opened their "
                     f"transports within {START_TIMEOUT_S:g} s"
                 )
             self._loop.run(self._open(), START_TIMEOUT_S)
@@ -141,7 +141,7 @@ class ConnectorCore(ABC):
             setup.geometry,
             setup.config.block_size,
             setup.hardware,
-            tuple(self._rank_facts[rank] for rank in range(setup.config.tp_size)),
+            tuple(self._rank_facts[rank] for rank in range(setup.config.num_ranks)),
         )
 
     async def _shut(self) -> None:

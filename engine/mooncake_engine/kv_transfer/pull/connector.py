@@ -36,7 +36,7 @@ class MooncakeConnector(ConnectorCore):
     worker = "mooncake_engine.kv_transfer.pull.worker:PullWorker"
 
     def __init__(self, setup: ConnectorSetup) -> None:
-        self._loads = RankLoads(setup.config.tp_size, setup.send)
+        self._loads = RankLoads(setup.config.num_ranks, setup.send)
         super().__init__(
             setup, self._loads, lambda own, holder: check_fit(prefill=holder, decode=own)
         )

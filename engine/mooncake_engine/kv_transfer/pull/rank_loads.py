@@ -28,19 +28,19 @@ class RankLoads:
     """Sends each load to every rank and waits until every rank has reported.
 
     Args:
-        tp_size: how many ranks there are.
+        num_ranks: how many ranks there are.
         send: carries a message to a rank's worker side.
     """
 
-    def __init__(self, tp_size: int, send: SendToRank) -> None:
-        self._tp_size = tp_size
+    def __init__(self, num_ranks: int, send: SendToRank) -> None:
+        self._num_ranks = num_ranks
         self._send = send
         self._pending: dict[str, _Pending] = {}
 
     def tell_all(self, message: ToRank) -> None:
         """Send a message to every rank."""
         encoded = encode(message)
-        for rank in range(self._tp_size):
+        for rank in range(self._num_ranks):
             self._send(rank, encoded)
 
     async def run(self, load: Load) -> list[LoadReport]:
@@ -58,7 +58,7 @@ class RankLoads:
             del self._pending[load.request_id]
         for rank, report in enumerate(reports):
             if report.error is not None:
-                where = f"rank {rank}: " if self._tp_size > 1 else ""
+                where = f"rank {rank}: " if self._num_ranks > 1 else ""
                 raise KVTransferError(where + report.error)
         return reports
 
@@ -73,5 +73,5 @@ class RankLoads:
         if pending is None:
             return
         pending.reports[rank] = report
-        if len(pending.reports) == self._tp_size and not pending.done.done():
-            pending.done.set_result([pending.reports[rank] for rank in range(self._tp_size)])
+        if len(pending.reports) == self._num_ranks and not pending.done.done():
+            pending.done.set_result([pending.reports[rank] for rank in range(self._num_ranks)])

@@ -42,7 +42,7 @@ class MooncakeLayerwiseConnector(ConnectorCore):
     worker = "mooncake_engine.kv_transfer.push.worker:PushWorker"
 
     def __init__(self, setup: ConnectorSetup) -> None:
-        self._group = RankGroup(setup.config.tp_size, setup.send)
+        self._group = RankGroup(setup.config.num_ranks, setup.send)
         self._metaservers: dict[str, str] = {}  # by expected request; the core's thread only
         super().__init__(
             setup, self._group, lambda own, reader: check_fit(prefill=own, decode=reader)

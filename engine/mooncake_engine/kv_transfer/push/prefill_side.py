@@ -45,18 +45,18 @@ class RankGroup:
     """All ranks of this instance.
 
     Args:
-        tp_size: how many there are.
+        num_ranks: how many there are.
         send: carries a message to a rank's worker side.
     """
 
-    def __init__(self, tp_size: int, send: Callable[[int, bytes], None]) -> None:
-        self.tp_size = tp_size
+    def __init__(self, num_ranks: int, send: Callable[[int, bytes], None]) -> None:
+        self.num_ranks = num_ranks
         self._send = send
 
     def tell_all(self, message: ToRank) -> None:
         """Send a message to every rank."""
         encoded = encode(message)
-        for rank in range(self.tp_size):
+        for rank in range(self.num_ranks):
             self._send(rank, encoded)
 
 
@@ -242,7 +242,7 @@ class PushPrefillSide:
         return Standing(message.ticket, self._facts.engine_id, running, tuple(endings))
 
     def _is_drained(self, send: _Send) -> bool:
-        return len(send.reports) == self._ranks.tp_size
+        return len(send.reports) == self._ranks.num_ranks
 
     async def _ask(self, peer: Peer, make: Callable[[int], AnyMessage]) -> LeaseStatus:
         return (await peer.client.ask(make, Status)).status

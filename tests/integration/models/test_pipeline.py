@@ -1,0 +1,109 @@
+"""Pipeline stages in processes: the tokens of one rank, and a clear end when a stage dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.stepping import RunningRequest, Stepper
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.executor import InProcessExecutor
+from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_hal.backend import Backend
+from mooncake_hal.registry import Registry
+
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=8, repetition_penalty=1.2)
+FAMILIES = {"llama": {"tie_word_embeddings": True}, "mixtral": {}, "deepseek_v3": {}}
+Answers = dict[str, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return Registry.discover().select_backend("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: write_checkpoint(random_model(family, **shape), tmp_path_factory.mktemp(family))
+        for family, shape in FAMILIES.items()
+    }
+
+
+def generate(executor: InProcessExecutor | ProcessExecutor) -> list[list[int]]:
+    requests = [
+        RunningRequest("short", (5, 9, 2)),
+        RunningRequest("long", tuple(range(100, 190))),
+        RunningRequest("seeded", tuple(range(30, 60)), SEEDED, seed=11),
+    ]
+    return Stepper(executor, chunk=40).generate(requests)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path], backend: Backend) -> Answers:
+    answers: Answers = {}
+    for family, checkpoint in checkpoints.items():
+        with closing(InProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32), backend)) as one:
+            answers[family] = generate(one)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("family", "pp_size", "tp_size"),
+    [("llama", 2, 1), ("llama", 2, 2), ("llama", 3, 1), ("mixtral", 2, 1), ("deepseek_v3", 2, 2)],
+)
+def test_stages_choose_the_tokens_of_one_rank(
+    family: str,
+    pp_size: int,
+    tp_size: int,
+    checkpoints: dict[str, Path],
+    backend: Backend,
+    expected: Answers,
+) -> None:
+    config = EngineConfig(checkpoints[family], num_kv_blocks=32, pp_size=pp_size, tp_size=tp_size)
+    with closing(ProcessExecutor(config, backend)) as executor:
+        executor.warm_up()
+        assert generate(executor) == expected[family]
+        shards = [rank.shard for rank in executor.facts.ranks]
+        assert len(shards) == pp_size * tp_size
+        assert (shards[0].layer_start, shards[-1].layer_stop) == (0, 3)
+        assert all(shard.layers < 3 for shard in shards)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_stage_ends_the_instance_with_its_reason(
+    rank: int, checkpoints: dict[str, Path], backend: Backend
+) -> None:
+    config = EngineConfig(checkpoints["llama"], num_kv_blocks=32, pp_size=2)
+    with closing(ProcessExecutor(config, backend)) as executor:
+        os.kill(executor.rank_pids[rank], signal.SIGKILL)
+        with pytest.raises(EngineDead, match=f"rank {rank} of 2 died: killed by SIGKILL"):
+            generate(executor)
+
+
+def test_the_pool_has_as_many_blocks_as_the_stage_with_least_room(
+    checkpoints: dict[str, Path], backend: Backend
+) -> None:
+    """Stages of two layers and of one, which measure what they need by running a step together."""
+    config = EngineConfig(
+        checkpoints["llama"], pp_size=2, memory_utilization=0.05, max_model_len=64, threads=1
+    )
+    with closing(ProcessExecutor(config, backend)) as executor:
+        counts = {rank.layout.num_blocks for rank in executor.facts.ranks}
+        assert counts == {executor.facts.num_blocks}
+        assert [rank.shard.layers for rank in executor.facts.ranks] == [2, 1]
+
+
+def test_more_stages_than_layers_are_refused_before_anything_starts(
+    checkpoints: dict[str, Path], backend: Backend
+) -> None:
+    config = EngineConfig(checkpoints["llama"], num_kv_blocks=32, pp_size=4)
+    with pytest.raises(ConfigError, match="pp_size 4 was asked for, the model has 3 layers"):
+        ProcessExecutor(config, backend)
