@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -186,6 +187,7 @@ class Bench:
         num_host_blocks: room to swap to.
         block_size: tokens per block.
         token: see ``Worker``.
+        depth: steps that may be in flight. Each runs as late as can be: when it has to be over.
         limits: fields of ``SchedulerLimits`` that differ.
     """
 
@@ -197,6 +199,7 @@ class Bench:
         block_size: int = 4,
         prefix_caching: bool = True,
         token: int | None = 7,
+        depth: int = 1,
         **limits: Any,
     ) -> None:
         wanted = {
@@ -211,6 +214,8 @@ class Bench:
         )
         self.connector = RecordingConnector()
         self.worker = Worker(num_blocks, num_host_blocks, block_size, token)
+        self.depth = depth
+        self.in_flight: deque[StepPlan] = deque()
         self.scheduler = Scheduler(SchedulerLimits(**wanted), blocks, self.connector)
 
     @property
@@ -225,11 +230,18 @@ class Bench:
         return request
 
     def step(self) -> tuple[StepPlan, list[TokenUpdate]]:
-        """Plan, run and take in one step, and audit the books."""
+        """Plan one step, let the oldest one run if there are enough, and audit the books."""
         plan = self.scheduler.schedule()
-        updates = self.scheduler.update(plan, self.worker.execute(plan))
+        self.in_flight.append(plan)
+        is_full = len(self.in_flight) >= self.depth or not plan.sequences
+        updates = self.land() if is_full else self.scheduler.take_updates()
         self.scheduler.check_integrity()
         return plan, updates
+
+    def land(self) -> list[TokenUpdate]:
+        """Run the oldest step in flight, and take in what comes of it."""
+        plan = self.in_flight.popleft()
+        return self.scheduler.update(plan, self.worker.execute(plan))
 
     def run(self, max_steps: int = 500) -> dict[str, list[int]]:
         """Step until nothing is left; every request's tokens."""

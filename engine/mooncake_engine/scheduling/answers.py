@@ -40,6 +40,7 @@ class Answers:
         self._updates: list[TokenUpdate] = []
         self._leased: dict[str, list[int]] = {}  # finished here; a peer has yet to read them
         self._draining: dict[str, list[int]] = {}  # given up while a peer's KV was coming in
+        self._unsettled: list[Request] = []  # finished while steps that write to them are in flight
         self._expiries: list[tuple[float, str]] = []  # a heap; requests that ended stay in it
 
     @property
@@ -49,8 +50,10 @@ class Answers:
 
     @property
     def held_tables(self) -> list[list[int]]:
-        """Block tables kept for peers or until a cancelled load is drained."""
-        return [*self._leased.values(), *self._draining.values()]
+        """Block tables kept for peers, until a cancelled load is drained, or until the last step
+        that writes to them is over."""
+        unsettled = [request.block_ids for request in self._unsettled]
+        return [*self._leased.values(), *self._draining.values(), *unsettled]
 
     def take_updates(self) -> list[TokenUpdate]:
         """What happened to requests since this was asked last."""
@@ -58,7 +61,12 @@ class Answers:
         return updates
 
     def watch(self, request: Request) -> None:
-        """End the request when its time is up, if it has a limit."""
+        """End the request when it is long enough, and when its time is up, if it has a limit."""
+        asked = 1 if request.keeps_kv else request.sampling.max_tokens
+        longest = self._limits.max_model_len
+        if asked is not None:
+            longest = min(longest, request.num_prompt_tokens + asked)
+        request.max_num_tokens = longest
         if request.expiry is not None:
             heapq.heappush(self._expiries, (request.expiry, request.request_id))
 
@@ -125,18 +133,21 @@ class Answers:
         self._places.disperse(request)
         self._places.leave(request)
         self._places.exit(request)
-        if request.keeps_kv and _is_complete(request, update):
+        if request.num_in_flight:
+            self._unsettled.append(request)
+        elif request.keeps_kv and _is_complete(request, update):
             update = self._hand_over(request, update)
-        elif request.sends_kv:
-            self._stop_sending(request)
         elif is_loading:
             self.drain(request)
             self.cancel_load(request)
         else:
-            self._blocks.release(request)
-            self._blocks.drop_swapped(request)
-            self.cancel_load(request)
+            self._settle(request)
         self._updates.append(replace(update, times=request.times))
+
+    def settle(self, request: Request) -> None:
+        """The last step that ran a finished request is over: its blocks are free."""
+        self._unsettled.remove(request)
+        self._settle(request)
 
     def fail(self, request: Request, reason: str) -> None:
         """End a request that can't go on."""
@@ -172,16 +183,19 @@ class Answers:
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         sampling = request.spec.sampling
         num_tokens = len(request.token_ids)
-        num_output_tokens = num_tokens - len(request.spec.prompt_token_ids)
-        if num_output_tokens >= sampling.min_tokens:
+        if num_tokens - len(request.spec.prompt_token_ids) >= sampling.min_tokens:
             is_eos = token_id in self._limits.eos_token_ids and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:
                 return FinishReason.STOP
-        limit = sampling.max_tokens
-        at_limit = limit is not None and num_output_tokens >= limit
-        if at_limit or request.keeps_kv or num_tokens >= self._limits.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if num_tokens >= request.max_num_tokens else None
+
+    def _settle(self, request: Request) -> None:
+        if request.sends_kv:
+            self._stop_sending(request)
+            return
+        self._blocks.release(request)
+        self._blocks.drop_swapped(request)
+        self.cancel_load(request)
 
     def _stop_sending(self, request: Request) -> None:
         assert self._connector is not None, "a request that sends its KV needs a connector"

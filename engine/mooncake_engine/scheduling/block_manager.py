@@ -105,7 +105,7 @@ class BlockManager:
         return max(wanted + self._writes_shared(request), 0)
 
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
-        """Make a table hold ``num_tokens``, its own from ``num_computed`` on; None if it can't."""
+        """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
         table = request.block_ids
         is_shared = self._writes_shared(request)
         wanted = -(-num_tokens // self.block_size) - len(table) + is_shared
@@ -116,7 +116,7 @@ class BlockManager:
             return None
         copied = None
         if is_shared:
-            is_last = request.num_computed // self.block_size == len(table) - 1
+            is_last = request.num_scheduled // self.block_size == len(table) - 1
             assert is_last, "only a table's last block is shared and written to"
             copied = (table.pop(), fresh[0])
             self.pool.release(copied[:1])
@@ -225,7 +225,7 @@ class BlockManager:
     def _writes_shared(self, request: Request) -> bool:
         """Whether the next token goes to a block that other tables have, too."""
         table = request.block_ids
-        written = request.num_computed // self.block_size
+        written = (request.num_computed + request.num_in_flight) // self.block_size
         return written < len(table) and self.pool.references(table[written]) > 1
 
     def _find_prefix(self, request: Request, cacheable: int) -> list[int]:

@@ -22,6 +22,8 @@ class SchedulerLimits:
         delay_factor: a prompt waits that many times the duration of the last step that admitted
             some, so that more come together; 0 admits at once.
         num_speculative_tokens: tokens that may be guessed ahead of each sequence's last one.
+        feeds_forward: workers hand a sampled token to the next step themselves, so that a request
+            may be planned again before its token is known here.
     """
 
     max_num_seqs: int
@@ -33,3 +35,4 @@ class SchedulerLimits:
     watermark: float = 0.0
     delay_factor: float = 0.0
     num_speculative_tokens: int = 0
+    feeds_forward: bool = False

@@ -91,6 +91,11 @@ class StepPlan:
         """Tokens that the step runs at most."""
         return sum(sequence.count + sequence.num_drafts for sequence in self.sequences)
 
+    @property
+    def reads_freed_blocks(self) -> bool:
+        """Whether it copies from blocks that may have been given up since it was planned."""
+        return bool(self.swap_outs or self.block_copies)
+
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
     """A sampled token and, if its request asked, its log probabilities."""

@@ -82,6 +82,10 @@ class Request:
     Attributes:
         group: its own or its siblings'; set when it comes to the scheduler.
         leader: the sibling whose prompt is on its way and will be this one's, too.
+        max_num_tokens: it ends when it is that long; set when it comes to the scheduler.
+        num_computed: tokens whose KV is there.
+        num_in_flight: those behind them whose KV will be, once the steps in flight are over.
+        num_promised: tokens that these steps sample: nobody here knows them yet.
         host_block_ids: its block table in host memory while it is swapped out.
         chain: digests of its full blocks, as far as they were needed.
     """
@@ -96,11 +100,14 @@ class Request:
     state: RequestState = RequestState.WAITING
     group: SequenceGroup = field(init=False)
     leader: Request | None = None
+    max_num_tokens: int = field(init=False)
     token_ids: list[int] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_in_flight: int = 0
+    num_promised: int = 0
     num_published: int = 0
     num_cached_tokens: int = 0
     num_scored: int = 0
@@ -147,9 +154,19 @@ class Request:
         return len(self.spec.prompt_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens so far, and those that are promised."""
+        return len(self.token_ids) + self.num_promised
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_scheduled(self) -> int:
+        """Tokens that have run or are about to: the position of the next one that does."""
+        return self.num_computed + self.num_in_flight
 
     @property
     def awaits_scores(self) -> bool:
@@ -167,9 +184,9 @@ class Request:
     @property
     def shares_first_token(self) -> bool:
         """Whether it may sample its first token from the logits of a sibling's prompt."""
-        return self.shares_prompt and not self.num_output_tokens
+        return self.shares_prompt and self.num_tokens == self.num_prompt_tokens
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is not there yet: 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that no step has run yet: 1 while decoding."""
+        return self.num_tokens - self.num_scheduled

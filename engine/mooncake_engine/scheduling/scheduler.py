@@ -4,13 +4,19 @@ There are no prefill and decode phases: in each step every running request gets 
 KV has caught up with its tokens, within a budget; long prompts run in chunks (after vLLM v1 and
 Sarathi-Serve). First come, first served, within a priority. Pure: no torch, no clock, no I/O; a
 connector that moves KV is an argument.
+
+Several steps may be in flight: planned, and not yet over. They run one after the other, in order,
+so a step may build on the KV of those before it, and take the place of blocks that they used; what
+is not bound to that order, a peer above all, sees only what is over.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import groupby
 from math import ceil
 from operator import attrgetter
+from typing import NamedTuple
 
 from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.scheduling.answers import Answers
@@ -20,7 +26,7 @@ from mooncake_engine.scheduling.kv_connector import KVConnector
 from mooncake_engine.scheduling.limits import SchedulerLimits
 from mooncake_engine.scheduling.loads import PeerLoads
 from mooncake_engine.scheduling.places import Places
-from mooncake_engine.scheduling.plan import StepPlan, StepResult
+from mooncake_engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
 from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.queue import urgency
 from mooncake_engine.scheduling.request import FirstToken, Request, RequestState, SequenceGroup
@@ -28,6 +34,13 @@ from mooncake_engine.scheduling.speculation import Speculation
 from mooncake_engine.scheduling.step_builder import StepBuilder
 
 _group_of = attrgetter("group")
+
+
+class _Flight(NamedTuple):
+    """A step in flight: its plan, and who takes part, siblings behind their leaders."""
+
+    plan: StepPlan
+    requests: list[Request]
 
 
 class Scheduler:
@@ -53,6 +66,8 @@ class Scheduler:
         self._delay = AdmissionDelay(limits.delay_factor)
         self._watermark_blocks = ceil(limits.watermark * blocks.pool.num_blocks)
         self._step = 0
+        self._flights: deque[_Flight] = deque()
+        self._awaits_landing = False
 
     @property
     def num_running(self) -> int:
@@ -84,11 +99,12 @@ class Scheduler:
         """Whether ``schedule`` might plan something or ``update`` might report something."""
         places = self._places
         is_queued = len(places.requests) > len(places.transferring)
-        return is_queued or self._answers.has_updates or bool(places.retired)
+        has_rest = self._answers.has_updates or bool(places.retired)
+        return is_queued or has_rest or bool(self._flights)
 
     @property
     def num_held_tables(self) -> int:
-        """Block tables kept for peers or until a cancelled load is drained."""
+        """Block tables that outlive their requests: for peers, or while somebody may write there."""
         return len(self._answers.held_tables)
 
     # --- requests come and go ------------------------------------------------------------
@@ -152,38 +168,47 @@ class Scheduler:
     # --- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; the plan may be empty."""
+        """Plan the next step; the plan may be empty.
+
+        With sequences in it, it is in flight until ``update`` is called with it.
+        """
         step = StepBuilder(self.limits.max_num_batched_tokens)
-        self._delay.begin_step(self._places.now)
-        if self._continue_running(step):
-            self._admit(step)
-            if not len(self._places.waiting) and not len(self._places.swapped):
-                self._loads.start(self._watermark_blocks)
+        self._awaits_landing = self._awaits_landing and bool(self._flights)
+        if not self._awaits_landing:
+            self._fill(step)
         if self.limits.num_speculative_tokens:
             self.speculation.plan(step, self._places.requests)
         plan = step.build(self._step, self._places.take_retired())
         self._step += 1
+        if plan.sequences:
+            self._flights.append(_Flight(plan, step.requests))
         return plan
 
+    def _fill(self, step: StepBuilder) -> None:
+        self._delay.begin_step(self._places.now)
+        if not self._continue_running(step):
+            return
+        self._admit(step)
+        if not len(self._places.waiting) and not len(self._places.swapped):
+            # a peer would write at any time, also before blocks that are free now are copied
+            if not any(flight.plan.reads_freed_blocks for flight in self._flights):
+                self._loads.start(self._watermark_blocks)
+
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
-        """Take a step's tokens in; returns what happened to each request since the last call."""
-        requests = self._places.requests
-        for sequence in plan.sequences:
-            request = requests.get(sequence.request_id)
-            if request is None or request.state is not RequestState.RUNNING:
-                continue
-            request.num_computed = sequence.start + sequence.count
-            self.blocks.publish(request)
-            if result.prompt_logprobs:
-                scores = result.prompt_logprobs.get(request.request_id, ())
-                self._answers.report_scores(request, sequence.start, scores)
-            if sequence.is_sampling:
-                self._take_tokens(request, sequence.request_id, result)
-            if sequence.num_drafts:
-                self.speculation.settle(request, sequence, result)
-            for name in sequence.siblings:
-                requests[name].num_computed = sequence.start + sequence.count
-                self._take_tokens(requests[name], name, result)
+        """Take in what came of a step; returns what happened to each request since the last call.
+
+        Args:
+            plan: of the oldest step in flight; an empty one changes nothing.
+            result: its.
+        """
+        if plan.sequences:
+            flight = self._flights.popleft()
+            assert flight.plan is plan, f"step {plan.step} is over before {flight.plan.step}"
+            requests = iter(flight.requests)
+            for sequence in plan.sequences:
+                self._land(next(requests), sequence, result)
+                for _ in sequence.siblings:
+                    self._land(next(requests), sequence, result)
         return self._answers.take_updates()
 
     def take_updates(self) -> list[TokenUpdate]:
@@ -200,6 +225,25 @@ class Scheduler:
         for request in self._places.swapped:
             assert request.host_block_ids, f"{request.request_id} is swapped out to nowhere"
 
+    def _land(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
+        """A request's share of a step is over; the request itself may have ended meanwhile."""
+        stop = sequence.start + sequence.count
+        request.num_in_flight -= stop - request.num_computed
+        request.num_computed = stop
+        if request.state is not RequestState.RUNNING:
+            if not request.num_in_flight:
+                self._answers.settle(request)
+            return
+        self.blocks.publish(request)
+        if result.prompt_logprobs:
+            scores = result.prompt_logprobs.get(request.request_id, ())
+            self._answers.report_scores(request, sequence.start, scores)
+        if sequence.is_sampling:
+            request.num_promised -= 1
+            self._take_tokens(request, request.spec.request_id, result)
+            if sequence.num_drafts:
+                self.speculation.settle(request, sequence, result)
+
     def _take_tokens(self, request: Request, name: str, result: StepResult) -> None:
         if name in result.failed:
             self._answers.fail(request, result.failed[name])
@@ -209,24 +253,49 @@ class Scheduler:
     # --- running ---------------------------------------------------------------------------
 
     def _continue_running(self, step: StepBuilder) -> bool:
-        """Give running requests their tokens; False if blocks ran out and some gave way."""
+        """Give running requests their tokens; False if blocks ran out: some gave way, or have to
+        when nothing is in flight any more."""
         before = self._preemption.num_preemptions
         for group, members in groupby(list(self._places.running), _group_of):
             if len(group.members) == 1:
                 self._continue_single(next(members), step)
             else:
                 self._continue_group(group, list(members), step)
+            if self._awaits_landing:
+                return False
         return self._preemption.num_preemptions == before
 
     def _continue_single(self, request: Request, step: StepBuilder) -> None:
-        count = min(len(request.token_ids) - request.num_computed, step.budget)
-        if not count or request.state is not RequestState.RUNNING:
+        count = self._count(request, step.budget)
+        if not count:
             return
-        while (growth := self.blocks.grow(request, request.num_computed + count)) is None:
-            self._preemption.make_room_for(request.group, step)
+        while (growth := self.blocks.grow(request, request.num_scheduled + count)) is None:
+            if not self._make_room_for(request.group, step):
+                return
             if request.state is not RequestState.RUNNING:
                 return
         step.add(request, count, growth)
+
+    def _count(self, request: Request, budget: int) -> int:
+        """How many tokens of a request run next; none after the one that certainly is its last, or
+        where the workers don't know themselves what a step in flight samples."""
+        if request.state is not RequestState.RUNNING:
+            return 0
+        num_tokens = len(request.token_ids)
+        if request.num_promised:
+            num_tokens += request.num_promised
+            if not self.limits.feeds_forward or num_tokens >= request.max_num_tokens:
+                return 0
+        return min(num_tokens - request.num_computed - request.num_in_flight, budget)
+
+    def _make_room_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
+        """Have somebody give way, whom no step in flight runs: else nothing is planned until all of
+        them are over."""
+        if self._flights:
+            self._awaits_landing = True
+            return False
+        self._preemption.make_room_for(group, step)
+        return True
 
     def _continue_group(
         self, group: SequenceGroup, members: list[Request], step: StepBuilder
@@ -237,7 +306,8 @@ class Scheduler:
             shares, wanted = self._shares(members, step.budget)
             if wanted <= pool.num_free:
                 break
-            self._preemption.make_room_for(group, step)
+            if not self._make_room_for(group, step):
+                return
         for request, count in shares:
             self._run_on(request, count, step)
 
@@ -245,18 +315,17 @@ class Scheduler:
         """How many tokens each running member gets, and how many blocks that takes."""
         shares, wanted = [], 0
         for request in members:
-            count = min(request.num_pending, budget)
-            if count and request.state is RequestState.RUNNING:
+            if count := self._count(request, budget):
                 shares.append((request, count))
-                wanted += self.blocks.lacking(request, request.num_computed + count)
+                wanted += self.blocks.lacking(request, request.num_scheduled + count)
                 budget -= count
         return shares, wanted
 
     def _run_on(self, request: Request, count: int, step: StepBuilder) -> None:
-        growth = self.blocks.grow(request, request.num_computed + count)
+        growth = self.blocks.grow(request, request.num_scheduled + count)
         assert growth is not None, "blocks were counted before they were taken"
         followers: list[Request] = []
-        if not request.num_output_tokens and count == request.num_pending:
+        if request.shares_first_token and count == request.num_pending:
             followers = self._take_followers(request, step)
         step.add(request, count, growth, followers)
 
@@ -296,7 +365,7 @@ class Scheduler:
         if growth is not None:
             step.copy(growth)
             self._run(request, step)
-        elif not self._places.running:
+        elif not self._places.running and not self._flights:
             self._preemption.start_over(self._places.ready.least_urgent() or request)
         else:
             return False

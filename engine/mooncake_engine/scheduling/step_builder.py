@@ -23,6 +23,8 @@ class StepBuilder:
         self._admitted: list[AdmittedRequest] = []
         self._decodes: list[ScheduledSequence] = []
         self._prefills: list[ScheduledSequence] = []
+        self._decoding: list[Request] = []
+        self._prefilling: list[Request] = []
         self._swap_outs: list[tuple[int, int]] = []
         self._swap_ins: list[tuple[int, int]] = []
         self._copies: list[tuple[int, int]] = []
@@ -48,7 +50,7 @@ class StepBuilder:
         growth: Growth = NO_GROWTH,
         followers: Sequence[Request] = (),
     ) -> None:
-        """Run the request's next ``count`` tokens.
+        """Run the request's next ``count`` tokens, which are in flight from now on.
 
         Args:
             request: whose.
@@ -56,18 +58,29 @@ class StepBuilder:
             growth: what its table gained since the workers heard of it.
             followers: siblings that sample their first token from its prompt.
         """
-        is_sampling = count == len(request.token_ids) - request.num_computed
+        start = request.num_computed + request.num_in_flight
+        is_sampling = count == len(request.token_ids) + request.num_promised - start
         sequence = ScheduledSequence(
             request.spec.request_id,
-            request.num_computed,
+            start,
             count,
             growth.block_ids,
             is_sampling,
             growth.at if growth.block_ids else None,
             tuple([follower.request_id for follower in followers]) if followers else (),
         )
-        is_decode = count == 1 and is_sampling
-        (self._decodes if is_decode else self._prefills).append(sequence)
+        request.num_in_flight += count
+        request.num_promised += is_sampling
+        if count == 1 and is_sampling:
+            sequences, requests = self._decodes, self._decoding
+        else:
+            sequences, requests = self._prefills, self._prefilling
+        sequences.append(sequence)
+        requests.append(request)
+        for follower in followers:
+            follower.num_in_flight = start + count - follower.num_computed
+            follower.num_promised = 1
+            requests.append(follower)
         self.budget -= count
         if growth.copied is not None:
             self.copy(growth)
@@ -110,6 +123,11 @@ class StepBuilder:
         """Copy blocks back from host memory."""
         assert not self._swap_outs, "host blocks that are read in a step are not written in it"
         self._swap_ins += copies
+
+    @property
+    def requests(self) -> list[Request]:
+        """Who takes part, in the plan's order, siblings behind the one whose logits they share."""
+        return self._decoding + self._prefilling
 
     def build(self, step: int, retired: tuple[str, ...]) -> StepPlan:
         """The plan, decodes first."""

@@ -33,9 +33,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.1]),
         prefix_caching=st.booleans(),
         num_drafts=st.sampled_from([0, 1, 5]),
+        flights=st.sampled_from([(1, False), (1, True), (2, False), (2, True), (3, True)]),
     )
     def begin(
-        self, host_blocks: int, watermark: float, prefix_caching: bool, num_drafts: int
+        self,
+        host_blocks: int,
+        watermark: float,
+        prefix_caching: bool,
+        num_drafts: int,
+        flights: tuple[int, bool],
     ) -> None:
         self.bench = Bench(
             BLOCKS,
@@ -45,7 +51,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=BUDGET,
             watermark=watermark,
-            num_speculative_tokens=num_drafts,
+            num_speculative_tokens=0 if flights[1] else num_drafts,
+            depth=flights[0],
+            feeds_forward=flights[1],
         )
         self.scheduler = self.bench.scheduler
 
@@ -88,7 +96,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         holders = [*places.running, *places.ready]
         oldest = min(holders, key=urgency, default=None)
         was_running = oldest is not None and oldest.state is RequestState.RUNNING
-        is_cramped = bool(self.scheduler.num_held_tables or places.transferring)
+        is_cramped = bool(
+            self.scheduler.num_held_tables or places.transferring or self.bench.in_flight
+        )
         plan, updates = self.bench.step()
         assert plan.num_tokens <= BUDGET
         assert len(plan.sequences) <= MAX_SEQS
@@ -97,6 +107,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert oldest.request_id in ran, "the oldest did not progress"
         self._take(updates)
 
+    @precondition(lambda self: self.bench.in_flight)
+    @rule()
+    def a_step_is_over(self) -> None:
+        self._take(self.bench.land())
+
     @rule()
     def step_while_others_hold_the_free_blocks(self) -> None:
         """Whoever needs a block has to take it from somebody: groups are swapped, single ones start
@@ -104,9 +119,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.scheduler.blocks.pool
         held = pool.allocate(pool.num_free)
         assert held is not None
-        plan = self.scheduler.schedule()
+        self.bench.in_flight.append(self.scheduler.schedule())
         pool.release(held)
-        self._take(self.scheduler.update(plan, self.bench.worker.execute(plan)))
+        if len(self.bench.in_flight) >= self.bench.depth:
+            self._take(self.bench.land())
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -174,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for name in [*connector.offered, *connector.withdrawn]:
                 connector.offered.pop(name, None)
                 self.scheduler.release(name)
-            if not self.live and not self.scheduler.has_work:
+            if not self.live and not self.scheduler.has_work and not self.bench.in_flight:
                 break
             self._take(self.bench.step()[1])
         assert not self.live, f"never finished: {self.live}"
