@@ -104,7 +104,7 @@ class Scheduler:
 
     @property
     def num_held_tables(self) -> int:
-        """Block tables that outlive their requests: for peers, or while somebody may write there."""
+        """Block tables that outlive their requests: see ``Answers.held_tables``."""
         return len(self._answers.held_tables)
 
     # --- requests come and go ------------------------------------------------------------
@@ -189,10 +189,10 @@ class Scheduler:
         if not self._continue_running(step):
             return
         self._admit(step)
-        if not len(self._places.waiting) and not len(self._places.swapped):
-            # a peer would write at any time, also before blocks that are free now are copied
-            if not any(flight.plan.reads_freed_blocks for flight in self._flights):
-                self._loads.start(self._watermark_blocks)
+        is_queued = len(self._places.waiting) or len(self._places.swapped)
+        # a peer writes at any time, also before blocks that were given up have been copied
+        if not is_queued and not any(flight.plan.reads_freed_blocks for flight in self._flights):
+            self._loads.start(self._watermark_blocks)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take in what came of a step; returns what happened to each request since the last call.
