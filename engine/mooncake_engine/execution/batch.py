@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mooncake_engine.execution.request_state import RequestState, RequestTable
+from mooncake_engine.execution.request_state import BlockTables, RequestState, RequestTable
+from mooncake_engine.execution.speculation.continuation import Draft
 from mooncake_engine.scheduling.plan import ScheduledSequence
 from mooncake_hal.backend import AttentionBatch
 
+NO_DRAFTS: Mapping[str, Draft] = {}
+
+
+class Shares(NamedTuple):
+    """Which tokens of which sequences run: lists of equal length, sequences of one token first.
+
+    Args:
+        rows: of the block tables.
+        starts: positions of the first tokens; everything before them has its KV.
+        counts: how many tokens.
+    """
+
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepInputs:
+class ForwardInputs:
     """One forward pass.
 
     Args:
         token_ids, positions: [tokens] int64.
         attention: which of them attend to what.
+        last_rows: [sequences] int64 on the host, where each sequence's last token is.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    last_rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """The forward pass of a step.
+
+    Args:
+        token_ids, positions, attention: see ``ForwardInputs``.
         sampled_rows: [n] int64, last token of each sequence that samples, once more for each
-            sibling; None if that is every token, in order.
-        sampling: the requests of these rows.
+            sibling, or with its drafts behind it; None if that is every token, in order.
+        sampling: the requests that sample, siblings behind the one whose logits they share.
     """
 
     token_ids: Tensor
@@ -40,17 +73,58 @@ def make_inputs(
     requests: RequestTable,
     block_size: int,
     device: torch.device,
+    drafts: Mapping[str, Draft] = NO_DRAFTS,
 ) -> StepInputs:
-    """Lay out the sequences of a plan; their tables already hold the step's new blocks."""
-    counts = [sequence.count for sequence in sequences]
+    """Lay out the sequences of a plan; their tables already hold the step's new blocks.
+
+    Args:
+        sequences: of the plan; those that run one token, drafts included, come first.
+        states: the sequences' requests.
+        requests: all of them.
+        block_size: tokens per block.
+        device: of the tensors.
+        drafts: guesses to run behind the last tokens of requests, by id.
+    """
+    guessed = [_guessed(sequence, drafts) for sequence in sequences] if drafts else None
     starts = [sequence.start for sequence in sequences]
+    counts = [sequence.count for sequence in sequences]
+    token_ids = _token_ids(states, starts, counts, guessed)
+    if guessed:
+        counts = [count + len(more) for count, more in zip(counts, guessed, strict=True)]
+    shares = Shares([state.row for state in states], starts, counts)
+    forward = lay_out(shares, token_ids, requests.tables, block_size, device)
+    num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
+    rows = _sampled_rows(forward.last_rows, num_sampled, guessed)
+    return StepInputs(
+        token_ids=forward.token_ids,
+        positions=forward.positions,
+        attention=forward.attention,
+        sampled_rows=None if rows is None else _on(device, rows),
+        sampling=_samplers(sequences, states, requests),
+    )
+
+
+def lay_out(
+    shares: Shares,
+    token_ids: Sequence[int],
+    tables: BlockTables,
+    block_size: int,
+    device: torch.device,
+) -> ForwardInputs:
+    """The tensors of a forward pass.
+
+    Args:
+        shares: what runs.
+        token_ids: the shares' tokens, one share after the other.
+        tables: where the sequences have their KV.
+        block_size: tokens per block.
+        device: of the tensors.
+    """
+    rows, starts, counts = shares
     contexts = [start + count for start, count in zip(starts, counts, strict=True)]
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
-    block_tables = requests.tables.gather(
-        np.fromiter((state.row for state in states), np.int64, len(states)),
-        -(-max(contexts) // block_size),
-    )
+    block_tables = tables.gather(np.array(rows, dtype=np.int64), -(-max(contexts) // block_size))
     owners, positions = _positions(np.array(counts), np.array(starts), query_start)
     attention = AttentionBatch(
         num_decodes=_leading_ones(counts),
@@ -62,14 +136,17 @@ def make_inputs(
         host_query_lens=tuple(counts),
         host_context_lens=tuple(contexts),
     )
-    num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
-    return StepInputs(
-        token_ids=_on(device, _token_ids(states, starts, contexts)),
+    return ForwardInputs(
+        token_ids=_on(device, np.array(token_ids, dtype=np.int64)),
         positions=_on(device, positions),
         attention=attention,
-        sampled_rows=_sampled_rows(query_start, num_sampled, device),
-        sampling=_samplers(sequences, states, requests),
+        last_rows=query_start[1:].astype(np.int64) - 1,
     )
+
+
+def _guessed(sequence: ScheduledSequence, drafts: Mapping[str, Draft]) -> list[int]:
+    draft = drafts.get(sequence.request_id)
+    return [] if draft is None else draft.token_ids
 
 
 def _on(device: torch.device, array: NDArray[np.generic]) -> Tensor:
@@ -104,25 +181,42 @@ def _slots(
 
 
 def _token_ids(
-    states: Sequence[RequestState], starts: list[int], stops: list[int]
-) -> NDArray[np.int64]:
+    states: Sequence[RequestState],
+    starts: list[int],
+    counts: list[int],
+    guessed: list[list[int]] | None,
+) -> list[int]:
     tokens: list[int] = []
-    for state, start, stop in zip(states, starts, stops, strict=True):
-        if stop - start == 1:
+    for index, (state, start, count) in enumerate(zip(states, starts, counts, strict=True)):
+        if count == 1:
             tokens.append(state.token_ids[start])
         else:
-            tokens += state.token_ids[start:stop]
-    return np.array(tokens, dtype=np.int64)
+            tokens += state.token_ids[start : start + count]
+        if guessed:
+            tokens += guessed[index]
+    return tokens
 
 
 def _sampled_rows(
-    query_start: NDArray[np.int32], num_sampled: list[int], device: torch.device
-) -> Tensor | None:
-    is_every_token = query_start[-1] == len(num_sampled)
+    last_rows: NDArray[np.int64], num_sampled: list[int], guessed: list[list[int]] | None
+) -> NDArray[np.int64] | None:
+    if guessed:
+        num_drafts = [len(tokens) for tokens in guessed]
+        rows = np.repeat(last_rows, np.add(num_sampled, num_drafts))
+        return rows - np.array(_steps_back(num_sampled, num_drafts), dtype=np.int64)
+    is_every_token = last_rows[-1] == len(num_sampled) - 1
     if is_every_token and all(count == 1 for count in num_sampled):
         return None
-    rows = np.repeat(query_start[1:].astype(np.int64) - 1, num_sampled)
-    return _on(device, rows)
+    return np.repeat(last_rows, num_sampled)
+
+
+def _steps_back(num_sampled: list[int], num_drafts: list[int]) -> list[int]:
+    """How far each sampled row is from its sequence's last one: siblings share that, and a
+    sequence with drafts samples before each of them, too."""
+    steps: list[int] = []
+    for sampled, drafts in zip(num_sampled, num_drafts, strict=True):
+        steps += range(drafts, -1, -1) if drafts else [0] * sampled
+    return steps
 
 
 def _samplers(

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.request_state import RequestState
+from mooncake_engine.execution.request_state import RequestState, SamplingState
 
 
-def mask_logits(logits: Tensor, states: Sequence[RequestState]) -> None:
+def mask_logits(logits: Tensor, states: Sequence[SamplingState]) -> None:
     """Rule out, in place, what the rows' grammars do not allow.
 
     Args:

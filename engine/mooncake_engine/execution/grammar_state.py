@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 from mooncake_engine.errors import InvalidRequest, RequestFailed
 from mooncake_engine.sampling_params import Grammar
@@ -49,6 +50,16 @@ class GrammarState:
         except RequestFailed as exc:
             self._matcher, self.failure = None, str(exc)
             return None
+
+    def after(self, token_id: int) -> GrammarState | None:
+        """A state of its own, one token later; None if the answer can't go on so."""
+        allowed = self.allowed()
+        if allowed is None or not allowed[token_id // 8] >> token_id % 8 & 1:
+            return None
+        later = copy(self)
+        later._matcher = None if self._matcher is None else self._matcher.copy()
+        later.accept(token_id)
+        return None if later.allowed() is None else later
 
     def _begin(self, find_vocabulary: FindVocabulary, grammar: Grammar) -> GrammarMatcher | None:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,9 +46,45 @@ class TokenCounts:
         self.output[token_id] += 1
         self.is_seen[token_id] = True
 
+    def after(self, token_id: int) -> TokenCounts:
+        """Counts of their own, one token later."""
+        later = copy(self)
+        later.output, later.is_seen = self.output.clone(), self.is_seen.clone()
+        later.add(token_id)
+        return later
+
 
 def _histogram(tokens: tuple[int, ...], vocab_size: int) -> Tensor:
     return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size).float()
+
+
+class SamplingState(Protocol):
+    """What the sampler looks at of a request."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Fixes, with the output position, each random choice."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far: the position of the next one."""
+        ...
+
+    @property
+    def counts(self) -> TokenCounts | None:
+        """For requests with penalties."""
+        ...
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        """For requests whose answer follows one."""
+        ...
 
 
 class RequestState:
@@ -88,7 +126,7 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer so far: the position of the next one."""
+        """See ``SamplingState``."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> None:
@@ -129,6 +167,11 @@ class BlockTables:
         self._table[row, start:stop] = block_ids
         self._lengths[row] = stop
 
+    def block_ids(self, row: int, start: int) -> list[int]:
+        """A row's blocks from index ``start`` on."""
+        found: list[int] = self._table[row, start : self._lengths[row]].tolist()
+        return found
+
     def free_row(self, row: int) -> None:
         """The row's request is gone. Its ids stay as padding: they are valid block ids."""
         self._free.append(row)
@@ -153,6 +196,7 @@ class RequestTable:
         vocab_size: the model's.
         device: where counts for penalties live.
         find_vocabulary: for requests whose answer follows a grammar.
+        is_sampling: whether tokens are chosen here: else nobody asks for penalties and grammars.
     """
 
     def __init__(
@@ -162,11 +206,14 @@ class RequestTable:
         vocab_size: int,
         device: torch.device,
         find_vocabulary: FindVocabulary = no_vocabulary,
+        *,
+        is_sampling: bool = True,
     ) -> None:
         self.tables = BlockTables(max_seqs, max_blocks)
         self._vocab_size = vocab_size
         self._device = device
         self._find_vocabulary = find_vocabulary
+        self._is_sampling = is_sampling
         self._states: dict[str, RequestState] = {}
 
     def __getitem__(self, request_id: str) -> RequestState:
@@ -183,6 +230,13 @@ class RequestTable:
             state = RequestState(admitted, row, self._counts(admitted), self._grammar(admitted))
             self._states[admitted.request_id] = state
 
+    def append(self, request_id: str, token_ids: Iterable[int]) -> None:
+        """Learn tokens that were sampled elsewhere; a request that is gone needs none."""
+        state = self._states.get(request_id)
+        if state is not None:
+            for token_id in token_ids:
+                state.append(token_id)
+
     def retire(self, request_ids: Iterable[str]) -> None:
         """Forget requests; unknown ones were never admitted here, or were retired before."""
         for request_id in request_ids:
@@ -196,19 +250,8 @@ class RequestTable:
         return GrammarState(self._find_vocabulary, admitted)
 
     def _counts(self, admitted: AdmittedRequest) -> TokenCounts | None:
-        is_sampling: whether tokens are chosen here: else nobody asks for penalties and grammars.
         if not admitted.sampling.has_penalties or not self._is_sampling:
             return None
         split = admitted.num_prompt_tokens
         tokens = admitted.token_ids
         return TokenCounts(self._vocab_size, tokens[:split], tokens[split:], self._device)
-        *,
-        is_sampling: bool = True,
-        self._is_sampling = is_sampling
-    def append(self, request_id: str, token_ids: Iterable[int]) -> None:
-        """Learn tokens that were sampled elsewhere; a request that is gone needs none."""
-        state = self._states.get(request_id)
-        if state is not None:
-            for token_id in token_ids:
-                state.append(token_id)
-

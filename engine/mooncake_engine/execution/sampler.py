@@ -9,19 +9,21 @@ cumulative distribution in token order, at one uniform number of (seed, output p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mooncake_engine.execution.grammar_masks import mask_logits
 from mooncake_engine.execution.logprobs import describe_tokens
-from mooncake_engine.execution.randomness import uniform
-from mooncake_engine.execution.request_state import RequestState
+from mooncake_engine.execution.randomness import Stream, uniform
+from mooncake_engine.execution.request_state import SamplingState
+from mooncake_engine.execution.speculation.acceptance import Guess, heed_guesses
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import SampledToken
 
+NO_GUESSES: Mapping[int, Guess] = {}
 _CANDIDATES = 1024
 """Sorted tokens that top-p looks at first; eight times as many while they don't suffice."""
 
@@ -36,33 +38,65 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, states: Sequence[RequestState]) -> list[SampledToken]:
+    def sample(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        guesses: Mapping[int, Guess] = NO_GUESSES,
+    ) -> list[SampledToken]:
         """Choose a token per row; does not append it to the states.
 
         Args:
             logits: [rows, vocab] float32; may be overwritten.
             states: the request of each row.
+            guesses: by row, those of known probability; see ``heed_guesses``.
         """
         modified = [row for row, state in enumerate(states) if self._is_modified(state)]
         wants_logprobs = any(state.sampling.logprobs is not None for state in states)
         raw = logits.clone() if modified and wants_logprobs else logits
         if modified:
             self._modify(logits, modified, states)
-        token_ids = _choose(logits, states)
+        token_ids = _choose(logits, states, guesses)
         if not wants_logprobs:
             return [SampledToken(token_id) for token_id in token_ids]
         logprobs = _logprobs(raw, states, token_ids)
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
-    def _is_modified(self, state: RequestState) -> bool:
+    def guess(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Guess]:
+        """Guess what ``sample`` will choose, from another model's logits.
+
+        The guess is the same choice at the same number where the answer has to be the same however
+        much is guessed: under greedy, with a seed of the client's, and within a grammar. Elsewhere
+        it is drawn, and its distribution kept, so that more guesses can be accepted.
+
+        Args:
+            logits: [rows, vocab] float32; overwritten.
+            states: the request of each row.
+        """
+        modified = [row for row, state in enumerate(states) if self._is_modified(state)]
+        self._modify(logits, modified, states)
+        guesses = [Guess(token_id) for token_id in logits.argmax(dim=-1).tolist()]
+        rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
+        if rows:
+            drawing = [states[row] for row in rows]
+            weights = _weights(logits[rows], drawing)
+            streams = [Stream.GUESS if _is_tested(state) else Stream.CHOICE for state in drawing]
+            drawn = _pick(weights, _numbers(drawing, streams))
+            weights /= weights.sum(dim=-1, keepdim=True)
+            for index, row in enumerate(rows):
+                known = weights[index] if _is_tested(states[row]) else None
+                guesses[row] = Guess(drawn[index], known)
+        return guesses
+
+    def _is_modified(self, state: SamplingState) -> bool:
         sampling = state.sampling
         has_rules = state.counts is not None or state.grammar is not None
         return has_rules or bool(sampling.logit_bias) or self._is_end_masked(state)
 
-    def _is_end_masked(self, state: RequestState) -> bool:
+    def _is_end_masked(self, state: SamplingState) -> bool:
         return state.num_output_tokens < state.sampling.min_tokens
 
-    def _modify(self, logits: Tensor, rows: list[int], states: Sequence[RequestState]) -> None:
+    def _modify(self, logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
         """Apply bias, penalties, end masking and grammars to some rows, in place."""
         for row in rows:
             if bias := states[row].sampling.logit_bias:
@@ -77,7 +111,7 @@ class Sampler:
         mask_logits(logits, states)
 
 
-def _penalise(logits: Tensor, rows: list[int], states: Sequence[RequestState]) -> None:
+def _penalise(logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
     """Repetition (Keskar et al. 2019: divide positive, multiply negative logits), then OpenAI's."""
     if not rows:
         return
@@ -98,12 +132,24 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
     return like.new_tensor(values).unsqueeze(1)
 
 
-def _choose(logits: Tensor, states: Sequence[RequestState]) -> list[int]:
+def _is_tested(state: SamplingState) -> bool:
+    """Whether a guess may bear on the choice: its chance is all that counts, not its seed."""
+    sampling = state.sampling
+    return not sampling.is_greedy and sampling.seed is None and sampling.grammar is None
+
+
+def _choose(
+    logits: Tensor, states: Sequence[SamplingState], guesses: Mapping[int, Guess]
+) -> list[int]:
     random_rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
     if not random_rows:
         chosen: list[int] = logits.argmax(dim=-1).tolist()
         return chosen
-    drawn = _draw(logits[random_rows], [states[row] for row in random_rows])
+    drawing = [states[row] for row in random_rows]
+    weights = _weights(logits[random_rows], drawing)
+    if guesses:
+        _heed(weights, random_rows, states, guesses)
+    drawn = _pick(weights, _numbers(drawing, [Stream.CHOICE] * len(drawing)))
     if len(random_rows) == len(states):
         return drawn
     chosen = logits.argmax(dim=-1).tolist()
@@ -112,17 +158,46 @@ def _choose(logits: Tensor, states: Sequence[RequestState]) -> list[int]:
     return chosen
 
 
-def _draw(logits: Tensor, states: Sequence[RequestState]) -> list[int]:
-    """Draw one token per row of ``logits`` ([rows, vocab] float32, overwritten)."""
+def _heed(
+    weights: Tensor,
+    rows: Sequence[int],
+    states: Sequence[SamplingState],
+    guesses: Mapping[int, Guess],
+) -> None:
+    """Make the weights depend on the guesses, in place; ``rows`` says whose each is."""
+    indexes = [index for index, row in enumerate(rows) if row in guesses]
+    numbers = [
+        uniform(states[row].seed, states[row].num_output_tokens, Stream.TEST)
+        for row in rows
+        if row in guesses
+    ]
+    found = [guesses[row] for row in rows if row in guesses]
+    if found:
+        weights[indexes] = heed_guesses(weights[indexes], found, numbers)
+
+
+def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    """What each row draws from, up to a factor, in place of ``logits``: [rows, vocab] float32."""
     params = [state.sampling for state in states]
     # the largest logit becomes 0: min-p is then a constant, and exp can't overflow
     logits -= logits.amax(dim=-1, keepdim=True)
     logits /= _column(logits, [max(p.temperature, 1e-5) for p in params])
     if any(_has_filter(p, logits.shape[1]) for p in params):
         logits.masked_fill_(logits < _thresholds(logits, params), -math.inf)
+    return logits.exp_()
+
+
+def _numbers(states: Sequence[SamplingState], streams: Sequence[Stream]) -> list[float]:
+    return [
+        uniform(state.seed, state.num_output_tokens, stream)
+        for state, stream in zip(states, streams, strict=True)
+    ]
+
+
+def _pick(weights: Tensor, numbers: Sequence[float]) -> list[int]:
+    """The token of each row at which the share ``numbers`` of the weight is passed."""
     # float64: a float32 sum over a large vocabulary is off by more than rare tokens weigh
-    cumulative = logits.exp_().double().cumsum_(dim=-1)
-    numbers = [uniform(state.seed, state.num_output_tokens) for state in states]
+    cumulative = weights.double().cumsum_(dim=-1)
     targets = cumulative.new_tensor(numbers).unsqueeze(1) * cumulative[:, -1:]
     drawn: list[int] = torch.searchsorted(cumulative, targets, right=True).squeeze(1).tolist()
     return drawn
@@ -200,7 +275,7 @@ def _mass(logits: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _logprobs(
-    logits: Tensor, states: Sequence[RequestState], token_ids: Sequence[int]
+    logits: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int]
 ) -> list[TokenLogprobs | None]:
     """Log probabilities of the rows that ask, from unmodified logits."""
     rows = [row for row, state in enumerate(states) if state.sampling.logprobs is not None]

@@ -37,6 +37,10 @@ class GrammarMatcher:
         if not self._matcher.is_stopped():  # afterwards only an end may come
             self._matcher.consume_token(token_id)
 
+    def copy(self) -> GrammarMatcher:
+        """A matcher of its own in the same place."""
+        return GrammarMatcher(self._matcher.deep_copy())
+
     def allowed(self) -> bytes:
         """Which tokens may come next: one bit per token id, the lowest bit first.
 

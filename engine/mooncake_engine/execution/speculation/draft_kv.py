@@ -1,0 +1,140 @@
+"""Which KV of the draft model is in place: pure bookkeeping over block ids and digests.
+
+The draft model's KV lies in blocks of the same ids as the model's, but it is there only where the
+draft model has run: not for a prompt whose KV came from a peer, nor for a block that was swapped in
+or copied. What a block holds is known by the digest of all tokens up to its end, so that requests
+with a common beginning share the draft model's work as they share the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mooncake_engine.kv.prefix import extend_chain
+
+BlocksFrom = Callable[[int], list[int]]
+"""A request's block table from an index on."""
+
+
+class Stretch(NamedTuple):
+    """Tokens of a request, by position: ``stop`` is behind the last."""
+
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the draft model has come with a request.
+
+    Args:
+        chain: digests of the request's full blocks, as far as they were needed.
+        num_tokens: leading tokens whose draft KV is in place.
+        num_named: leading blocks that are full of it, and in the books.
+        guessed: tokens that ran behind these ones; they may have been rejected since.
+        tail: the other blocks, as they were when anything was written to them last.
+    """
+
+    chain: list[bytes] = field(default_factory=list)
+    num_tokens: int = 0
+    num_named: int = 0
+    guessed: list[int] = field(default_factory=list)
+    tail: list[int] = field(default_factory=list)
+
+
+class DraftKV:
+    """The books of one rank's draft KV. What a request costs depends on its new tokens alone.
+
+    Args:
+        block_size: tokens per block.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._content: dict[int, bytes] = {}
+        self._progress: dict[str, _Progress] = {}
+
+    def claim(
+        self, request_id: str, token_ids: Sequence[int], blocks_from: BlocksFrom, limit: int
+    ) -> Stretch:
+        """Which tokens of a request the draft model is to run next: from now on they count as run,
+        also for those who claim after it and run in the same pass.
+
+        Args:
+            request_id: whose.
+            token_ids: all its tokens; the last one is always run.
+            blocks_from: its block table.
+            limit: run at most so many; may be none.
+        """
+        progress = self._progress.setdefault(request_id, _Progress())
+        extend_chain(progress.chain, token_ids, self._block_size)
+        progress.num_tokens = self._confirm(progress, token_ids, blocks_from)
+        self._name_full_blocks(progress)
+        self._find_named_blocks(progress)
+        start = min(progress.num_tokens, len(token_ids) - 1)
+        stop = min(start + limit, len(token_ids))
+        self._overwrite(progress, start, stop)
+        progress.num_tokens = max(progress.num_tokens, stop)
+        self._name_full_blocks(progress)
+        return Stretch(start, stop)
+
+    def guess(self, request_id: str, token_id: int) -> None:
+        """The draft model runs a guess behind all tokens of a request and earlier guesses."""
+        progress = self._progress[request_id]
+        position = progress.num_tokens + len(progress.guessed)
+        progress.guessed.append(token_id)
+        self._overwrite(progress, position, position + 1)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended, or begin anew; what their blocks hold stays known."""
+        for request_id in request_ids:
+            self._progress.pop(request_id, None)
+
+    def _confirm(
+        self, progress: _Progress, token_ids: Sequence[int], blocks_from: BlocksFrom
+    ) -> int:
+        """How many leading tokens are in place by the request's own passes: guesses only if they
+        were accepted, and nothing in a block that has been copied since."""
+        known = progress.num_tokens
+        for token_id, guess in zip(token_ids[known:], progress.guessed, strict=False):
+            if token_id != guess:
+                break
+            known += 1
+        written, progress.tail = progress.tail, blocks_from(progress.num_named)
+        progress.guessed = []
+        for index, (old, new) in enumerate(zip(written, progress.tail, strict=False)):
+            if old != new:
+                return min(known, (progress.num_named + index) * self._block_size)
+        return known
+
+    def _name_full_blocks(self, progress: _Progress) -> None:
+        count = progress.num_tokens // self._block_size - progress.num_named
+        if count > 0:
+            digests = progress.chain[progress.num_named :]
+            self._content.update(zip(progress.tail[:count], digests, strict=False))
+            self._advance(progress, count)
+
+    def _find_named_blocks(self, progress: _Progress) -> None:
+        """Blocks that others have filled with the same tokens follow without a gap."""
+        if progress.num_tokens % self._block_size:
+            return
+        digests = progress.chain[progress.num_named :]
+        pairs = zip(progress.tail, digests, strict=False)
+        is_named = [self._content.get(block_id) == digest for block_id, digest in pairs]
+        count = [*is_named, False].index(False)
+        progress.num_tokens += count * self._block_size
+        self._advance(progress, count)
+
+    def _advance(self, progress: _Progress, num_blocks: int) -> None:
+        del progress.tail[:num_blocks]
+        progress.num_named += num_blocks
+
+    def _overwrite(self, progress: _Progress, start: int, stop: int) -> None:
+        """What was in the request's own blocks there is gone; named ones get the same again."""
+        if start < stop:
+            first = max(start // self._block_size - progress.num_named, 0)
+            last = -(-stop // self._block_size) - progress.num_named
+            for block_id in progress.tail[first : max(last, 0)]:
+                self._content.pop(block_id, None)

@@ -1,0 +1,161 @@
+"""Guesses of a smaller model with the same vocabulary (Leviathan et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.execution.batch import ForwardInputs, Shares, lay_out
+from mooncake_engine.execution.kv_pool import KVPool
+from mooncake_engine.execution.request_state import BlockTables, RequestState, SamplingState
+from mooncake_engine.execution.sampler import Sampler
+from mooncake_engine.execution.speculation.acceptance import Guess
+from mooncake_engine.execution.speculation.continuation import Draft, continue_with
+from mooncake_engine.execution.speculation.draft_kv import DraftKV
+from mooncake_engine.execution.speculation.proposer import Wanted
+from mooncake_engine.models.catalog import Model
+from mooncake_engine.models.context import ForwardContext
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftModel:
+    """A loaded draft model of one rank.
+
+    Args:
+        model: with the vocabulary of the model that it guesses for.
+        pool: its KV, with as many blocks as the model's, of as many tokens.
+        max_tokens: it runs so many in one pass at most.
+        max_positions: length of the longest sequence that it can go on with.
+    """
+
+    model: Model
+    pool: KVPool
+    max_tokens: int
+    max_positions: int
+
+    def run(self, inputs: ForwardInputs) -> Tensor:
+        """Logits behind each sequence's last token: [sequences, vocab] float32."""
+        kv = {index: self.pool.layer(index) for index in range(self.pool.shard.layers)}
+        context = ForwardContext(inputs.attention, kv)
+        hidden = self.model.forward(inputs.token_ids, inputs.positions, context)
+        return self.model.logits(hidden[torch.from_numpy(inputs.last_rows).to(hidden.device)])
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """A request and the guesses for it so far."""
+
+    state: RequestState
+    num_wanted: int
+    states: list[SamplingState]
+    guesses: list[Guess]
+    is_open: bool = True
+
+    def add(self, guess: Guess) -> None:
+        """Take a guess in, unless the request's grammar forbids it."""
+        following = continue_with(self.states[-1], guess.token_id)
+        if following is not None:
+            self.states.append(following)
+            self.guesses.append(guess)
+        self.is_open = following is not None and len(self.guesses) < self.num_wanted
+
+
+class DraftModelProposer:
+    """Runs a draft model behind the last tokens of requests.
+
+    It first catches up with what it has not run of them, within ``max_tokens`` per step: a request
+    that is not done with that gets no guesses in this step.
+
+    Args:
+        draft: the model.
+        tables: block tables of the requests, the model's own.
+        sampler: chooses guesses, as it chooses tokens.
+        device: of the model.
+    """
+
+    def __init__(
+        self, draft: DraftModel, tables: BlockTables, sampler: Sampler, device: torch.device
+    ) -> None:
+        self._draft = draft
+        self._tables = tables
+        self._sampler = sampler
+        self._device = device
+        self._books = DraftKV(draft.pool.block_size)
+
+    def propose(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
+        """See ``Proposer``."""
+        branches = [_Branch(state, count, [state], []) for state, count in self._possible(wanted)]
+        caught_up, logits = self._catch_up(branches)
+        going_on = caught_up
+        while going_on:
+            states = [branch.states[-1] for branch in going_on]
+            for branch, guess in zip(going_on, self._sampler.guess(logits, states), strict=True):
+                branch.add(guess)
+            going_on = [branch for branch in going_on if branch.is_open]
+            if going_on:
+                logits = self._run_guesses(going_on)
+        return {
+            branch.state.request_id: Draft(branch.states, branch.guesses)
+            for branch in caught_up
+            if branch.guesses
+        }
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """See ``Proposer``."""
+        self._books.forget(request_ids)
+
+    def _possible(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Guesses whose positions the draft model knows; the last one's is not run."""
+        limit = self._draft.max_positions
+        capped = [
+            Wanted(state, min(count, limit - len(state.token_ids) + 1)) for state, count in wanted
+        ]
+        return [request for request in capped if request.num_tokens > 0]
+
+    def _catch_up(self, branches: Sequence[_Branch]) -> tuple[list[_Branch], Tensor]:
+        """Run what is missing; those that are up to date then, and logits behind each."""
+        budget = self._draft.max_tokens
+        claims = []
+        for branch in branches:
+            state = branch.state
+            blocks = partial(self._tables.block_ids, state.row)
+            claim = self._books.claim(state.request_id, state.token_ids, blocks, budget)
+            budget -= claim.stop - claim.start
+            if claim.start < claim.stop:
+                claims.append((branch, claim))
+        # sequences of one token first, as in every batch
+        claims.sort(key=lambda pair: pair[1].stop - pair[1].start != 1)
+        if not claims:
+            return [], torch.empty(0)
+        shares = Shares(
+            [branch.state.row for branch, _ in claims],
+            [claim.start for _, claim in claims],
+            [claim.stop - claim.start for _, claim in claims],
+        )
+        tokens = [
+            token for branch, claim in claims for token in branch.state.token_ids[slice(*claim)]
+        ]
+        logits = self._run(shares, tokens)
+        is_complete = [claim.stop == len(branch.state.token_ids) for branch, claim in claims]
+        done = [branch for (branch, _), ok in zip(claims, is_complete, strict=True) if ok]
+        return done, logits[torch.tensor(is_complete, device=logits.device)]
+
+    def _run_guesses(self, branches: Sequence[_Branch]) -> Tensor:
+        """Run each branch's last guess; logits behind it."""
+        tokens = [branch.guesses[-1].token_id for branch in branches]
+        for branch, token_id in zip(branches, tokens, strict=True):
+            self._books.guess(branch.state.request_id, token_id)
+        shares = Shares(
+            [branch.state.row for branch in branches],
+            [len(branch.state.token_ids) + len(branch.guesses) - 1 for branch in branches],
+            [1] * len(branches),
+        )
+        return self._run(shares, tokens)
+
+    def _run(self, shares: Shares, token_ids: Sequence[int]) -> Tensor:
+        block_size = self._draft.pool.block_size
+        return self._draft.run(lay_out(shares, token_ids, self._tables, block_size, self._device))

@@ -1,0 +1,123 @@
+"""Prompt lookup: what followed the same tokens the last time (after Saxena 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mooncake_engine.execution.speculation.continuation import Draft, follow
+from mooncake_engine.execution.speculation.proposer import Wanted
+
+_MASK = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying modulo 2**64 loses nothing
+_MAX_CANDIDATES = 16
+"""Earlier places that a lookup compares."""
+_BULK = 64
+"""From so many tokens on, a new index is built by numpy."""
+
+
+class NGramIndex:
+    """Where the last tokens of a growing sequence occurred in it before.
+
+    Chains of equal hashes as in LZ77 compressors: each place knows the one before it where the
+    same ``shortest`` tokens end. Growing costs as much as there are new tokens and a lookup follows
+    a few links, however long the sequence is.
+
+    Args:
+        shortest, longest: how many of the last tokens have to be the same, and how many are
+            compared for the best place.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        self._last: dict[int, int] = {}  # hash of a run -> where its newest occurrence ends
+        self._earlier: list[int] = [0] * shortest  # by end: where the one before ends, 0 for none
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Learn the sequence's new tokens; all that was known must be its beginning."""
+        if not self._last and len(token_ids) >= _BULK:
+            self._build(token_ids)
+        for end in range(len(self._earlier), len(token_ids) + 1):
+            key = self._hash(token_ids[end - self._shortest : end])
+            self._earlier.append(self._last.get(key, 0))
+            self._last[key] = end
+
+    def find(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """What followed the last tokens at the place that agrees longest, the newest of several.
+
+        A place so new that fewer than ``count`` tokens follow repeats itself.
+        """
+        best, best_length, end = 0, self._shortest - 1, len(token_ids)
+        place = self._earlier[end] if end < len(self._earlier) else 0
+        for _ in range(_MAX_CANDIDATES):
+            if not place or best_length == self._longest:
+                break
+            length = self._agreement(token_ids, place, end)
+            if length > best_length:
+                best, best_length = place, length
+            place = self._earlier[place]
+        if not best:
+            return []
+        period = end - best
+        return [token_ids[best + index % period] for index in range(count)]
+
+    def _agreement(self, token_ids: Sequence[int], place: int, end: int) -> int:
+        """How many tokens before both are the same, up to ``longest``."""
+        limit = min(self._longest, place)
+        for length in range(limit):
+            if token_ids[place - 1 - length] != token_ids[end - 1 - length]:
+                return length
+        return limit
+
+    def _hash(self, run: Sequence[int]) -> int:
+        key = 0
+        for token_id in run:
+            key = (key * _FACTOR + token_id) & _MASK
+        return key
+
+    def _build(self, token_ids: Sequence[int]) -> None:
+        """As ``extend`` would, for a whole prompt at once."""
+        tokens = np.array(token_ids, dtype=np.uint64)
+        count = len(tokens) - self._shortest + 1
+        keys = np.zeros(count, dtype=np.uint64)
+        for offset in range(self._shortest):
+            keys = keys * np.uint64(_FACTOR) + tokens[offset : offset + count]
+        order = np.argsort(keys, kind="stable")
+        ends = np.arange(self._shortest, len(tokens) + 1)
+        earlier = np.zeros(count, dtype=np.int64)
+        is_again = keys[order[1:]] == keys[order[:-1]]
+        earlier[order[1:][is_again]] = ends[order[:-1][is_again]]
+        self._earlier += earlier.tolist()
+        self._last = dict(zip(keys.tolist(), ends.tolist(), strict=True))
+
+
+class NGramProposer:
+    """Looks a request's last tokens up in its prompt and answer.
+
+    Args:
+        shortest, longest: see ``NGramIndex``.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = (shortest, longest)
+        self._indexes: dict[str, NGramIndex] = {}
+
+    def propose(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
+        """See ``Proposer``."""
+        drafts = {}
+        for state, num_tokens in wanted:
+            index = self._indexes.get(state.request_id)
+            if index is None:
+                index = self._indexes[state.request_id] = NGramIndex(*self._lengths)
+            index.extend(state.token_ids)
+            draft = follow(state, index.find(state.token_ids, num_tokens))
+            if draft is not None:
+                drafts[state.request_id] = draft
+        return drafts
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """See ``Proposer``."""
+        for request_id in request_ids:
+            self._indexes.pop(request_id, None)
