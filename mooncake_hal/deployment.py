@@ -42,13 +42,15 @@ class PairFacts:
 
     Args:
         hardware: what it runs on.
-        tp_size: tensor-parallel ranks.
+        tp_size: tensor-parallel ranks, of each pipeline stage.
         block_size: tokens per KV block.
+        pp_size: pipeline stages; any two numbers go together.
     """
 
     hardware: Hardware
     tp_size: int
     block_size: int
+    pp_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Deployment:
         """Everything wrong with the plan as such; looks at no machine."""
         return [
             *self._role_problems(),
+            *self._size_problems(),
             *self._connector_problems(),
             *self._port_problems(),
             *self._pair_problems(),
@@ -106,6 +109,16 @@ class Deployment:
             yield f"{counts['prefill']} prefill instances and no decode instance; add at least one"
         if counts["decode"] and not counts["prefill"] and not counts["both"]:
             yield f"{counts['decode']} decode instances and no prefill instance; add at least one"
+
+    def _size_problems(self) -> Iterator[str]:
+        for instance in self.instances:
+            facts = instance.facts
+            if facts is not None and min(facts.tp_size, facts.pp_size, facts.block_size) < 1:
+                yield (
+                    f"{instance.name}: tensor-parallel size {facts.tp_size}, {facts.pp_size} "
+                    f"pipeline stages, KV blocks of {facts.block_size} tokens: each must be 1 or "
+                    "more"
+                )
 
     def _connector_problems(self) -> Iterator[str]:
         known = {point.name: point for point in entry_points(group=CONNECTOR_GROUP)}
@@ -158,18 +171,22 @@ def pair_problems(prefill: PairFacts, decode: PairFacts) -> Iterator[str]:
     """What keeps two instances from working together.
 
     The default rule for tensor-parallel sizes is P >= D and P % D == 0; backends that move any
-    part of a block lift it.
+    part of a block lift it. Pipeline stages hold whole layers: they may be cut as one likes.
     """
     for own, other in ((prefill, decode), (decode, prefill)):
         yield from _hardware_problems(own, other)
     strict = not (
         prefill.hardware.constraints.any_tp_ratio and decode.hardware.constraints.any_tp_ratio
     )
-    if strict and (prefill.tp_size < decode.tp_size or prefill.tp_size % decode.tp_size):
+    if strict and not _is_multiple(prefill.tp_size, decode.tp_size):
         yield (
             f"tensor-parallel sizes are {prefill.tp_size} for prefill and {decode.tp_size} for "
             "decode; this hardware needs prefill >= decode, and a multiple of it"
         )
+
+
+def _is_multiple(prefill: int, decode: int) -> bool:
+    return 1 <= decode <= prefill and prefill % decode == 0
 
 
 def _hardware_problems(own: PairFacts, other: PairFacts) -> Iterator[str]:

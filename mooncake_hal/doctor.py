@@ -26,7 +26,7 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
 
 TRY_TIMEOUT_S = 5.0
-FIELDS = ("name", "role", "host", "connector", "backend", "tp", "block_size", "http", "kv")
+FIELDS = ("name", "role", "host", "connector", "backend", "tp", "pp", "block_size", "http", "kv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +177,5 @@ def _facts(raw: dict[str, Any], registry: Registry) -> PairFacts:
     backend = registry.select_backend(raw.get("backend", "auto"))
     generation = backend.runtime.devices()[0].generation
     hardware = Hardware(backend.name, generation, backend.capabilities.constraints)
-    return PairFacts(hardware, int(raw.get("tp", 1)), int(raw.get("block_size", 16)))
+    tp_size, pp_size = int(raw.get("tp", 1)), int(raw.get("pp", 1))
+    return PairFacts(hardware, tp_size, int(raw.get("block_size", 16)), pp_size)

@@ -53,15 +53,17 @@ class Topology(msgspec.Struct, frozen=True):
     Args:
         engine_id: name of this incarnation.
         host, port: its side channel.
-        tp_size, block_size: ranks, and tokens per block.
+        tp_size, pp_size: ranks of a pipeline stage, and stages.
+        block_size: tokens per block.
         backend, generation: what it runs on.
-        ranks: each rank's endpoints.
+        ranks: each rank's endpoints, stage after stage.
     """
 
     engine_id: str
     host: str
     port: int
     tp_size: int
+    pp_size: int
     block_size: int
     backend: str
     generation: str

@@ -98,6 +98,7 @@ class ConnectorCore(ABC):
             self._holder.host,
             self._holder.port,
             facts.tp_size,
+            facts.pp_size,
             facts.block_size,
             facts.hardware.backend,
             facts.hardware.generation,

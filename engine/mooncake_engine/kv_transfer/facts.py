@@ -10,14 +10,14 @@ import msgspec
 
 from mooncake_engine.errors import HandshakeRefused
 from mooncake_hal.deployment import Hardware, PairFacts, check_pair
-from mooncake_hal.errors import DeploymentRefused
+from mooncake_hal.errors import DeploymentRefused, PlanError
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
-from mooncake_hal.kv.plan import KVPlacement
+from mooncake_hal.kv.plan import KVPlacement, elect_sources
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """One tensor-parallel rank.
+    """One rank.
 
     Args:
         shard, layout: what it holds, and where.
@@ -43,7 +43,7 @@ class InstanceFacts(msgspec.Struct, frozen=True):
         geometry: of the whole model's KV.
         block_size: tokens per block.
         hardware: what it runs on.
-        ranks: its tensor-parallel ranks, in order.
+        ranks: all of its ranks: stage after stage, and within one by tensor-parallel rank.
     """
 
     engine_id: str
@@ -55,14 +55,19 @@ class InstanceFacts(msgspec.Struct, frozen=True):
     ranks: tuple[RankFacts, ...]
 
     @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return len({(rank.shard.layer_start, rank.shard.layer_stop) for rank in self.ranks})
+
+    @property
     def tp_size(self) -> int:
-        """Tensor-parallel ranks."""
-        return len(self.ranks)
+        """Tensor-parallel ranks of a stage."""
+        return len(self.ranks) // self.pp_size
 
     @property
     def pair_facts(self) -> PairFacts:
         """What the rules of deployments look at."""
-        return PairFacts(self.hardware, self.tp_size, self.block_size)
+        return PairFacts(self.hardware, self.tp_size, self.block_size, self.pp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,15 @@ def _check_ranks(facts: InstanceFacts) -> None:
                 f"contradicts itself or the model: {rank.shard}, {rank.layout}; run the same "
                 "release on both"
             )
+    geometry = facts.geometry
+    whole = KVShard(0, geometry.layers, 0, geometry.kv_heads)
+    try:
+        elect_sources(whole, [rank.shard for rank in facts.ranks], spread=0)
+    except PlanError as exc:
+        raise HandshakeRefused(
+            f"the ranks of instance {facts.engine_id} don't hold the model's KV between them: "
+            f"{exc}; run the same release on both"
+        ) from exc
 
 
 def _is_sound(rank: RankFacts, facts: InstanceFacts) -> bool:

@@ -58,6 +58,14 @@ def test_a_sound_deployment_has_no_problems() -> None:
             (replace(PREFILL, facts=replace(STRICT, tp_size=2)), replace(DECODE, facts=STRICT)),
             "p0 and d0: tensor-parallel sizes are 2 for prefill and 4 for decode",
         ),
+        (
+            (replace(PREFILL, facts=replace(STRICT, pp_size=0)), DECODE),
+            "p0: tensor-parallel size 4, 0 pipeline stages, KV blocks of 128 tokens: each must be",
+        ),
+        (
+            (PREFILL, replace(DECODE, facts=replace(STRICT, tp_size=0))),
+            "d0: tensor-parallel size 0",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str) -> None:
@@ -88,6 +96,10 @@ def test_a_pair_that_does_not_fit_is_refused(
 @pytest.mark.parametrize("tp_sizes", [(4, 4), (4, 2), (4, 1)])
 def test_the_default_ratio_rule_allows_multiples(tp_sizes: tuple[int, int]) -> None:
     check_pair(replace(STRICT, tp_size=tp_sizes[0]), replace(STRICT, tp_size=tp_sizes[1]))
+
+
+def test_pipeline_stages_need_no_ratio() -> None:
+    check_pair(replace(STRICT, pp_size=3), replace(STRICT, pp_size=2))
 
 
 def test_hardware_that_moves_any_part_takes_any_ratio() -> None:

@@ -18,7 +18,7 @@ from mooncake_engine.kv_transfer.facts import (
 )
 from mooncake_hal.backend import DeploymentConstraints
 from mooncake_hal.deployment import Hardware
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
 from mooncake_hal.kv.layout import make_layout
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
@@ -32,10 +32,11 @@ STRICT = Hardware(
 )
 
 
-def facts(tp_size: int = 1, hardware: Hardware = FREE, block_size: int = 16) -> InstanceFacts:
+def facts(
+    tp_size: int = 1, hardware: Hardware = FREE, block_size: int = 16, pp_size: int = 1
+) -> InstanceFacts:
     ranks = []
-    for rank in range(tp_size):
-        shard = shard_of(GEOMETRY, tp_size, rank)
+    for shard in shards_of(GEOMETRY, tp_size, pp_size):
         layout = make_layout("BHLPT", GEOMETRY, shard, 8, block_size)
         ranks.append(RankFacts(shard, layout, {"tcp": b"address"}))
     return InstanceFacts("me", "m1", "t1", GEOMETRY, block_size, hardware, tuple(ranks))
@@ -52,6 +53,24 @@ def test_equal_models_fit_whatever_the_ratio_and_block_size(
     prefill_tp: int, decode_tp: int
 ) -> None:
     check_fit(facts(prefill_tp, block_size=128), facts(decode_tp, block_size=16))
+
+
+def test_stages_are_seen_in_what_the_ranks_hold() -> None:
+    staged = facts(2, pp_size=2)
+    assert (staged.tp_size, staged.pp_size) == (2, 2)
+    assert (facts(4).tp_size, facts(4).pp_size) == (4, 1)
+    check_fit(staged, facts(1))
+    check_fit(facts(4, STRICT, 128, pp_size=2), facts(2, STRICT, 128))
+    words = refusal(facts(2, STRICT, 128, pp_size=2), facts(4, STRICT, 128))
+    assert "2 for prefill and 4 for decode" in words
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_an_instance_that_lacks_a_rank_is_refused(missing: int) -> None:
+    staged = facts(2, pp_size=2)
+    ranks = tuple(rank for index, rank in enumerate(staged.ranks) if index != missing)
+    words = refusal(msgspec.structs.replace(staged, ranks=ranks), facts())
+    assert "don't hold the model's KV between them" in words
 
 
 def test_another_model_is_refused_with_both_values() -> None:
