@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mooncake_hal import env
 from mooncake_hal.backend import AttentionBatch
@@ -23,6 +24,7 @@ from mooncake_hal_cpu.torch_ops import TorchOps
 logger = logging.getLogger(__name__)
 
 _LANES = 16
+_PANEL = 64
 _DTYPES = (torch.bfloat16, torch.float32)
 # most heads that share a pass: fewer give more threads work, more read the latents less often
 _MLA_HEADS = 32
@@ -51,6 +53,7 @@ class NativeOps(TorchOps):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._has_linear = hasattr(library, "linear") and not _has_amx()
 
     def write_kv(
         self,
@@ -231,6 +234,33 @@ class NativeOps(TorchOps):
         )
         return query, key
 
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """See ``Ops``. bfloat16 goes into panels, see ``linear.cpp``, unless there is AMX."""
+        return _panels(weight) if self._takes(weight) else super().pack_weight(weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``Ops``."""
+        if weight.is_mkldnn or not self._takes(weight):
+            return super().linear(x, weight, bias)
+        outputs, inputs = weight.shape
+        rows = len(x)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty((rows, outputs), dtype=x.dtype)
+        self._library.linear(
+            out.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            _int64s((rows, x.stride(0), inputs, outputs)),
+            _threads(rows * outputs * inputs),
+        )
+        return out
+
+    def _takes(self, weight: Tensor) -> bool:
+        """Whether a weight is for our kernel, packed or yet to be packed."""
+        is_bfloat16 = weight.dtype is torch.bfloat16
+        return self._has_linear and is_bfloat16 and weight.shape[1] % 2 == 0
+
     def silu_mul(self, x: Tensor) -> Tensor:
         """See ``Ops``."""
         if x.dtype not in _DTYPES or x.dim() != 2 or x.stride(1) != 1:
@@ -268,6 +298,20 @@ def _head_groups(heads: int) -> int:
     """Groups of equal size that share a pass over the latents; the size depends on heads alone."""
     size = next(size for size in range(min(heads, _MLA_HEADS), 0, -1) if heads % size == 0)
     return heads // size
+
+
+def _has_amx() -> bool:
+    """Whether the processor multiplies tiles of bfloat16, for which oneDNN has kernels."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """[out, in] in the layout of ``linear.cpp``, in a tensor that keeps the weight's shape."""
+    outputs, inputs = weight.shape
+    count = -(-outputs // _PANEL)
+    padded = functional.pad(weight, (0, 0, 0, count * _PANEL - outputs))
+    panels = padded.view(count, _PANEL, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
+    return panels.as_strided(weight.shape, (inputs, 1))
 
 
 def _threads(elements: int) -> int:

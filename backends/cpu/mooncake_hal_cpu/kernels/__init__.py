@@ -17,11 +17,12 @@ FLAGS = (
     "-fno-math-errno",
     "-Wno-psabi",  # 64-byte vectors stay inside one translation unit
 )
-_FILES = ("simd.h", "decode.cpp", "latent.cpp", "prefill.cpp", "elementwise.cpp")
+_FILES = ("simd.h", "decode.cpp", "latent.cpp", "prefill.cpp", "linear.cpp", "elementwise.cpp")
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "decode_attention": (*(c_void_p,) * 8, c_float, c_int, c_int),
     "mla_decode_attention": (*(c_void_p,) * 8, c_float, c_int, c_int),
     "prefill_attention": (*(c_void_p,) * 9, c_float, c_int, c_int),
+    "linear": (*(c_void_p,) * 5, c_int),
     "rms_norm": (*(c_void_p,) * 3, *(c_int64,) * 5, c_float, c_int, c_int),
     "add_rms_norm": (*(c_void_p,) * 3, *(c_int64,) * 2, c_float, c_int, c_int),
     "rope": (*(c_void_p,) * 5, c_int, c_int),
@@ -43,7 +44,9 @@ def load_kernels(flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
     source = "\n".join((folder / name).read_text() for name in _FILES)
     library = compile_c("mooncake_hal_cpu", source, flags, language="c++")
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            continue  # this processor lacks the instructions for it
         function.argtypes = arguments
         function.restype = None
     return library
