@@ -77,6 +77,7 @@ class Capabilities:
         constraints: what it allows in a deployment.
         scheduler_resource: what cluster schedulers (Ray) call one of its devices, ``"GPU"`` or
             ``"NPU"``; empty where only CPUs are counted.
+        latent_dims: (latent, rope) widths that latent attention runs on; empty: any.
     """
 
     dtypes: tuple[str, ...]
@@ -86,6 +87,7 @@ class Capabilities:
     transports: tuple[str, ...]
     constraints: DeploymentConstraints = DeploymentConstraints()
     scheduler_resource: str = ""
+    latent_dims: tuple[tuple[int, int], ...] = ()
 
 
 class Event(Protocol):

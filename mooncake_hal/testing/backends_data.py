@@ -102,7 +102,7 @@ def plane_view(flat: Tensor, layout: KVLayout, shape: Shape, plane: int) -> Tens
         1,
     )
     dims = (layout.num_blocks, layout.block_size, shape.kv_heads, shape.plane_dims[plane])
-    return flat.as_strided(dims, strides, layout.bases[plane][-1] // size)
+    return flat.as_strided(dims, strides, flat.storage_offset() + layout.bases[plane][-1] // size)
 
 
 @dataclass(slots=True)

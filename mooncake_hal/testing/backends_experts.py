@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.backend import Backend
-from mooncake_hal.testing.backends_ops import ALL_DTYPES, DTYPES, assert_same, oracle
-from mooncake_hal.testing.backends_rows import ROWS, random
+from mooncake_hal.testing.backends_ops import ALL_DTYPES, DTYPES, assert_same, oracle, shape_for
+from mooncake_hal.testing.backends_rows import ROWS, normal, random
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ def make_choice(
     x = random(backend, tokens, 64, dtype=dtype)
     gate_up = random(backend, experts, 2 * inner, 64, dtype=dtype, seed=1) / 8
     down = random(backend, experts, 64, inner, dtype=dtype, seed=2) * inner**-0.5
-    scores = random(backend, tokens, experts, dtype="float32", seed=3).softmax(-1)
+    scores = normal(backend, tokens, experts, seed=3).softmax(-1)
     weights, ids = scores.topk(chosen, dim=-1)
     return Choice(x, gate_up, down, ids, weights)
 
@@ -70,6 +70,7 @@ class ExpertsSuite:
 
     def test_moe_where_all_choose_the_same(self, backend: Backend) -> None:
         """One expert has every token, most have none."""
-        case = make_choice(backend, "float32", 33, 8, 2)
+        dtype = shape_for(backend).dtype
+        case = make_choice(backend, dtype, 33, 8, 2)
         case.ids = torch.tensor([5, 2]).to(case.ids.device).expand(33, 2).contiguous()
-        self.check(backend, case, "float32")
+        self.check(backend, case, dtype)

@@ -19,22 +19,29 @@ from mooncake_hal.testing.backends_ops import (
     assert_identical,
     assert_same,
     oracle,
+    preferred,
     require,
+    shape_for,
 )
 
 WIDTHS = ((512, 64), (64, 16), (48, 16), (36, 12))
 """(latent, rope): DeepSeek's, and small ones that fill no vector."""
+USUAL = (64, 16)
+"""What a case has that is about something else."""
 
 
-def shape_of(
-    dtype: str,
-    layout: str = "LPBHT",
-    heads: int = 8,
-    dims: tuple[int, int] = (64, 16),
-    block_size: int = 16,
+def latent_shape(
+    backend: Backend,
+    dtype: str = "",
+    layout: str = "",
+    dims: tuple[int, int] | None = None,
+    **others: int,
 ) -> Shape:
-    """A shape of latent attention."""
-    return Shape(dtype, layout, heads, 1, dims[0], block_size, dims[1])
+    """A shape of latent attention; see ``shape_for`` for what is left open."""
+    possible = backend.capabilities.latent_dims or (USUAL,)
+    latent, rope = dims or preferred(USUAL, possible)
+    sizes = {"heads": 8, "kv_heads": 1, "head_dim": latent, "rope_dim": rope, **others}
+    return shape_for(backend, dtype, layout, **sizes)
 
 
 class LatentSuite:
@@ -70,7 +77,7 @@ class LatentSuite:
         self, backend: Backend, latent_case: MakeCase, dtype: str, layout: str
     ) -> None:
         """Every layout and dtype, decodes and prompts in one batch."""
-        made = latent_case(shape_of(dtype, layout), (*DECODES, *PREFILLS))
+        made = latent_case(latent_shape(backend, dtype, layout), (*DECODES, *PREFILLS))
         self.check_latent(backend, made)
 
     @pytest.mark.parametrize("heads", [1, 2, 5, 16, 128])
@@ -80,7 +87,7 @@ class LatentSuite:
     ) -> None:
         """As many heads as a rank may have."""
         lengths = ((1, 17), (1, 300), (3, 40))
-        self.check_latent(backend, latent_case(shape_of(dtype, heads=heads), lengths))
+        self.check_latent(backend, latent_case(latent_shape(backend, dtype, heads=heads), lengths))
 
     @pytest.mark.parametrize("dims", WIDTHS, ids=lambda dims: f"{dims[0]}and{dims[1]}")
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +96,7 @@ class LatentSuite:
     ) -> None:
         """Every width of the two planes."""
         lengths = ((1, 1), (1, 33), (5, 70))
-        self.check_latent(backend, latent_case(shape_of(dtype, dims=dims), lengths))
+        self.check_latent(backend, latent_case(latent_shape(backend, dtype, dims=dims), lengths))
 
     @pytest.mark.parametrize("block_size", [4, 16, 128])
     def test_mla_block_sizes(
@@ -97,19 +104,21 @@ class LatentSuite:
     ) -> None:
         """Block sizes, long contexts, and prompts longer than what a kernel takes at once."""
         lengths = (*DECODES, (1, 2500), (200, 900))
-        self.check_latent(backend, latent_case(shape_of("float32", block_size=block_size), lengths))
+        self.check_latent(
+            backend, latent_case(latent_shape(backend, block_size=block_size), lengths)
+        )
 
     def test_mla_of_nobody(self, backend: Backend, latent_case: MakeCase) -> None:
         """No sequences, no rows."""
-        made = latent_case(shape_of("float32"), ())
+        made = latent_case(latent_shape(backend), ())
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 1.0)
-        assert backend.ops.mla_decode_attention(*arguments).shape == (0, 8, 64)
-        assert backend.ops.mla_prefill_attention(*arguments).shape == (0, 8, 64)
+        assert backend.ops.mla_decode_attention(*arguments).shape == (0, 8, made.shape.head_dim)
+        assert backend.ops.mla_prefill_attention(*arguments).shape == (0, 8, made.shape.head_dim)
 
     def test_mla_is_the_same_in_any_company(self, backend: Backend, latent_case: MakeCase) -> None:
         """A sequence's result, to the bit, does not depend on the others of its batch."""
-        made = latent_case(shape_of("float32"), ((1, 40), (1, 300), (9, 80), (70, 90)))
-        alone = latent_case(shape_of("float32"), ((1, 300),))
+        made = latent_case(latent_shape(backend), ((1, 40), (1, 300), (9, 80), (70, 90)))
+        alone = latent_case(latent_shape(backend), ((1, 300),))
         batch, kv = made.batch, made.kv
         together = backend.ops.mla_decode_attention(made.query[:2], kv.key, kv.value, batch, 0.1)
         alone.batch.block_tables.copy_(batch.block_tables[1:2, : alone.batch.block_tables.shape[1]])
@@ -122,10 +131,10 @@ class LatentSuite:
         self, backend: Backend, latent_case: MakeCase, dtype: str, layout: str
     ) -> None:
         """Planes of different width: new tokens land in their slots, and nothing else changes."""
-        shape = shape_of(dtype, layout)
+        shape = latent_shape(backend, dtype, layout)
         made, wanted = (latent_case(shape, (*DECODES, *PREFILLS)) for _ in range(2))
         fused = torch.cat((made.key, made.value), dim=-1)
-        new = (fused[..., :64], fused[..., 64:])
+        new = (fused[..., : shape.head_dim], fused[..., shape.head_dim :])
         backend.ops.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
         oracle.write_kv(*new, wanted.kv.key, wanted.kv.value, wanted.batch.slot_mapping)
         assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)

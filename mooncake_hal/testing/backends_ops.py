@@ -7,6 +7,7 @@ or another layer's memory, fails at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ TOLERANCE = {"float32": (2e-5, 2e-5), "bfloat16": (1.6e-2, 1e-2), "float16": (4e
 MakeCase = Callable[..., Case]
 DECODES = ((1, 1), (1, 15), (1, 16), (1, 17), (1, 255), (1, 300))
 PREFILLS = ((5, 5), (16, 16), (3, 40), (33, 130), (1, 1), (64, 64), (70, 300))
+
+_Choice = TypeVar("_Choice")
 
 oracle = ReferenceOps()
 
@@ -51,6 +54,31 @@ def require(backend: Backend, shape: Shape) -> None:
         pytest.skip(f"{backend.name} takes layouts {facts.kv_layouts}, not {shape.layout}")
     if shape.block_size not in facts.block_sizes:
         pytest.skip(f"{backend.name} takes blocks of {facts.block_sizes}, not {shape.block_size}")
+    if shape.rope_dim and facts.latent_dims and shape.plane_dims not in facts.latent_dims:
+        pytest.skip(f"{backend.name} takes latents of {facts.latent_dims}, not {shape.plane_dims}")
+
+
+def shape_for(
+    backend: Backend, dtype: str = "", layout: str = "", block_size: int = 0, **others: int
+) -> Shape:
+    """A shape; what is left open is the suite's default where the backend does it, else its best.
+
+    Args:
+        backend: under test.
+        dtype, layout, block_size, others: see ``Shape``.
+    """
+    facts, usual = backend.capabilities, Shape()
+    return Shape(
+        dtype or preferred(usual.dtype, facts.dtypes),
+        layout or preferred(usual.layout, facts.kv_layouts),
+        block_size=block_size or preferred(usual.block_size, facts.block_sizes),
+        **others,
+    )
+
+
+def preferred(usual: _Choice, possible: Sequence[_Choice]) -> _Choice:
+    """The usual one if it is possible, else the first possible one."""
+    return usual if usual in possible else possible[0]
 
 
 class OpsSuite:
@@ -90,7 +118,7 @@ class OpsSuite:
         self, backend: Backend, case: MakeCase, dtype: str, layout: str
     ) -> None:
         """Every layout and dtype."""
-        self.check_decode(backend, case(Shape(dtype, layout), DECODES))
+        self.check_decode(backend, case(shape_for(backend, dtype, layout), DECODES))
 
     @pytest.mark.parametrize("heads", RATIOS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,7 +126,7 @@ class OpsSuite:
         self, backend: Backend, case: MakeCase, dtype: str, heads: tuple[int, int]
     ) -> None:
         """Every grouping of query heads."""
-        shape = Shape(dtype, heads=heads[0], kv_heads=heads[1])
+        shape = shape_for(backend, dtype, heads=heads[0], kv_heads=heads[1])
         self.check_decode(backend, case(shape, DECODES))
 
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -107,19 +135,19 @@ class OpsSuite:
         self, backend: Backend, case: MakeCase, dtype: str, head_dim: int
     ) -> None:
         """Every head size."""
-        self.check_decode(backend, case(Shape(dtype, head_dim=head_dim), DECODES))
+        self.check_decode(backend, case(shape_for(backend, dtype, head_dim=head_dim), DECODES))
 
     @pytest.mark.parametrize("block_size", [4, 16, 32, 128])
     def test_decode_attention_block_sizes(
         self, backend: Backend, case: MakeCase, block_size: int
     ) -> None:
         """Block sizes, and contexts of several thousand tokens."""
-        shape = Shape(block_size=block_size)
+        shape = shape_for(backend, block_size=block_size)
         self.check_decode(backend, case(shape, (*DECODES, (1, 2500))))
 
     def test_decode_attention_takes_strided_queries(self, backend: Backend, case: MakeCase) -> None:
         """Queries as a view of a fused projection."""
-        made = case(Shape(), DECODES)
+        made = case(shape_for(backend), DECODES)
         fused = torch.cat((made.query, torch.full_like(made.query, float("nan"))), dim=1)
         made.query = fused[:, : made.shape.heads]
         assert not made.query.is_contiguous()
@@ -127,13 +155,13 @@ class OpsSuite:
 
     def test_decode_attention_survives_large_scores(self, backend: Backend, case: MakeCase) -> None:
         """Scores of a few thousand neither overflow nor lose the maximum."""
-        made = case(Shape(), DECODES)
+        made = case(shape_for(backend), DECODES)
         made.query *= 1000
         self.check_decode(backend, made)
 
     def test_decode_attention_of_nobody(self, backend: Backend, case: MakeCase) -> None:
         """No sequences, no rows."""
-        made = case(Shape(), ())
+        made = case(shape_for(backend), ())
         found = backend.ops.decode_attention(
             made.query, made.kv.key, made.kv.value, made.batch, 1.0
         )
@@ -146,7 +174,7 @@ class OpsSuite:
     ) -> None:
         """Every layout and dtype, with and without a cached prefix, decodes before them."""
         lengths = ((1, 20), (1, 33), *PREFILLS)
-        self.check_prefill(backend, case(Shape(dtype, layout), lengths))
+        self.check_prefill(backend, case(shape_for(backend, dtype, layout), lengths))
 
     @pytest.mark.parametrize("heads", RATIOS, ids=lambda pair: f"{pair[0]}to{pair[1]}")
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,7 +182,7 @@ class OpsSuite:
         self, backend: Backend, case: MakeCase, dtype: str, heads: tuple[int, int]
     ) -> None:
         """Every grouping of query heads."""
-        shape = Shape(dtype, heads=heads[0], kv_heads=heads[1])
+        shape = shape_for(backend, dtype, heads=heads[0], kv_heads=heads[1])
         self.check_prefill(backend, case(shape, PREFILLS))
 
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -163,11 +191,11 @@ class OpsSuite:
         self, backend: Backend, case: MakeCase, dtype: str, head_dim: int
     ) -> None:
         """Every head size."""
-        self.check_prefill(backend, case(Shape(dtype, head_dim=head_dim), PREFILLS))
+        self.check_prefill(backend, case(shape_for(backend, dtype, head_dim=head_dim), PREFILLS))
 
     def test_prefill_attention_of_nobody(self, backend: Backend, case: MakeCase) -> None:
         """A batch of decodes alone has no prefill rows."""
-        made = case(Shape(), DECODES)
+        made = case(shape_for(backend), DECODES)
         found = backend.ops.prefill_attention(
             made.query[len(DECODES) :], made.kv.key, made.kv.value, made.batch, 1.0
         )
@@ -177,7 +205,9 @@ class OpsSuite:
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
     def test_write_kv(self, backend: Backend, case: MakeCase, dtype: str, layout: str) -> None:
         """New tokens land in their slots, and nothing else changes."""
-        made, wanted = (case(Shape(dtype, layout), (*DECODES, *PREFILLS)) for _ in range(2))
+        made, wanted = (
+            case(shape_for(backend, dtype, layout), (*DECODES, *PREFILLS)) for _ in range(2)
+        )
         new = (made.key, made.value)
         backend.ops.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
         oracle.write_kv(*new, wanted.kv.key, wanted.kv.value, wanted.batch.slot_mapping)
@@ -185,7 +215,7 @@ class OpsSuite:
 
     def test_write_kv_takes_strided_inputs(self, backend: Backend, case: MakeCase) -> None:
         """Keys and values as views of a fused projection."""
-        made, wanted = (case(Shape(), PREFILLS) for _ in range(2))
+        made, wanted = (case(shape_for(backend), PREFILLS) for _ in range(2))
         fused = torch.cat((made.key, made.value), dim=1)
         new = (fused[:, :2], fused[:, 2:])
         backend.ops.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
@@ -195,7 +225,9 @@ class OpsSuite:
     @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
     def test_blocks_are_copied(self, backend: Backend, case: MakeCase, layout: str) -> None:
         """copy_blocks moves whole blocks and touches no other."""
-        made, wanted = (case(Shape(layout=layout), ((1, 100), (1, 50))) for _ in range(2))
+        shape = shape_for(backend, layout=layout)
+        lengths = ((1, 7 * shape.block_size), (1, 4 * shape.block_size))
+        made, wanted = (case(shape, lengths) for _ in range(2))
         source, target = self._ids(backend, (0, 3, 3)), self._ids(backend, (5, 1, 7))
         for cache, expected in zip(self._caches(made), self._caches(wanted), strict=True):
             backend.ops.copy_blocks(cache, source, target)
@@ -207,7 +239,9 @@ class OpsSuite:
         self, backend: Backend, case: MakeCase, layout: str
     ) -> None:
         """gather_blocks packs, and scatter_blocks unpacks elsewhere."""
-        made, wanted = (case(Shape(layout=layout), ((1, 100), (1, 50))) for _ in range(2))
+        shape = shape_for(backend, layout=layout)
+        lengths = ((1, 7 * shape.block_size), (1, 4 * shape.block_size))
+        made, wanted = (case(shape, lengths) for _ in range(2))
         source, target = self._ids(backend, (6, 0, 2)), self._ids(backend, (1, 7, 4))
         for cache, expected in zip(self._caches(made), self._caches(wanted), strict=True):
             staging = torch.zeros((3, *cache.shape[1:]), dtype=cache.dtype, device=cache.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends_data import Shape
-from mooncake_hal.testing.backends_ops import DTYPES, assert_same, oracle, require
+from mooncake_hal.testing.backends_ops import DTYPES, assert_same, oracle, require, shape_for
 
 DIMS = (16, 40, 64, 250, 768)
 ROWS = (0, 1, 7, 130)
@@ -16,7 +16,12 @@ ROWS = (0, 1, 7, 130)
 
 def random(backend: Backend, *shape: int, dtype: str, seed: int = 0) -> Tensor:
     """Standard normal values on the backend's device; skips a dtype that it doesn't take."""
-    require(backend, Shape(dtype))
+    require(backend, shape_for(backend, dtype))
+    return normal(backend, *shape, dtype=dtype, seed=seed)
+
+
+def normal(backend: Backend, *shape: int, dtype: str = "float32", seed: int = 0) -> Tensor:
+    """Standard normal values on the backend's device, whatever its ops take."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape, generator=generator)
     return values.to(Shape(dtype).torch_dtype).to(backend.runtime.device(0))
@@ -51,23 +56,26 @@ class RowsSuite:
 
     def test_rms_norm_over_heads_of_a_fused_projection(self, backend: Backend) -> None:
         """[tokens, heads, head_dim] views, as models with norms on queries and keys have them."""
-        x = random(backend, 9, 12, 64, dtype="float32")[:, 3:7]
-        weight = random(backend, 64, dtype="float32", seed=1)
+        dtype = shape_for(backend).dtype
+        x = random(backend, 9, 12, 64, dtype=dtype)[:, 3:7]
+        weight = random(backend, 64, dtype=dtype, seed=1)
         found = backend.ops.rms_norm(x, weight, 1e-6)
-        assert_same(found, oracle.rms_norm(x, weight, 1e-6), "float32")
+        assert_same(found, oracle.rms_norm(x, weight, 1e-6), dtype)
 
     def test_rms_norm_of_four_dimensions(self, backend: Backend) -> None:
         """Any number of outer dimensions."""
-        x = random(backend, 2, 3, 4, 32, dtype="float32")
-        weight = random(backend, 32, dtype="float32", seed=1)
+        dtype = shape_for(backend).dtype
+        x = random(backend, 2, 3, 4, 32, dtype=dtype)
+        weight = random(backend, 32, dtype=dtype, seed=1)
         found = backend.ops.rms_norm(x, weight, 1e-6)
-        assert_same(found, oracle.rms_norm(x, weight, 1e-6), "float32")
+        assert_same(found, oracle.rms_norm(x, weight, 1e-6), dtype)
 
     def test_rms_norm_keeps_its_input(self, backend: Backend) -> None:
         """Only add_rms_norm may reuse memory."""
-        x = random(backend, 5, 64, dtype="float32")
+        dtype = shape_for(backend).dtype
+        x = random(backend, 5, 64, dtype=dtype)
         before = x.clone()
-        backend.ops.rms_norm(x, random(backend, 64, dtype="float32", seed=1), 1e-5)
+        backend.ops.rms_norm(x, random(backend, 64, dtype=dtype, seed=1), 1e-5)
         assert torch.equal(x, before)
 
     @pytest.mark.parametrize("rows", ROWS)
@@ -90,7 +98,7 @@ class RowsSuite:
         fused = random(backend, tokens, 12, 64, dtype=dtype)
         query, key = fused[:, :8], fused[:, 8:10]
         positions = (torch.arange(tokens) * 37 % 200).to(fused.device)
-        cos_sin = random(backend, 200, rotary_dim, dtype="float32", seed=1)
+        cos_sin = normal(backend, 200, rotary_dim, seed=1)
         wanted = oracle.rope(query.clone(), key.clone(), positions, cos_sin)
         found = backend.ops.rope(query, key, positions, cos_sin)
         for ours, theirs in zip(found, wanted, strict=True):

@@ -1,1 +1,1 @@
-"""The Ascend backend of mooncake-hal. This version looks for devices and has no kernels yet."""
+"""The Ascend backend of mooncake-hal: NPUs of the families A2 and A3, through torch-npu."""

@@ -25,9 +25,16 @@ def probe() -> Availability:
 
 
 def load() -> Backend:
-    """Refuse, with what the probe found.
+    """Import torch-npu and construct the backend.
 
     Raises:
-        BackendUnavailable: always, in this version.
+        BackendUnavailable: the probe found something missing, or was too hopeful.
     """
-    raise BackendUnavailable("ascend", probe().reason)
+    found = probe()
+    if not found.ok:  # importing torch-npu without CANN would say less, or break torch
+        raise BackendUnavailable("ascend", found.reason)
+    try:
+        from mooncake_hal_ascend.backend import AscendBackend
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise BackendUnavailable("ascend", f"torch-npu can't be imported: {exc}") from exc
+    return AscendBackend()

@@ -1,0 +1,135 @@
+"""Devices, threads, events and graphs, through torch-npu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch_npu
+
+from mooncake_hal.backend import DeviceInfo, Event, Graph, MemoryInfo
+from mooncake_hal.errors import DeviceError
+from mooncake_hal_ascend.soc import Soc, find_soc
+
+npu: Any = torch_npu.npu
+
+
+class AscendEvent:
+    """An event without timing.
+
+    Args:
+        device: whose stream it marks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = npu.Event()
+
+    def record(self) -> None:
+        """See ``Event``."""
+        self._event.record(npu.current_stream(self._device))
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+        self._event.synchronize()
+
+
+class AclGraph:
+    """A captured graph; it keeps the memory that its work uses."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        """See ``Graph``."""
+        self._graph.replay()
+
+
+class AscendRuntime:
+    """The NPUs that ASCEND_RT_VISIBLE_DEVICES shows, all of one family.
+
+    Raises:
+        BackendUnavailable: they are of a family that this backend does not run on.
+    """
+
+    def __init__(self) -> None:
+        count = npu.device_count()
+        self._soc = find_soc(npu.get_soc_version(), npu.get_device_name(0)) if count else None
+        self._devices = tuple(self._describe(index) for index in range(count))
+        self._pool: object | None = None
+
+    @property
+    def soc(self) -> Soc:
+        """What the devices are; raises DeviceError where there are none."""
+        if self._soc is None:
+            raise DeviceError("ascend has no devices here; see ASCEND_RT_VISIBLE_DEVICES")
+        return self._soc
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        """See ``Runtime``."""
+        return self._devices
+
+    def device(self, index: int) -> torch.device:
+        """See ``Runtime``."""
+        if not 0 <= index < len(self._devices):
+            raise DeviceError(
+                f"ascend has {len(self._devices)} devices here, device {index} was asked for; see "
+                "ASCEND_RT_VISIBLE_DEVICES"
+            )
+        return torch.device("npu", index)
+
+    def bind_thread(self, index: int) -> None:
+        """See ``Runtime``."""
+        npu.set_device(self.device(index))
+
+    def synchronize(self, index: int) -> None:
+        """See ``Runtime``."""
+        try:
+            npu.synchronize(self.device(index))
+        except RuntimeError as exc:
+            raise DeviceError(f"npu:{index} failed: {exc}") from exc
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        """See ``Runtime``."""
+        return MemoryInfo(*npu.mem_get_info(self.device(index)))
+
+    def reset_peak(self, index: int) -> None:
+        """See ``Runtime``."""
+        npu.empty_cache()
+        npu.reset_peak_memory_stats(self.device(index))
+
+    def peak_bytes(self, index: int) -> int:
+        """See ``Runtime``: of all processes that use the device, since the driver tells no more."""
+        device, info = self.device(index), self.memory_info(index)
+        returned = npu.max_memory_reserved(device) - npu.memory_reserved(device)
+        return int(info.total_bytes - info.free_bytes + returned)
+
+    def event(self, index: int) -> Event:
+        """See ``Runtime``."""
+        return AscendEvent(self.device(index))
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See ``Runtime``. The run that comes before compiles ops and fills caches.
+
+        Other threads may go on using the device meanwhile. All graphs share one pool of memory:
+        what a graph has computed is lost when another one is replayed.
+        """
+        current, side = npu.current_stream(), npu.Stream()
+        side.wait_stream(current)
+        with npu.stream(side):
+            run()
+        current.wait_stream(side)
+        graph = npu.NPUGraph()
+        self._pool = self._pool or npu.graph_pool_handle()  # they never run at once
+        with npu.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return AclGraph(graph)
+
+    def _describe(self, index: int) -> DeviceInfo:
+        facts = npu.get_device_properties(index)
+        return DeviceInfo(index, facts.name, self.soc.generation, facts.total_memory)

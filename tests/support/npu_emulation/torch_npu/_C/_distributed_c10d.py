@@ -1,0 +1,73 @@
+"""The process group ``hccl`` of the emulated device: gloo on the same bytes, without a copy."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_c10d = torch._C._distributed_c10d
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.device.type != "npu":
+            raise RuntimeError(f"No backend type associated with device type {value.device.type}")
+        return torch.ops.npu_emulation.as_cpu(value)
+    return [_on_host(each) for each in value]
+
+
+class ProcessGroupHCCL(dist.ProcessGroup):
+    """What torch_npu._C._distributed_c10d.ProcessGroupHCCL does, as far as it is used.
+
+    Args:
+        store, rank, size: as every process group takes them.
+        options: whose ``_timeout`` bounds each collective.
+    """
+
+    class Options:
+        """See ProcessGroupHCCL.Options."""
+
+        def __init__(self) -> None:
+            self._timeout = timedelta(minutes=30)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        super().__init__(rank, size)
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = options if isinstance(options, timedelta) else options._timeout
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, gloo)
+
+    def getBackendName(self) -> str:  # torch's name
+        return "hccl"
+
+    def allreduce(self, tensors: Any, options: Any = None) -> dist.Work:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        return self._gloo.allreduce(_on_host(tensors), options or _c10d.AllreduceOptions())
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
+        chosen = options or _c10d.AllgatherOptions()
+        return self._gloo.allgather(_on_host(outputs), _on_host(inputs), chosen)
+
+    def broadcast(self, tensor: Any, options: Any = None) -> dist.Work:
+        chosen = options
+        if isinstance(options, int):
+            chosen = _c10d.BroadcastOptions()
+            chosen.rootRank = options
+        tensors = [tensor] if isinstance(tensor, Tensor) else tensor
+        return self._gloo.broadcast(_on_host(tensors), chosen or _c10d.BroadcastOptions())
+
+    def barrier(self, options: Any = None) -> dist.Work:
+        return self._gloo.barrier(_c10d.BarrierOptions())
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
+        return self._gloo.send(_on_host(tensors), target, tag)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
+        return self._gloo.recv(_on_host(tensors), source, tag)
+
+
+dist.Backend.register_backend("hccl", ProcessGroupHCCL, devices=["npu"])

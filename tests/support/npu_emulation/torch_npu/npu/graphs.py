@@ -1,0 +1,169 @@
+"""``torch.npu.NPUGraph``: captured ops are kept, and run again at each replay.
+
+As on a device, nothing runs while it is captured: what the ops wrote is undone afterwards, what
+they made is poison until the first replay, and what would wait for the device, or read memory of
+the host that is not page-locked, is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+UPDATED = {
+    "npu::npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
+    "npu::npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
+}
+"""Ops whose host lists ``NPUGraph.update`` may change, and which ones: torch-npu's handlers."""
+
+_WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+_capturing: list[_Recorder] = []
+
+
+@dataclass
+class _Recorded:
+    """One op.
+
+    Args:
+        function, args, kwargs: the call.
+        outputs: the tensors that it returned; a replay writes into them.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Tensor]
+
+    def run(self) -> None:
+        made = tree_leaves(self.function(*self.args, **self.kwargs))
+        tensors = [each for each in made if isinstance(each, Tensor)]
+        for kept, fresh in zip(self.outputs, tensors, strict=True):
+            if kept is not fresh and kept.data_ptr() != fresh.data_ptr():
+                kept.copy_(fresh)
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the ops of a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[_Recorded] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._fresh: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._require_capturable(function, args, kwargs)
+        self._remember(function, args, kwargs)
+        made = function(*args, **kwargs)
+        outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        self.ops.append(_Recorded(function, args, dict(kwargs), outputs))
+        if not any(item.alias_info for item in function._schema.returns):
+            self._fresh += outputs
+        return made
+
+    def _require_capturable(self, function: Any, args: Any, kwargs: Any) -> None:
+        if function._schema.name in _WAITING:
+            raise RuntimeError(f"{function._schema.name} waits for the device during capture")
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and _is_pageable(each):
+                raise RuntimeError(f"{function._schema.name} reads the host during capture")
+
+    def _remember(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Keep what the op is going to overwrite."""
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info and argument.alias_info.is_write:
+                self._keep(value)
+        for argument in function._schema.arguments:
+            if argument.alias_info and argument.alias_info.is_write and argument.name in kwargs:
+                self._keep(kwargs[argument.name])
+
+    def _keep(self, value: Any) -> None:
+        for each in tree_leaves(value):
+            storage = each.untyped_storage()
+            if storage.data_ptr() not in self._before:
+                whole = torch.empty(0, dtype=torch.uint8, device=each.device).set_(storage)
+                self._before[storage.data_ptr()] = (whole, whole.clone())
+
+    def undo(self) -> None:
+        """Bring back what was overwritten; what was made is poison."""
+        for whole, before in self._before.values():
+            whole.copy_(before)
+        for each in self._fresh:
+            if each.numel() and each.is_contiguous():
+                each.view(torch.uint8).fill_(0xFF) if each.dim() else each.fill_(-1)
+
+
+def _is_pageable(tensor: Tensor) -> bool:
+    """Whether it is memory of the host that a device can't read by itself; numbers go along."""
+    return tensor.device.type == "cpu" and tensor.dim() > 0 and not tensor.is_pinned()
+
+
+class NPUGraph:
+    """See torch_npu.npu.NPUGraph."""
+
+    def __init__(self) -> None:
+        self._ops: list[_Recorded] = []
+        self.auto_dispatch_capture = False
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for op in self._ops:
+            op.run()
+
+    def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
+        """Change host lists of the captured attention ops; one dict for all, or one for each."""
+        if not self.auto_dispatch_capture:
+            raise RuntimeError("The current graph configuration does not support update")
+        wanted = [op for op in self._ops if op.function._schema.name in UPDATED]
+        inputs = cpu_update_input * len(wanted) if len(cpu_update_input) == 1 else cpu_update_input
+        if len(inputs) != len(wanted):
+            raise RuntimeError(f"{len(wanted)} operators are updated, {len(inputs)} inputs came")
+        for op, values in zip(wanted, inputs, strict=True):
+            for name in UPDATED[op.function._schema.name]:
+                if name in values:
+                    op.kwargs[name] = values[name]
+
+
+class graph:  # torch_npu's name
+    """See torch_npu.npu.graph."""
+
+    def __init__(
+        self,
+        npu_graph: NPUGraph,
+        pool: Any = None,
+        stream: Any = None,
+        auto_dispatch_capture: bool = False,
+        capture_error_mode: str = "global",
+    ) -> None:
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
+            raise RuntimeError(f"unknown capture_error_mode {capture_error_mode!r}")
+        npu_graph.auto_dispatch_capture = auto_dispatch_capture
+        self._graph = npu_graph
+        self._recorder = _Recorder()
+
+    def __enter__(self) -> None:
+        _capturing.append(self._recorder)
+        self._recorder.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._recorder.__exit__(*error)
+        _capturing.pop()
+        self._recorder.undo()
+        self._graph._ops = self._recorder.ops
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """A token; the emulated device has no pools."""
+    return (0, 0)
+
+
+def is_current_stream_capturing() -> bool:
+    return bool(_capturing)
