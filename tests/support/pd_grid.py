@@ -1,4 +1,4 @@
-"""Every pair of tensor-parallel sizes: prefill over so many ranks, decode over so many others."""
+"""Every pair of sizes: prefill over so many stages and ranks, decode over so many others."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ async def make_questions(single: Instance, seed: int) -> list[Question]:
 
 @asynccontextmanager
 async def side(
-    model: Path, role: Role, connector: str, *, tp_size: int, block_size: int
+    model: Path, role: Role, connector: str, *, block_size: int, **sizes: int
 ) -> AsyncIterator[Instance]:
-    """One instance of a grid."""
-    options: dict[str, Any] = {**OPTIONS, "connector": connector, "tp_size": tp_size}
+    """One instance of a grid; ``sizes`` are its ``tp_size`` and ``pp_size``."""
+    options: dict[str, Any] = {**OPTIONS, "connector": connector, **sizes}
     num_blocks = TOKENS_IN_POOL // block_size
     async with instance(
         model, role, block_size=block_size, num_kv_blocks=num_blocks, **options
