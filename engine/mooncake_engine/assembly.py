@@ -114,7 +114,8 @@ def _connect(
         rank_post.connect(connector.on_rank_message)
         connector.start()
     executor.warm_up()
-    core = EngineCore(_scheduler(config, executor, connector), executor, connector)
+    scheduler = _scheduler(config, executor, connector)
+    core = EngineCore(scheduler, executor, connector, steps_in_flight=config.steps_in_flight)
     inbox.connect(core.post)
     facts = executor.facts
     return Engine(
@@ -164,6 +165,7 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         load_failure=policy,
         watermark=config.watermark,
         delay_factor=config.scheduler_delay_factor,
+        feeds_forward=config.feeds_forward,
     )
     logger.info(
         "KV pool: %d blocks of %d tokens, %d tokens in all",

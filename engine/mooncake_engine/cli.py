@@ -138,6 +138,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens)
     add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests)
     add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
+    add("--async-scheduling", action="store_true", help="schedule a step while the last one runs")
     add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
     add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
     add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
@@ -216,6 +217,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_queued_requests=args.max_queued_requests,
         prefix_caching=not args.no_prefix_caching,
+        async_scheduling=args.async_scheduling,
         kv_transfer=kv_transfer,
         threads=args.threads,
         executor=ExecutorKind(args.executor),

@@ -88,6 +88,7 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step; longer prompts run in chunks.
         max_queued_requests: requests that may wait before new ones are refused.
         prefix_caching: keep and reuse the KV of finished prompts.
+        async_scheduling: while a step runs, schedule the next one, before the tokens are known.
         kv_transfer: how KV moves; None for an instance that works alone.
         threads: CPU threads per rank; 0 leaves the backend's default.
         executor: where the ranks run.
@@ -115,6 +116,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 1024
     prefix_caching: bool = True
+    async_scheduling: bool = False
     kv_transfer: KVTransferConfig | None = None
     threads: int = 0
     executor: ExecutorKind = ExecutorKind.LOCAL
@@ -144,6 +146,17 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Ranks of all stages together."""
         return self.tp_size * self.pp_size
+
+    @property
+    def feeds_forward(self) -> bool:
+        """Whether a request may be scheduled again before its last token is known: the ranks that
+        sample it must be those that run it next, which they are not with several stages."""
+        return self.async_scheduling and self.pp_size == 1
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps may be under way at once: one per pipeline stage, and one that waits."""
+        return max(self.pp_size, 2 if self.async_scheduling else 1)
 
     @property
     def model_name(self) -> str:

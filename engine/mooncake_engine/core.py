@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.execution.executor import Executor
+from mooncake_engine.execution.executor import Executor, PendingStep
 from mooncake_engine.kv_transfer.base import Connector, Topology
 from mooncake_engine.kv_transfer.events import ConnectorFailed, Event, LeaseEnded, LoadEnded
 from mooncake_engine.kv_transfer.params import Handoff
 from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
-from mooncake_engine.scheduling.plan import StepResult
+from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
 
@@ -71,6 +72,8 @@ class EngineCore:
         executor: runs the model.
         connector: moves KV; None for an instance that works alone.
         clock: seconds, monotonic.
+        steps_in_flight: so many steps may be planned and not over: while one runs, the next ones
+            are scheduled.
     """
 
     def __init__(
@@ -79,11 +82,15 @@ class EngineCore:
         executor: Executor,
         connector: Connector | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        steps_in_flight: int = 1,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._connector = connector
         self._clock = clock
+        self._steps_in_flight = steps_in_flight
+        self._flights: deque[tuple[StepPlan, PendingStep]] = deque()
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._num_prompt_tokens = 0
         self._num_generated = 0
@@ -95,7 +102,8 @@ class EngineCore:
         return self._inbox.put
 
     def step(self) -> list[TokenUpdate]:
-        """Take in what was posted, run one step, and tell what happened to whom.
+        """Take in what was posted, have one step run, and tell what happened to whom: in this step,
+        or in an earlier one, if several are in flight.
 
         Blocks, for a short while at most, when there is nothing to run.
 
@@ -106,12 +114,15 @@ class EngineCore:
         self._executor.check()
         self._scheduler.expire(self._clock())
         plan = self._scheduler.schedule()
-        if plan.sequences or plan.retired:
-            result = self._executor.execute(plan)
+        is_empty = not plan.sequences and not plan.retired
+        if not is_empty:
+            self._flights.append((plan, self._executor.submit(plan)))
+        if self._flights and (is_empty or len(self._flights) == self._steps_in_flight):
+            oldest, pending = self._flights.popleft()
+            updates = self._scheduler.update(oldest, pending.result())
         else:
-            result = StepResult(plan.step, {})
-        updates = self._scheduler.update(plan, result)
-        self._is_blocked = not plan.sequences and not updates
+            updates = self._scheduler.take_updates()
+        self._is_blocked = not self._flights and not plan.sequences and not updates
         self._num_generated += sum(len(update.token_ids) for update in updates)
         return updates
 
@@ -162,6 +173,8 @@ class EngineCore:
             return
 
     def _patience(self) -> float:
+        if self._flights:
+            return 0.0
         if not self._scheduler.has_work:
             return IDLE_WAIT_S
         return BLOCKED_WAIT_S if self._is_blocked else 0.0

@@ -9,6 +9,7 @@ from support.fake_engine import EOS, Script, upper_case
 from mooncake_engine.assembly import Engine
 from mooncake_engine.core import EngineCore
 from mooncake_engine.errors import EngineDead
+from mooncake_engine.execution.executor import CompletedStep
 from mooncake_engine.messages import EngineFacts, EngineRequest, TokenLogprobs
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.limits import SchedulerLimits
@@ -36,7 +37,7 @@ class ScriptedExecutor:
     def warm_up(self) -> None:
         """Nothing to warm."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> CompletedStep:
         """A token for everybody who samples."""
         if plan.step == self.die_at:
             raise EngineDead("rank 0 failed: out of luck")
@@ -48,7 +49,8 @@ class ScriptedExecutor:
             self.seen.append(admitted)
         sequences = [s for s in plan.sequences if s.is_sampling]
         sampling = [name for s in sequences for name in (s.request_id, *s.siblings)]
-        return StepResult(plan.step, {name: (self._say(name),) for name in sampling})
+        said = {name: (self._say(name),) for name in sampling}
+        return CompletedStep(StepResult(plan.step, said))
 
     def _say(self, request_id: str) -> SampledToken:
         admitted, words = self.live[request_id]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from mooncake_engine.config import EngineConfig
@@ -86,8 +88,32 @@ class ExecutorOptions:
     progress: ProgressHandler | None = None
 
 
+class PendingStep(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> StepResult:
+        """What came of it; blocks until the sampled tokens are known.
+
+        Raises:
+            EngineDead: a rank died or failed; its reason is in the message. Nothing can be
+                executed any more.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A PendingStep that is over."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        """See ``PendingStep``."""
+        return self.outcome
+
+
 class Executor(Protocol):
-    """All ranks of an instance. ``execute`` belongs to one thread, ``send`` to any."""
+    """All ranks of an instance. ``submit`` and results belong to one thread, ``send`` to any."""
 
     @property
     def facts(self) -> ExecutorFacts:
@@ -98,14 +124,20 @@ class Executor(Protocol):
         """Run the model once on made-up tokens; before the first plan."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step on every rank; blocks until the sampled tokens are known.
+    def submit(self, plan: StepPlan) -> PendingStep:
+        """Have every rank run a step behind those that were submitted before.
+
+        Their results are asked for in the same order. ``EngineConfig.steps_in_flight`` says how
+        many may be under way at once; if it is one, the step may be over when this returns.
 
         Raises:
-            EngineDead: a rank died or failed; its reason is in the message. Nothing can be
-                executed any more.
+            EngineDead: as ``PendingStep.result``.
         """
         ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step, with no other under way."""
+        return self.submit(plan).result()
 
     def send(self, message: bytes, rank: int | None = None) -> None:
         """Hand a message to one rank's extension, or to all ranks'; see ``WorkerExtension``."""
@@ -140,8 +172,9 @@ class FirstFailure:
             raise EngineDead(f"{self._what}: {self._cause}") from self._cause
 
 
-class InProcessExecutor:
-    """A single rank in the caller's process.
+class InProcessExecutor(Executor):
+    """A single rank in the caller's process; its steps run in the caller's thread, unless there may
+    be several in flight.
 
     Args:
         config: with one rank.
@@ -167,14 +200,28 @@ class InProcessExecutor:
         self._worker = Worker(
             config, setup, backend, RankGroups(), extension=options.extension, handlers=handlers
         )
-        self.facts = make_facts(config, setup, (rank_facts(0, self._worker),))
+        self._facts = make_facts(config, setup, (rank_facts(0, self._worker),))
+        self._steps: ThreadPoolExecutor | None = None
+        if config.steps_in_flight > 1:
+            bind = partial(backend.runtime.bind_thread, config.device)
+            self._steps = ThreadPoolExecutor(1, "engine-steps", initializer=bind)
+
+    @property
+    def facts(self) -> ExecutorFacts:
+        """See ``Executor``."""
+        return self._facts
 
     def warm_up(self) -> None:
         """See ``Executor``."""
         self._worker.warm_up()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> PendingStep:
         """See ``Executor``."""
+        if self._steps is None:
+            return CompletedStep(self._run(plan))
+        return self._steps.submit(self._run, plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self._failure.check()
         try:
             return self._worker.execute(plan)
@@ -198,6 +245,8 @@ class InProcessExecutor:
 
     def close(self) -> None:
         """See ``Executor``."""
+        if self._steps is not None:
+            self._steps.shutdown(cancel_futures=True)
         self._worker.close()
 
     def _extension_died(self, cause: BaseException) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
 from mooncake_engine.execution import rank_messages as wire
 from mooncake_engine.execution.executor import (
+    Executor,
+    ExecutorFacts,
     ExecutorOptions,
     FirstFailure,
+    PendingStep,
     RankFacts,
     make_facts,
 )
@@ -33,7 +37,7 @@ _CAUSE_TIMEOUT_S = 1.0
 _USER_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError)}
 
 
-class ProcessExecutor:
+class ProcessExecutor(Executor):
     """Ranks in processes of their own; a dead rank ends the instance with its reason.
 
     Args:
@@ -71,8 +75,13 @@ class ProcessExecutor:
         except BaseException:
             self.close()
             raise
-        self.facts = make_facts(config, setup, facts)
+        self._facts = make_facts(config, setup, facts)
         self._listener.start()
+
+    @property
+    def facts(self) -> ExecutorFacts:
+        """See ``Executor``."""
+        return self._facts
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -81,17 +90,24 @@ class ProcessExecutor:
 
     def warm_up(self) -> None:
         """See ``Executor``."""
-        self._carry_out(wire.WarmUp())
+        self._give(wire.WarmUp())
+        self._await_done()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> PendingStep:
         """See ``Executor``."""
-        result = self._carry_out(wire.Execute(plan, self._unsaid))
+        self._give(wire.Execute(plan, self._unsaid))
+        self._unsaid = {}
+        return _SubmittedStep(plan.step, self._collect)
+
+    def _collect(self) -> StepResult:
+        """What came of the oldest step that was submitted."""
+        self._failure.check()
+        result = self._await_done()
         assert result is not None, "the rank that speaks answers a step with its result"
         if self._has_stages:
-            self._unsaid = {
-                name: tuple(token.token_id for token in tokens)
-                for name, tokens in result.tokens.items()
-            }
+            for name, tokens in result.tokens.items():
+                said = self._unsaid.get(name, ())
+                self._unsaid[name] = said + tuple(token.token_id for token in tokens)
         return result
 
     def send(self, message: bytes, rank: int | None = None) -> None:
@@ -153,12 +169,16 @@ class ProcessExecutor:
                 self._options.progress(progress)
         return tuple(facts[rank.rank] for rank in self._ranks)
 
-    def _carry_out(self, order: wire.Order) -> StepResult | None:
-        """Give all ranks an order and wait for all; returns the result of the one that speaks."""
+    def _give(self, order: wire.Order) -> None:
+        """Give all ranks an order."""
         self._failure.check()
         encoded = wire.encode(order)
         for rank in self._ranks:
             rank.order(encoded)
+
+    def _await_done(self) -> StepResult | None:
+        """Wait until all ranks have carried out their oldest order; returns the result of the one
+        that speaks."""
         result: StepResult | None = None
         for _, report in self._reports():
             if isinstance(report, wire.Done) and report.result is not None:
@@ -248,3 +268,17 @@ class ProcessExecutor:
     def _reap(self, rank: Rank, deadline: float) -> None:
         rank.wait(max(0.0, deadline - time.monotonic()))
         rank.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class _SubmittedStep:
+    """A step that the ranks have been told to run; ``collect`` takes the oldest one's result."""
+
+    step: int
+    collect: Callable[[], StepResult]
+
+    def result(self) -> StepResult:
+        """See ``PendingStep``."""
+        result = self.collect()
+        assert result.step == self.step, f"asked for step {self.step} before {result.step}"
+        return result

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import torch
@@ -43,11 +44,16 @@ class RankProcess:
         self._orders = orders
         self._messages = messages
         self._message_lock = threading.Lock()
+        self._reporter: ThreadPoolExecutor | None = None
 
     def run(self) -> None:
         """Serve orders until Stop."""
         start = wire.decode_order(self._orders.recv_bytes())
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
+        if start.config.steps_in_flight > 1:
+            # The executor may be about to give the next order instead of reading this report:
+            # whoever reports must not keep the rank from taking it.
+            self._reporter = ThreadPoolExecutor(1, "rank-reports")
         worker = self._load(start)
         try:
             threading.Thread(target=self._receive, args=(worker,), daemon=True).start()
@@ -106,7 +112,11 @@ class RankProcess:
             self._notify(wire.ExtensionFailed(f"{type(exc).__name__}: {exc}"))
 
     def _report(self, report: wire.Report) -> None:
-        self._orders.send_bytes(wire.encode(report))
+        encoded = wire.encode(report)
+        if self._reporter is None:
+            self._orders.send_bytes(encoded)
+        else:
+            self._reporter.submit(self._orders.send_bytes, encoded)
 
     def _report_progress(self, progress: LoadProgress) -> None:
         self._report(wire.Progress(progress.loaded_bytes, progress.total_bytes))
