@@ -157,6 +157,7 @@ def _start_connector(
 def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | None) -> Scheduler:
     facts = executor.facts
     policy = config.kv_transfer.load_failure if config.kv_transfer else LoadFailurePolicy.RECOMPUTE
+    speculation = config.speculation
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -165,6 +166,7 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         load_failure=policy,
         watermark=config.watermark,
         delay_factor=config.scheduler_delay_factor,
+        num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
         feeds_forward=config.feeds_forward,
     )
     logger.info(

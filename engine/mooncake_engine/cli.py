@@ -17,6 +17,8 @@ from mooncake_engine.config import (
     KVTransferConfig,
     LoadFailurePolicy,
     Role,
+    SpeculativeConfig,
+    SpeculativeMethod,
 )
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.replay import command as replay_command
@@ -140,6 +142,15 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
     add("--async-scheduling", action="store_true", help="schedule a step while the last one runs")
     add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
+    add(
+        "--speculative-method",
+        choices=[method.value for method in SpeculativeMethod],
+        help="guess tokens ahead: by what followed the same tokens before, or with a draft model",
+    )
+    add("--speculative-model", type=Path, metavar="DIR", help="the draft model")
+    add("--num-speculative-tokens", type=int, help="guesses per request and step; default: 4")
+    add("--prompt-lookup-min", type=int, help="tokens that must occur again; default: 2")
+    add("--prompt-lookup-max", type=int, help="tokens that are compared; default: 5")
     add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
     add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
     add("--log-level", default="info", choices=_LOG_LEVELS)
@@ -219,10 +230,39 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         prefix_caching=not args.no_prefix_caching,
         async_scheduling=args.async_scheduling,
         kv_transfer=kv_transfer,
+        speculative_config=speculative_config(args),
         threads=args.threads,
         executor=ExecutorKind(args.executor),
         ray_address=args.ray_address,
     )
+
+
+def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
+    """How tokens are guessed ahead; None for not at all.
+
+    Raises:
+        ConfigError: the options contradict each other.
+    """
+    wanted = {
+        "model": args.speculative_model,
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "prompt_lookup_min": args.prompt_lookup_min,
+        "prompt_lookup_max": args.prompt_lookup_max,
+    }
+    options = {name: value for name, value in wanted.items() if value is not None}
+    if args.speculative_model and not (args.speculative_model / "config.json").is_file():
+        raise ConfigError(
+            "--speculative-model must be a Hugging Face model directory: no config.json in "
+            f"{args.speculative_model}"
+        )
+    if args.speculative_method is not None:
+        return SpeculativeConfig(SpeculativeMethod(args.speculative_method), **options)
+    if options:
+        raise ConfigError(
+            f"{', '.join(options)} say how to guess tokens ahead, but not that it is to be done: "
+            "add --speculative-method"
+        )
+    return None
 
 
 def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:

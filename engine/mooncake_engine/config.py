@@ -57,6 +57,77 @@ class KVTransferConfig:
     load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
 
 
+class SpeculativeMethod(str, Enum):
+    """What guesses tokens ahead."""
+
+    NGRAM = "ngram"
+    """What followed the same tokens earlier in prompt and answer."""
+    DRAFT = "draft"
+    """A smaller model."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are guessed ahead, so that one step of the model may bring several.
+
+    Args:
+        method: what guesses.
+        num_speculative_tokens: guesses per request and step, at most.
+        model: directory of the draft model; its vocabulary is the model's.
+        prompt_lookup_min, prompt_lookup_max: for ``ngram``, so many of the last tokens must have
+            occurred before, and so many are compared for the best place; None: 2 and 5, or equal if
+            one of them is given.
+    """
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int = 4
+    model: Path | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ConfigError(
+                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
+            )
+        if self.method == SpeculativeMethod.DRAFT:
+            self._check_draft()
+        else:
+            self._check_ngram()
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """How many of the last tokens have to be the same, and how many are compared."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None and high is None:
+            return 2, 5
+        return (high or 0) if low is None else low, (low or 0) if high is None else high
+
+    def _check_draft(self) -> None:
+        if self.model is None:
+            raise ConfigError(
+                "speculative method 'draft' runs a draft model: name its directory as the "
+                "speculative model, or use 'ngram', which needs none"
+            )
+        if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
+            raise ConfigError(
+                "prompt_lookup_min and prompt_lookup_max are for speculative method 'ngram', "
+                "'draft' was asked for; leave them out"
+            )
+
+    def _check_ngram(self) -> None:
+        if self.model is not None:
+            raise ConfigError(
+                f"speculative method 'ngram' runs no draft model, but {self.model} was named as "
+                "one; leave it out, or use method 'draft'"
+            )
+        low, high = self.prompt_lookup
+        if not 1 <= low <= high:
+            raise ConfigError(
+                f"wanted 1 <= prompt_lookup_min <= prompt_lookup_max, got {low} and {high}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that an instance needs to know before it loads anything.
@@ -90,6 +161,8 @@ class EngineConfig:
         prefix_caching: keep and reuse the KV of finished prompts.
         async_scheduling: while a step runs, schedule the next one, before the tokens are known.
         kv_transfer: how KV moves; None for an instance that works alone.
+        speculative_config: how tokens are guessed ahead; None for not at all. A prefill instance,
+            which samples one token per request, leaves it to its decode instances.
         threads: CPU threads per rank; 0 leaves the backend's default.
         executor: where the ranks run.
         ray_address: of the Ray cluster; empty takes this host's, or starts one.
@@ -118,6 +191,7 @@ class EngineConfig:
     prefix_caching: bool = True
     async_scheduling: bool = False
     kv_transfer: KVTransferConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
     threads: int = 0
     executor: ExecutorKind = ExecutorKind.LOCAL
     ray_address: str = ""
@@ -141,6 +215,17 @@ class EngineConfig:
                 f"an instance of role {self.role.value!r} hands KV over or takes it: "
                 "give it a kv_transfer configuration, or use role 'both'"
             )
+        if self.speculation is not None and self.pp_size > 1:
+            raise ConfigError(
+                f"speculative decoding was asked for with pp_size {self.pp_size}: tokens are "
+                "guessed and checked within one step, which a pipeline spreads over several; use "
+                "one stage, and tensor parallelism for more ranks"
+            )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How this very instance guesses tokens ahead; None if it does not."""
+        return None if self.role is Role.PREFILL else self.speculative_config
 
     @property
     def num_ranks(self) -> int:

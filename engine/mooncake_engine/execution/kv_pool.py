@@ -73,6 +73,11 @@ class KVPool:
         return self._allocation.region
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.planes[0][0].device
+
+    @property
     def num_blocks(self) -> int:
         """Blocks in the pool."""
         return self.layout.num_blocks
@@ -132,15 +137,12 @@ def choose_layout(config: EngineConfig, supported: tuple[str, ...]) -> str:
     return config.kv_layout
 
 
-def choose_num_host_blocks(
-    config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]
-) -> int:
-    """Blocks of host memory per rank that ``swap_space_bytes`` holds on every rank."""
-    return config.swap_space_bytes // _block_bytes(config, geometry, shards)
-
-
-def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]) -> int:
+def choose_num_blocks(config: EngineConfig, block_bytes: int) -> int:
     """Blocks per rank: the config's number, or what its memory for KV holds.
+
+    Args:
+        config: says how much.
+        block_bytes: of one block, on the rank where it is largest.
 
     Raises:
         ConfigError: the memory allowed for KV holds not even one block.
@@ -150,26 +152,18 @@ def choose_num_blocks(config: EngineConfig, geometry: KVGeometry, shards: list[K
             raise ConfigError(f"num_kv_blocks must be at least 1, got {config.num_kv_blocks}")
         return config.num_kv_blocks
     nbytes = DEFAULT_KV_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-    return blocks_in(nbytes, config, geometry, shards)
+    return blocks_in(nbytes, config, block_bytes)
 
 
-def blocks_in(
-    nbytes: int, config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]
-) -> int:
-    """How many blocks that memory holds on each of the ranks with these shards.
+def blocks_in(nbytes: int, config: EngineConfig, block_bytes: int) -> int:
+    """How many blocks that memory holds.
 
     Raises:
         ConfigError: not even one.
     """
-    block_bytes = _block_bytes(config, geometry, shards)
     if nbytes < block_bytes:
         raise ConfigError(
             f"there are {nbytes} bytes for KV, but one block of {config.block_size} tokens takes "
             f"{block_bytes} bytes; raise kv_cache_bytes or make blocks smaller"
         )
     return nbytes // block_bytes
-
-
-def _block_bytes(config: EngineConfig, geometry: KVGeometry, shards: list[KVShard]) -> int:
-    """Of one block on the rank that holds most."""
-    return max(layout_bytes(geometry, shard, 1, config.block_size) for shard in shards)

@@ -65,7 +65,8 @@ class ProcessExecutor(Executor):
         self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled; earlier stages don't know it yet
         setup = plan_execution(config, backend)
         for rank in range(config.tp_size):  # refuse before anything is started
-            share_heads(setup.model.num_heads, setup.model.num_kv_heads, config.tp_size, rank)
+            for model in setup.models:
+                share_heads(model.num_heads, model.num_kv_heads, config.tp_size, rank)
         self._launcher = launcher or LocalLauncher(config)
         self._ranks: Sequence[Rank] = ()
         self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)

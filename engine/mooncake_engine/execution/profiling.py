@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.runner import ModelRunner
-from mooncake_engine.execution.setup import ExecutionSetup, largest_share
+from mooncake_engine.execution.setup import ExecutionSetup, largest_share, tokens_ahead
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_hal.backend import Runtime
@@ -17,29 +18,49 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 
 
-def largest_step(config: EngineConfig, setup: ExecutionSetup) -> StepPlan:
-    """``max_num_batched_tokens`` over ``max_num_seqs`` sequences, all of which sample.
+def largest_steps(config: EngineConfig, setup: ExecutionSetup) -> list[StepPlan]:
+    """``max_num_batched_tokens`` over ``max_num_seqs`` sequences, all of which sample; where
+    tokens are guessed ahead, then as many of them with drafts as a step has room for.
 
     Their KV goes to the same few blocks, over and over: nobody reads it.
     """
+    prompts = _largest_prompts(config, setup)
+    speculation = config.speculation
+    if speculation is None:
+        return [prompts]
+    num_drafts = speculation.num_speculative_tokens
+    num_seqs = max(1, config.max_num_batched_tokens // (1 + num_drafts))
+    drafted = [
+        ScheduledSequence(prompt.request_id, prompt.count, 1, num_drafts=num_drafts)
+        for prompt in prompts.sequences[:num_seqs]
+    ]
+    return [prompts, StepPlan(1, sequences=tuple(drafted))]
+
+
+def _largest_prompts(config: EngineConfig, setup: ExecutionSetup) -> StepPlan:
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-    length = min(largest_share(config), setup.max_model_len)
-    blocks = tuple(range(-(-length // setup.pool_size.block_size)))
+    ahead = tokens_ahead(config)
+    length = max(1, min(largest_share(config), setup.max_model_len - ahead))
+    blocks = tuple(range(-(-(length + ahead) // setup.pool_size.block_size)))
     names = [f"profile-{index}" for index in range(num_seqs)]
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
     return StepPlan(
         0,
         admitted=tuple(
-            AdmittedRequest(name, (0,) * length, length, sampling, 0, blocks) for name in names
+            AdmittedRequest(name, (token,) * length, length, sampling, 0, blocks)
+            for token, name in enumerate(names)  # different, so that none is spared any work
         ),
         sequences=tuple(ScheduledSequence(name, 0, length) for name in names),
     )
 
 
-def measure_peak(runner: ModelRunner, plan: StepPlan, runtime: Runtime, index: int) -> int:
-    """Bytes of the device that are taken at most while the plan runs, weights included."""
+def measure_peak(
+    runner: ModelRunner, plans: Sequence[StepPlan], runtime: Runtime, index: int
+) -> int:
+    """Bytes of the device that are taken at most while the plans run, weights included."""
     runtime.reset_peak(index)
-    runner.run(plan)
+    for plan in plans:
+        runner.run(plan)
     runtime.synchronize(index)
     return runtime.peak_bytes(index)
 

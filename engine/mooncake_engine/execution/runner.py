@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.batch import StepInputs, make_inputs
+from mooncake_engine.execution.batch import NO_DRAFTS, StepInputs, make_inputs
 from mooncake_engine.execution.block_mover import BlockMover
 from mooncake_engine.execution.extension import LayerDone
 from mooncake_engine.execution.grammar_masks import failures
@@ -16,6 +16,13 @@ from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.model_stage import ModelStage
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
+from mooncake_engine.execution.speculation.checking import (
+    check_drafts,
+    decodes_first,
+    draft_tokens,
+)
+from mooncake_engine.execution.speculation.continuation import Draft
+from mooncake_engine.execution.speculation.proposer import Proposer
 from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 
@@ -29,7 +36,7 @@ class ModelRunner:
         requests: what is running.
         sampler: the same on every rank, so that all ranks choose the same tokens.
         mover: copies blocks.
-        device: of the model and the pool.
+        proposer: guesses tokens ahead; None if nobody does.
     """
 
     def __init__(
@@ -39,14 +46,14 @@ class ModelRunner:
         requests: RequestTable,
         sampler: Sampler,
         mover: BlockMover,
-        device: torch.device,
+        proposer: Proposer | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._requests = requests
         self._sampler = sampler
         self._mover = mover
-        self._device = device
+        self._proposer = proposer
         first = pool.shard.layer_start
         self._kv = {first + index: pool.layer(index) for index in range(pool.shard.layers)}
 
@@ -54,26 +61,46 @@ class ModelRunner:
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         """Do what the plan says; returns when the sampled tokens are known on the host, on the
         last stage, and on the others when theirs is handed on."""
-        self._requests.retire(plan.retired)
-        self._requests.admit(plan.admitted)
-        self._mover.carry_out(plan)
+        self._take_over(plan)
         if not plan.sequences:
             return StepResult(plan.step, {})
-        states = [self._state_of(sequence) for sequence in plan.sequences]
+        sequences: Sequence[ScheduledSequence] = plan.sequences
+        states = [self._state_of(sequence) for sequence in sequences]
+        drafts = NO_DRAFTS
+        if self._proposer is not None:
+            drafts = draft_tokens(self._proposer, plan, states)
+            sequences, states = decodes_first(sequences, states, drafts)
+        pool = self._pool
         inputs = make_inputs(
-            plan.sequences, states, self._requests, self._pool.block_size, self._device
+            sequences, states, self._requests, pool.block_size, pool.device, drafts
         )
         hidden = self._forward(inputs, layer_done)
         if hidden is None:
             return StepResult(plan.step, {})
-        scores = score_prompts(hidden, plan.sequences, states, self._model.logits)
-        tokens = self._sample(hidden, inputs)
-        return StepResult(plan.step, tokens, scores, failures(inputs.sampling))
+        num_rows = inputs.attention.host_query_lens
+        scores = score_prompts(hidden, sequences, states, num_rows, self._model.logits)
+        tokens = self._sample(hidden, inputs, drafts)
+        drafted = {name: len(draft.guesses) for name, draft in drafts.items()}
+        return StepResult(plan.step, tokens, scores, failures(inputs.sampling), drafted)
+
+    def close(self) -> None:
+        """Free what the guesses need; the pool is its owner's. Idempotent."""
+        if self._proposer is not None:
+            self._proposer.close()
 
     def learn(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """Take in what the last stage has sampled; before the step that runs these tokens."""
         for request_id, token_ids in tokens.items():
             self._requests.append(request_id, token_ids)
+
+    def _take_over(self, plan: StepPlan) -> None:
+        """What changes before the step runs."""
+        self._requests.retire(plan.retired)
+        self._requests.admit(plan.admitted)
+        if self._proposer is not None:
+            self._proposer.forget(plan.retired)
+            self._proposer.forget(admitted.request_id for admitted in plan.admitted)
+        self._mover.carry_out(plan)
 
     def _state_of(self, sequence: ScheduledSequence) -> RequestState:
         state = self._requests[sequence.request_id]
@@ -86,14 +113,20 @@ class ModelRunner:
         context = ForwardContext(inputs.attention, self._kv, layer_done)
         return self._model.forward(inputs.token_ids, inputs.positions, context)
 
-    def _sample(self, hidden: Tensor, inputs: StepInputs) -> dict[str, tuple[SampledToken, ...]]:
+    def _sample(
+        self, hidden: Tensor, inputs: StepInputs, drafts: Mapping[str, Draft]
+    ) -> dict[str, tuple[SampledToken, ...]]:
         if not inputs.sampling:
             return {}
         rows = hidden if inputs.sampled_rows is None else hidden[inputs.sampled_rows]
-        sampled = self._sampler.sample(self._model.logits(rows), inputs.sampling)
-        for state, token in zip(inputs.sampling, sampled, strict=True):
-            state.append(token.token_id)
-        return {
-            state.request_id: (token,)
-            for state, token in zip(inputs.sampling, sampled, strict=True)
-        }
+        logits = self._model.logits(rows)
+        if drafts:
+            tokens = check_drafts(self._sampler, logits, inputs.sampling, drafts)
+        else:
+            sampled = self._sampler.sample(logits, inputs.sampling)
+            pairs = zip(inputs.sampling, sampled, strict=True)
+            tokens = {state.request_id: (token,) for state, token in pairs}
+        for state in inputs.sampling:
+            for token in tokens[state.request_id]:
+                state.append(token.token_id)
+        return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,15 +14,30 @@ from mooncake_engine.execution.kv_pool import (
     PoolSize,
     choose_layout,
     choose_num_blocks,
-    choose_num_host_blocks,
     torch_dtype,
 )
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
 from mooncake_hal.kv.geometry import KVGeometry, KVShard, shards_of
+from mooncake_hal.kv.layout import layout_bytes
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSetup:
+    """The draft model's part.
+
+    Args:
+        model: its facts.
+        geometry: its KV, in blocks of the same ids and size as the model's.
+        max_positions: longest sequence that it goes on with.
+    """
+
+    model: ModelConfig
+    geometry: KVGeometry
+    max_positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +53,7 @@ class ExecutionSetup:
         max_model_len: longest sequence.
         is_provisional: the pool is just large enough to measure what the model needs besides;
             see ``resize``.
+        draft: what guesses tokens ahead; None if no model does.
     """
 
     model: ModelConfig
@@ -46,6 +63,17 @@ class ExecutionSetup:
     layout_name: str
     max_model_len: int
     is_provisional: bool = False
+    draft: DraftSetup | None = None
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """The model, and the draft model if there is one."""
+        return (self.model,) if self.draft is None else (self.model, self.draft.model)
+
+    @property
+    def geometries(self) -> tuple[KVGeometry, ...]:
+        """The KV of all models, whose blocks come and go together."""
+        return (self.geometry,) if self.draft is None else (self.geometry, self.draft.geometry)
 
     @property
     def max_blocks(self) -> int:
@@ -69,24 +97,35 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     model = read_model_config(config.model)
     dtype = _choose_dtype(config, model, capabilities)
     geometry = kv_geometry(model, dtype)
-    shards = all_shards(config, geometry)
-    is_provisional = is_profiled(config, backend)
-    if is_provisional:
-        num_blocks = -(-largest_share(config) // config.block_size)
-    else:
-        num_blocks = choose_num_blocks(config, geometry, shards)
+    num_host_blocks = config.swap_space_bytes // largest_block(config, (geometry,))
     setup = ExecutionSetup(
         model=model,
         dtype=dtype,
         geometry=geometry,
-        pool_size=PoolSize(
-            num_blocks, config.block_size, choose_num_host_blocks(config, geometry, shards)
-        ),
+        pool_size=PoolSize(_provisional_blocks(config), config.block_size, num_host_blocks),
         layout_name=choose_layout(config, capabilities.kv_layouts),
         max_model_len=_choose_length(config, model, model.max_positions),
-        is_provisional=is_provisional,
+        is_provisional=True,
+        draft=_plan_draft(config, model, dtype),
     )
-    return setup if is_provisional else resize(config, setup, num_blocks)
+    if is_profiled(config, backend):
+        return setup
+    largest = largest_block(config, setup.geometries)
+    return resize(config, setup, choose_num_blocks(config, largest))
+
+
+def largest_block(config: EngineConfig, geometries: Sequence[KVGeometry]) -> int:
+    """Bytes of a block of all these models' KV, on the rank that holds most."""
+    ranks = zip(*(all_shards(config, geometry) for geometry in geometries), strict=True)
+    return max(block_bytes(config, geometries, shards) for shards in ranks)
+
+
+def block_bytes(
+    config: EngineConfig, geometries: Sequence[KVGeometry], shards: Sequence[KVShard]
+) -> int:
+    """Bytes of a block of all these models' KV, on the rank with these shards of them."""
+    pairs = zip(geometries, shards, strict=True)
+    return sum(layout_bytes(geometry, shard, 1, config.block_size) for geometry, shard in pairs)
 
 
 def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
@@ -131,9 +170,39 @@ def is_profiled(config: EngineConfig, backend: Backend) -> bool:
     return backend.runtime.device(config.device).type != "cpu"
 
 
+def tokens_ahead(config: EngineConfig) -> int:
+    """What a sequence of the largest step runs in another one, to see what drafts take."""
+    speculation = config.speculation
+    return 0 if speculation is None else 1 + speculation.num_speculative_tokens
+
+
 def largest_share(config: EngineConfig) -> int:
     """Tokens per sequence where the largest step is spread over as many as there may be."""
     return max(1, config.max_num_batched_tokens // config.max_num_seqs)
+
+
+def _provisional_blocks(config: EngineConfig) -> int:
+    """Room for a sequence of the largest step, and for what it runs after that."""
+    return -(-(largest_share(config) + tokens_ahead(config)) // config.block_size)
+
+
+def _plan_draft(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DraftSetup | None:
+    if config.speculation is None or config.speculation.model is None:
+        return None
+    draft = read_model_config(config.speculation.model)
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"the draft model in {config.speculation.model} has {draft.vocab_size} tokens in its "
+            f"vocabulary, the model has {model.vocab_size}: use a draft model of the same family"
+        )
+    if draft.max_positions < model.max_positions:
+        logger.info(
+            "the draft model was made for %d tokens, the model for %d: longer sequences run "
+            "without drafts",
+            draft.max_positions,
+            model.max_positions,
+        )
+    return DraftSetup(draft, kv_geometry(draft, dtype), draft.max_positions)
 
 
 def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> int:

@@ -17,14 +17,17 @@ from mooncake_engine.execution.extension import (
 )
 from mooncake_engine.execution.kv_pool import KVPool, blocks_in
 from mooncake_engine.execution.model_stage import ModelStage
-from mooncake_engine.execution.profiling import largest_step, measure_peak, memory_for_kv
+from mooncake_engine.execution.profiling import largest_steps, measure_peak, memory_for_kv
 from mooncake_engine.execution.rank_place import RankGroups
 from mooncake_engine.execution.request_state import RequestTable
 from mooncake_engine.execution.runner import ModelRunner
 from mooncake_engine.execution.sampler import Sampler
-from mooncake_engine.execution.setup import ExecutionSetup, rank_device, resize
+from mooncake_engine.execution.setup import ExecutionSetup, block_bytes, rank_device, resize
+from mooncake_engine.execution.speculation.draft_model import DraftModel, DraftModelProposer
+from mooncake_engine.execution.speculation.ngram import NGramProposer
+from mooncake_engine.execution.speculation.proposer import Proposer
 from mooncake_engine.execution.weights import ProgressHandler, load_weights
-from mooncake_engine.models.catalog import build_model
+from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.layers import Placement, Span
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import (
@@ -108,6 +111,7 @@ class Worker:
         placement = self._ground.placement(setup)
         model = build_model(setup.model, placement, setup.max_model_len)
         load_weights(model, config.model, handlers.progress)
+        self._draft = self._load_draft(setup, handlers.progress)
         stage = ModelStage(model, placement, setup.model.hidden_size, groups.pipeline)
         self._setup = self._measured(setup, stage) if setup.is_provisional else setup
         self.pool, self._runner = self._build_runner(self._setup, stage)
@@ -123,13 +127,14 @@ class Worker:
         config, runtime, index = ground.config, ground.backend.runtime, ground.index
         pool, runner = self._build_runner(setup, model)
         try:
-            peak_bytes = measure_peak(runner, largest_step(config, setup), runtime, index)
+            peak_bytes = measure_peak(runner, largest_steps(config, setup), runtime, index)
         finally:
+            runner.close()
             del runner
             pool.close()
         nbytes = memory_for_kv(config, runtime, index, peak_bytes)
-        shard = ground.groups.place.shard(setup.geometry)
-        num_blocks = blocks_in(nbytes, config, setup.geometry, [shard])
+        shards = [ground.groups.place.shard(geometry) for geometry in setup.geometries]
+        num_blocks = blocks_in(nbytes, config, block_bytes(config, setup.geometries, shards))
         return resize(config, setup, ground.groups.least(num_blocks, ground.device))
 
     def _build_runner(self, setup: ExecutionSetup, model: ModelStage) -> tuple[KVPool, ModelRunner]:
@@ -151,7 +156,40 @@ class Worker:
         num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
         mover = BlockMover(pool, num_host_blocks, backend.ops, device)
         sampler = Sampler(facts.eos_token_ids)
-        return pool, ModelRunner(model, pool, requests, sampler, mover, device)
+        proposer = self._build_proposer(setup, requests, sampler)
+        return pool, ModelRunner(model, pool, requests, sampler, mover, proposer)
+
+    def _load_draft(self, setup: ExecutionSetup, progress: ProgressHandler | None) -> Model | None:
+        """The draft model, on the same ranks as the model."""
+        ground, draft = self._ground, setup.draft
+        speculation = ground.config.speculation
+        if draft is None or speculation is None or speculation.model is None:
+            return None
+        placement = Placement(ground.backend.ops, ground.device, setup.dtype, ground.groups.stage)
+        model = build_model(draft.model, placement, draft.max_positions)
+        load_weights(model, speculation.model, progress)
+        return model
+
+    def _build_proposer(
+        self, setup: ExecutionSetup, requests: RequestTable, sampler: Sampler
+    ) -> Proposer | None:
+        ground, speculation = self._ground, self._ground.config.speculation
+        if speculation is None:
+            return None
+        if setup.draft is None or self._draft is None:
+            return NGramProposer(*speculation.prompt_lookup)
+        geometry = setup.draft.geometry
+        pool = KVPool(
+            ground.backend,
+            ground.index,
+            geometry,
+            ground.groups.place.shard(geometry),
+            setup.pool_size,
+            layout_name=setup.layout_name,
+        )
+        max_tokens = ground.config.max_num_batched_tokens
+        draft = DraftModel(self._draft, pool, max_tokens, setup.draft.max_positions)
+        return DraftModelProposer(draft, requests.tables, sampler)
 
     def execute(
         self, plan: StepPlan, sampled: Mapping[str, Sequence[int]] | None = None
@@ -172,13 +210,17 @@ class Worker:
 
         Writes into block 0, which no request holds yet.
         """
-        length = min(self._setup.pool_size.block_size, self._setup.max_model_len) - 1
+        room = min(self._setup.pool_size.block_size, self._setup.max_model_len)
+        speculation = self._ground.config.speculation
+        most_drafts = speculation.num_speculative_tokens if speculation else 0
+        num_drafts = min(most_drafts, max(room - 2, 0))
+        length = room - 1 - num_drafts
         if length < 1:
             return
         sampling = SamplingParams(temperature=0.0)
         admitted = AdmittedRequest(_WARM_UP, (0,) * length, length, sampling, 0, (0,))
         prompt = ScheduledSequence(_WARM_UP, 0, length)
-        decode = ScheduledSequence(_WARM_UP, length, 1)
+        decode = ScheduledSequence(_WARM_UP, length, 1, num_drafts=num_drafts)
         self._runner.run(StepPlan(0, admitted=(admitted,), sequences=(prompt,)))
         if not self._ground.groups.place.is_last_stage:
             self._runner.learn({_WARM_UP: (0,)})
@@ -190,4 +232,5 @@ class Worker:
         if self.extension is not None:
             self.extension.close()
         self._ground.groups.close()
+        self._runner.close()
         self.pool.close()

@@ -59,7 +59,5 @@ class Speculation:
         """Drafts that could become part of the answer: one more token always comes after them."""
         if not request.num_output_tokens:
             return 0
-        left = self._limits.max_model_len - len(request.token_ids)
-        if request.sampling.max_tokens is not None:
-            left = min(left, request.sampling.max_tokens - request.num_output_tokens)
+        left = request.max_num_tokens - len(request.token_ids)
         return min(self._limits.num_speculative_tokens, left - 1)

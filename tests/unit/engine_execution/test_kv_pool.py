@@ -11,6 +11,7 @@ import torch
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.kv_pool import KVPool, PoolSize, choose_layout, choose_num_blocks
+from mooncake_engine.execution.setup import largest_block
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import KV_LAYOUTS
@@ -50,15 +51,16 @@ def test_every_element_lies_where_the_layout_says(name: str, backend: Backend) -
 
 
 def test_num_blocks_follow_from_the_bytes_allowed() -> None:
-    shards = [shard_of(GEOMETRY, 3, rank) for rank in range(3)]  # 1, 1 and 2 heads
-    block_bytes = 3 * 2 * 16 * 2 * 8 * 4
-    config = EngineConfig(Path("x"), kv_cache_bytes=10 * block_bytes + 1)
-    assert choose_num_blocks(config, GEOMETRY, shards) == 10
+    block_bytes = 3 * 2 * 16 * 2 * 8 * 4  # of ranks with 1, 1 and 2 heads
+    config = EngineConfig(Path("x"), tp_size=3, kv_cache_bytes=10 * block_bytes + 1)
+    assert largest_block(config, [GEOMETRY]) == block_bytes
+    assert largest_block(config, [GEOMETRY, GEOMETRY]) == 2 * block_bytes
+    assert choose_num_blocks(config, block_bytes) == 10
     small = EngineConfig(Path("x"), kv_cache_bytes=block_bytes - 1)
     with pytest.raises(ConfigError, match=f"one block of 16 tokens takes {block_bytes} bytes"):
-        choose_num_blocks(small, GEOMETRY, shards)
+        choose_num_blocks(small, block_bytes)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
-        choose_num_blocks(EngineConfig(Path("x"), num_kv_blocks=0), GEOMETRY, shards)
+        choose_num_blocks(EngineConfig(Path("x"), num_kv_blocks=0), block_bytes)
 
 
 def test_a_layout_that_the_kernels_lack_is_refused() -> None:

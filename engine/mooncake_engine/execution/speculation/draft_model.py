@@ -74,16 +74,12 @@ class DraftModelProposer:
         draft: the model.
         tables: block tables of the requests, the model's own.
         sampler: chooses guesses, as it chooses tokens.
-        device: of the model.
     """
 
-    def __init__(
-        self, draft: DraftModel, tables: BlockTables, sampler: Sampler, device: torch.device
-    ) -> None:
+    def __init__(self, draft: DraftModel, tables: BlockTables, sampler: Sampler) -> None:
         self._draft = draft
         self._tables = tables
         self._sampler = sampler
-        self._device = device
         self._books = DraftKV(draft.pool.block_size)
 
     def propose(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
@@ -107,6 +103,10 @@ class DraftModelProposer:
     def forget(self, request_ids: Iterable[str]) -> None:
         """See ``Proposer``."""
         self._books.forget(request_ids)
+
+    def close(self) -> None:
+        """See ``Proposer``."""
+        self._draft.pool.close()
 
     def _possible(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Guesses whose positions the draft model knows; the last one's is not run."""
@@ -157,5 +157,7 @@ class DraftModelProposer:
         return self._run(shares, tokens)
 
     def _run(self, shares: Shares, token_ids: Sequence[int]) -> Tensor:
-        block_size = self._draft.pool.block_size
-        return self._draft.run(lay_out(shares, token_ids, self._tables, block_size, self._device))
+        pool = self._draft.pool
+        return self._draft.run(
+            lay_out(shares, token_ids, self._tables, pool.block_size, pool.device)
+        )

@@ -121,3 +121,7 @@ class NGramProposer:
         """See ``Proposer``."""
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
+
+    def close(self) -> None:
+        """See ``Proposer``."""
+        self._indexes.clear()

@@ -34,3 +34,7 @@ class Proposer(Protocol):
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests have ended, or begin anew; unknown ids are normal."""
         ...
+
+    def close(self) -> None:
+        """Free what it holds. Idempotent."""
+        ...
