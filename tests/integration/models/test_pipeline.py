@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -12,16 +13,24 @@ from support.checkpoints import random_model, write_checkpoint
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.core import AddRequest, EngineCore
 from mooncake_engine.errors import ConfigError, EngineDead
-from mooncake_engine.execution.executor import InProcessExecutor
+from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_engine.kv_transfer.params import Handoff
+from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.limits import SchedulerLimits
+from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
 
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=8, repetition_penalty=1.2)
 FAMILIES = {"llama": {"tie_word_embeddings": True}, "mixtral": {}, "deepseek_v3": {}}
 Answers = dict[str, list[list[int]]]
+CHUNK = 32
+LONG_PROMPTS = {"a": tuple(range(3, 250)), "b": tuple(range(250, 20, -1))}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +84,44 @@ def test_stages_choose_the_tokens_of_one_rank(
         assert len(shards) == pp_size * tp_size
         assert (shards[0].layer_start, shards[-1].layer_stop) == (0, 3)
         assert all(shard.layers < 3 for shard in shards)
+
+
+def serve(executor: Executor, config: EngineConfig) -> dict[str, list[int]]:
+    """Answers to LONG_PROMPTS, as an instance schedules them."""
+    facts = executor.facts
+    limits = SchedulerLimits(8, CHUNK, facts.max_model_len, frozenset(facts.eos_token_ids))
+    blocks = BlockManager(facts.num_blocks, facts.block_size, prefix_caching=True)
+    scheduler = Scheduler(limits, blocks)
+    core = EngineCore(scheduler, executor, steps_in_flight=config.steps_in_flight)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    answers: dict[str, list[int]] = {name: [] for name in LONG_PROMPTS}
+    for name, prompt in LONG_PROMPTS.items():
+        core.post(AddRequest(EngineRequest(name, prompt, sampling), Handoff()))
+    while any(len(tokens) < 4 for tokens in answers.values()):
+        for update in core.step():
+            answers[update.request_id] += update.token_ids
+    core.check_integrity()
+    return answers
+
+
+def test_a_stage_begins_a_chunk_while_the_next_is_at_the_one_before(
+    checkpoints: dict[str, Path], backend: Backend, tmp_path: Path
+) -> None:
+    """No chunk gets to the end of the last stage before the next has begun on the first."""
+    alone = EngineConfig(checkpoints["llama"], num_kv_blocks=64)
+    with closing(InProcessExecutor(alone, backend)) as executor:
+        expected = serve(executor, alone)
+    config = EngineConfig(checkpoints["llama"], num_kv_blocks=64, pp_size=2)
+    inbox: queue.Queue[tuple[int, bytes]] = queue.Queue()
+    options = ExecutorOptions(
+        "support.stage_extension:make", lambda rank, message: inbox.put((rank, message))
+    )
+    with closing(ProcessExecutor(config, backend, options)) as executor:
+        executor.send(str(tmp_path).encode())
+        assert {inbox.get(timeout=30) for _ in range(2)} == {(0, b"ready"), (1, b"ready")}
+        assert serve(executor, config) == expected
+    num_tokens = sum(len(prompt) for prompt in LONG_PROMPTS.values())
+    assert len(list(tmp_path.iterdir())) > num_tokens // CHUNK
 
 
 @pytest.mark.parametrize("rank", [0, 1])

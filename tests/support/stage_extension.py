@@ -1,0 +1,57 @@
+"""A worker extension that holds a pipeline's last stage up until the first one is a step ahead."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mooncake_engine.execution.extension import ExtensionContext, LayerDone
+from mooncake_engine.scheduling.plan import StepPlan
+
+PATIENCE_S = 60.0
+
+
+class StageExtension:
+    """The first stage notes the steps that it begins in a folder, which it is sent the name of.
+
+    The last stage waits in the middle of each step, but those that sample, for the note of the
+    next one. So a step gets to its end only if the next has begun before.
+    """
+
+    def __init__(self, context: ExtensionContext) -> None:
+        self._context = context
+        self._is_first = context.pool.shard.layer_start == 0
+        self._notes: Path | None = None
+
+    def receive(self, message: bytes) -> None:
+        """The folder's name."""
+        self._notes = Path(message.decode())
+        self._context.emit(b"ready")
+
+    def begin_step(self, plan: StepPlan) -> LayerDone | None:
+        """Leave a note, or wait for it once a layer has run."""
+        if self._notes is None or not plan.sequences:
+            return None
+        if self._is_first:
+            (self._notes / str(plan.step)).touch()
+            return None
+        if any(sequence.is_sampling for sequence in plan.sequences):
+            return None
+        following = self._notes / str(plan.step + 1)
+        return lambda layer: _wait_for(following)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def _wait_for(note: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not note.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the first stage did not begin step {note.name} meanwhile")
+        time.sleep(0.001)
+
+
+def make(context: ExtensionContext) -> StageExtension:
+    """The factory."""
+    return StageExtension(context)
