@@ -240,8 +240,11 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """How many steps may be under way at once: one per pipeline stage, and one that waits."""
-        return max(self.pp_size, 2 if self.async_scheduling else 1)
+        """How many steps may be under way at once: with several stages, one in each and one that
+        waits before the first; with async scheduling, one and the next."""
+        if self.pp_size > 1:
+            return self.pp_size + 1
+        return 2 if self.async_scheduling else 1
 
     @property
     def model_name(self) -> str:
