@@ -169,6 +169,11 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
         feeds_forward=config.feeds_forward,
     )
+    if config.async_scheduling and not config.feeds_forward:
+        logger.warning(
+            "async scheduling is off: it does not go together with %s",
+            f"{config.pp_size} pipeline stages" if config.pp_size > 1 else "speculative decoding",
+        )
     logger.info(
         "KV pool: %d blocks of %d tokens, %d tokens in all",
         facts.num_blocks,

@@ -235,8 +235,9 @@ class EngineConfig:
     @property
     def feeds_forward(self) -> bool:
         """Whether a request may be scheduled again before its last token is known: the ranks that
-        sample it must be those that run it next, which they are not with several stages."""
-        return self.async_scheduling and self.pp_size == 1
+        sample it must be those that run it next, which they are not with several stages, and one
+        token must come of a step, which drafts are there to change."""
+        return self.async_scheduling and self.pp_size == 1 and self.speculation is None
 
     @property
     def steps_in_flight(self) -> int:
@@ -244,7 +245,7 @@ class EngineConfig:
         waits before the first; with async scheduling, one and the next."""
         if self.pp_size > 1:
             return self.pp_size + 1
-        return 2 if self.async_scheduling else 1
+        return 2 if self.feeds_forward else 1
 
     @property
     def model_name(self) -> str:
