@@ -113,7 +113,9 @@ class Tuning:
         """For grouped heads over many new tokens: matrix products are all that matters."""
         if element_bytes == 4:
             return self._exact
-        return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, 3)
+        # with products in tensor memory and narrow heads, a third stage spills
+        stages = 2 if dim <= 64 and self.generation in ("sm_100", "sm_103") else 3
+        return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, stages)
 
     def latent(self, rows: int, element_bytes: int) -> AttentionTile:
         """For latents; ``rows`` is heads times new tokens."""

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from mooncake_hal_cuda.kernels.paging import place
-from mooncake_hal_cuda.kernels.softmax import absorb
-from mooncake_hal_cuda.kernels.splitting import split_tokens
+from mooncake_hal_cuda.kernels.rows import load_rows, rows_of, store_rows
+from mooncake_hal_cuda.kernels.softmax import absorb, nothing_yet
+from mooncake_hal_cuda.kernels.splitting import split_range
 
 
 @triton.jit(do_not_specialize=["first", "splits", "table_stride"])
@@ -27,16 +28,10 @@ def paged_attention(
     splits,  # per row block, of which a short context leaves some idle
     scale,  # with log2(e)
     table_stride,
-    out_token_stride,
-    out_head_stride,
-    query_token_stride,
-    query_head_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    out_strides,  # of tokens and heads
+    query_strides,  # the same
+    key_strides,  # of blocks, tokens and heads
+    value_strides,  # the same
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -50,78 +45,70 @@ def paged_attention(
     PRECISION: tl.constexpr,
 ):
     """One program: some rows of one sequence and kv head, over all it sees or one split of it."""
-    sequence = first + tl.program_id(2)
-    kv_head = tl.program_id(1)
-    row_block = tl.program_id(0) // splits
-    split = tl.program_id(0) % splits
-    begin_token = tl.load(query_start + sequence)
-    new_tokens = tl.load(query_start + sequence + 1) - begin_token
-    before = begin_token - tl.load(query_start + first)  # query rows of this launch before it
-    context = tl.load(context_lens + sequence)
-    if row_block * ROWS >= new_tokens * GROUP:
+    row_block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    kv_head, sequence = tl.program_id(1), first + tl.program_id(2)
+    is_row, tokens, heads, positions, context, common, seen = rows_of(
+        query_start, context_lens, first, sequence, row_block, GROUP, ROWS
+    )
+    start, stop = split_range(context, seen, split, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
+    if start >= stop:
         return
-
-    rows = row_block * ROWS + tl.arange(0, ROWS)
-    is_row = rows < new_tokens * GROUP
-    tokens = before + rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    positions = context - new_tokens + rows // GROUP
-    dims = tl.arange(0, DIM_PADDED)
-    is_dim = dims < DIM
-
-    start = 0
-    stop = tl.minimum(context, context - new_tokens + ((row_block + 1) * ROWS - 1) // GROUP + 1)
-    if IS_SPLIT:
-        share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
-        start = split * share
-        stop = tl.minimum(stop, start + share)
-        if start >= stop:
-            return
-    # what the first row sees, all rows see
-    seen_by_all = context - new_tokens + (row_block * ROWS) // GROUP + 1
-    whole = start + tl.maximum(tl.minimum(seen_by_all, stop) - start, 0) // TOKENS * TOKENS
-
-    at = tokens.to(tl.int64)[:, None] * query_token_stride + heads[:, None] * query_head_stride
-    q = tl.load(query + at + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIM_PADDED], tl.float32)
-    key_cache += kv_head * key_head_stride
-    value_cache += kv_head * value_head_stride
+    heads += kv_head * GROUP
+    q = load_rows(query, is_row, tokens, heads, query_strides, DIM, DIM_PADDED)
+    caches = (key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2])
     table = block_tables + sequence.to(tl.int64) * table_stride
-
+    strides = (key_strides[0], key_strides[1], value_strides[0], value_strides[1])
+    running = nothing_yet(ROWS, DIM_PADDED)
+    whole = start + tl.maximum(tl.minimum(common, stop) - start, 0) // TOKENS * TOKENS
     for begin in range(start, whole, TOKENS):
-        k_at, v_at = place(
-            table, begin, stop, key_block_stride, key_token_stride, value_block_stride,
-            value_token_stride, BLOCK_SIZE, TOKENS, False,
+        running = _attend(
+            q, positions, scale, caches, strides, table, begin, stop, running,
+            DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION, False,
         )  # fmt: skip
-        k = tl.load(key_cache + k_at[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        v = tl.load(value_cache + v_at[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
-        sums, top, total = absorb(scores, v, sums, top, total, PRECISION)
-
     for begin in range(whole, stop, TOKENS):
-        k_at, v_at = place(
-            table, begin, stop, key_block_stride, key_token_stride, value_block_stride,
-            value_token_stride, BLOCK_SIZE, TOKENS, True,
+        running = _attend(
+            q, positions, scale, caches, strides, table, begin, stop, running,
+            DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION, True,
         )  # fmt: skip
-        seen = begin + tl.arange(0, TOKENS)
-        is_token = seen < stop
-        is_key = is_token[None, :] & is_dim[:, None]
-        k = tl.load(key_cache + k_at[None, :] + dims[:, None], mask=is_key, other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        visible = (seen[None, :] <= positions[:, None]) & is_token[None, :]
-        scores = tl.where(visible, scores, float("-inf"))
-        is_value = is_token[:, None] & is_dim[None, :]
-        v = tl.load(value_cache + v_at[:, None] + dims[None, :], mask=is_value, other=0.0)
-        sums, top, total = absorb(scores, v, sums, top, total, PRECISION)
+    store_rows(
+        out, weights, running, is_row, tokens, heads, out_strides, split, splits,
+        HEADS, DIM, DIM_PADDED, IS_SPLIT,
+    )  # fmt: skip
 
-    result = sums / total[:, None]
-    mask = is_row[:, None] & is_dim[None, :]
-    if IS_SPLIT:
-        part = (tokens.to(tl.int64) * HEADS + heads) * splits + split
-        tl.store(weights + part, top + tl.log2(total), mask=is_row)
-        tl.store(out + part[:, None] * DIM + dims[None, :], result, mask=mask)
-    else:
-        at = tokens.to(tl.int64)[:, None] * out_token_stride + heads[:, None] * out_head_stride
-        tl.store(out + at + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+@triton.jit
+def _attend(
+    q,
+    positions,
+    scale,
+    caches,  # of this kv head
+    strides,
+    table,
+    begin,
+    stop,
+    running,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take TOKENS tokens from ``begin`` on into the rows' running softmax.
+
+    Not MASKED, all of them are before ``stop`` and seen by every row.
+    """
+    k_at, v_at = place(table, begin, stop, strides, BLOCK_SIZE, TOKENS, MASKED)
+    dims = tl.arange(0, DIM_PADDED)
+    is_key, is_value = (dims < DIM)[:, None], (dims < DIM)[None, :]
+    seen = begin + tl.arange(0, TOKENS)
+    if MASKED:
+        is_key &= (seen < stop)[None, :]
+        is_value &= (seen < stop)[:, None]
+    k = tl.load(caches[0] + k_at[None, :] + dims[:, None], mask=is_key, other=0.0)
+    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    if MASKED:
+        visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
+        scores = tl.where(visible, scores, float("-inf"))
+    v = tl.load(caches[1] + v_at[:, None] + dims[None, :], mask=is_value, other=0.0)
+    return absorb(scores, v, running, PRECISION)

@@ -9,10 +9,7 @@ def place(
     table,
     begin,
     stop,
-    key_block_stride,
-    key_token_stride,
-    value_block_stride,
-    value_token_stride,
+    strides,  # of blocks and tokens in the first plane, and of both in the second
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -28,6 +25,5 @@ def place(
         else:
             block = tl.load(table + seen // BLOCK_SIZE).to(tl.int64)
         inside = seen % BLOCK_SIZE
-    k_at = block * key_block_stride + inside * key_token_stride
-    v_at = block * value_block_stride + inside * value_token_stride
-    return k_at, v_at
+    first = block * strides[0] + inside * strides[1]
+    return first, block * strides[2] + inside * strides[3]

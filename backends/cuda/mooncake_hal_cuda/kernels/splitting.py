@@ -13,3 +13,22 @@ def split_tokens(context, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TOK
     """
     splits = tl.maximum(tl.minimum(tl.cdiv(context, MIN_SPLIT), MAX_SPLITS), 1)
     return tl.cdiv(tl.cdiv(context, splits), TOKENS) * TOKENS
+
+
+@triton.jit
+def split_range(
+    context,
+    seen,  # by the rows in question
+    split,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """The tokens [start, stop) that a split's program looks at."""
+    start, stop = 0, seen
+    if IS_SPLIT:
+        share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
+        start = split * share
+        stop = tl.minimum(stop, start + share)
+    return start, stop
