@@ -28,7 +28,7 @@ from mooncake_engine.messages import EngineFacts
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.limits import SchedulerLimits
 from mooncake_engine.scheduling.scheduler import Scheduler
-from mooncake_engine.text.tokenizer import tokenizer_fingerprint
+from mooncake_engine.text.tokenizer import same_tokens, tokenizer_fingerprint
 from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
@@ -73,6 +73,7 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
         ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
     """
     _check_ports(config)
+    _check_speculation(config)
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     entry = None if config.kv_transfer is None else find_connector(config.kv_transfer.connector)
     backend = _select_backend(config)
@@ -196,6 +197,19 @@ def _check_ports(config: EngineConfig) -> None:
         problems = find_taken([Port("the KV side channel", kv.host, kv.port)])
         if problems:
             raise PortTaken("; ".join(problems))
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    if config.speculation is None:
+        if config.speculative_config is not None:
+            logger.info("a prefill instance samples one token per request: nothing is guessed here")
+        return
+    draft = config.speculation.model
+    if draft is not None and not same_tokens(config.model, draft):
+        raise ConfigError(
+            f"the tokens of the draft model in {draft} are not those of the model in "
+            f"{config.model}: use a draft model of the same family"
+        )
 
 
 def _select_backend(config: EngineConfig) -> Backend:

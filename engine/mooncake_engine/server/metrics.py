@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mooncake_engine.messages import FinishReason
+from mooncake_engine.messages import FinishReason, SpeculationStats
 from mooncake_engine.server.clock import RequestClock
 from mooncake_engine.text.generation import Engine, TextUpdate
 
@@ -153,9 +153,25 @@ class _EngineCollector:
         yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits)
         yield counter("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
         for name, value in sorted(stats.kv_transfer.items()):
             safe = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             yield gauge(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
+
+    def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
+        prefix, counter = "vllm:spec_decode_num", self._counter
+        yield counter(f"{prefix}_drafts", "Drafts of some tokens each.", stats.num_drafts)
+        yield counter(f"{prefix}_draft_tokens", "Tokens guessed.", stats.num_draft_tokens)
+        yield counter(f"{prefix}_accepted_tokens", "Guesses kept.", stats.num_accepted_tokens)
+        by_position = CounterMetricFamily(
+            f"{prefix}_accepted_tokens_per_pos",
+            "Guesses kept, by place in their draft.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, count in enumerate(stats.accepted_at):
+            by_position.add_metric((*self._label_values, str(position)), count)
+        yield by_position
 
     def _gauge(self, name: str, words: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, words, labels=_LABELS)

@@ -70,6 +70,11 @@ class Tokenizer:
             )
         return cls(hf_tokenizer, fingerprint=fingerprint)
 
+    def ordinary_tokens(self) -> dict[str, int]:
+        """Every token's id, by how the tokenizer writes it; special ones are left out."""
+        vocabulary: dict[str, int] = self._backend.get_vocab()
+        return {token: i for token, i in vocabulary.items() if i not in self.special_ids}
+
     @property
     def chat_template(self) -> str | None:
         """How the model lays a conversation out; of several templates the one with tools."""
@@ -140,6 +145,22 @@ class Tokenizer:
                 f"the model's chat template refuses these messages: {exc}", param="messages"
             ) from exc
         return text
+
+
+def same_tokens(directory: Path, other: Path) -> bool:
+    """Whether token ids mean the same in two model directories, special ones aside: these are
+    renamed from one release of a family to the next. True where one of them has no tokenizer.
+
+    Raises:
+        CheckpointError: a tokenizer that can't be loaded.
+    """
+    try:
+        if tokenizer_fingerprint(directory) == tokenizer_fingerprint(other):
+            return True
+    except CheckpointError:  # one has none
+        return True
+    mine, theirs = (Tokenizer.load(path).ordinary_tokens() for path in (directory, other))
+    return mine == theirs
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
