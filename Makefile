@@ -5,7 +5,7 @@ PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check bench install test-rdma test-adapters test-grid \
     test-faults test-proxy test-proxy-vllm bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
-    test-cuda test-cuda-compile bench-cuda test-ascend wheels
+    test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated wheels
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -40,7 +40,7 @@ test-rdma:  ## the rdma transport over real verbs: this host's device, or soft-R
 test-adapters:  ## the transports mooncake and nixl over their engines, in an environment of its own
 	@ci/test-adapters $(ARGS)
 
-test-grid:  ## every pair of tensor-parallel sizes, both connectors, GQA and MLA; ARGS narrow it down
+test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_grid.py $(ARGS)
 
@@ -84,6 +84,10 @@ test-cuda:  ## needs an NVIDIA GPU; says so if there is none
 
 bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and its matrix products
 	@ci/bench-cuda $(ARGS)
+
+test-ascend-emulated:  ## the Ascend backend on an emulated NPU, alone and as prefill and decode
+	@ci/install dev
+	@ci/test-ascend-emulated $(ARGS)
 
 test-ascend:  ## needs an Ascend NPU; says so if there is none
 	@ci/install dev

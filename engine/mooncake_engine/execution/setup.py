@@ -19,7 +19,7 @@ from mooncake_engine.execution.kv_pool import (
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
-from mooncake_hal.kv.geometry import KVGeometry, KVShard, shards_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, shards_of
 from mooncake_hal.kv.layout import layout_bytes
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     model = read_model_config(config.model)
     dtype = _choose_dtype(config, model, capabilities)
     geometry = kv_geometry(model, dtype)
+    _require_latents(geometry, backend)
     num_host_blocks = config.swap_space_bytes // largest_block(config, (geometry,))
     setup = ExecutionSetup(
         model=model,
@@ -220,6 +221,16 @@ def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> i
             f"found {[device.index for device in devices]}; use fewer ranks or another device"
         )
     return wanted
+
+
+def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
+    """Refuse latent attention of a width that the backend's kernels don't take."""
+    possible = backend.capabilities.latent_dims
+    if geometry.kind is AttentionKind.MLA and possible and geometry.plane_dims not in possible:
+        raise ConfigError(
+            f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
+            f"{backend.name!r} runs {list(possible)}; use another backend"
+        )
 
 
 def _choose_dtype(

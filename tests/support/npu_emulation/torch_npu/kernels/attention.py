@@ -93,8 +93,9 @@ class Call:
             mask = self.mask
             require(mask is not None and mask.shape == (MASK, MASK), "sparse_mode 3: 2048 x 2048")
             require(mask.dtype in (torch.bool, torch.int8, torch.uint8), "mask: bool, int8, uint8")
-            above = torch.ones(MASK, MASK, dtype=torch.bool).triu(1)
-            require(torch.equal(mask.bool(), above), "the mask is 1 above the diagonal")
+            edges = (mask[0, 1:].sum(), mask[:, -1].sum(), mask[-1].sum(), mask.diagonal().sum())
+            found = [int(each) for each in edges]
+            require(found == [MASK - 1, MASK - 1, 0, 0], "the mask is 1 above the diagonal")
             return
         require(self.sparse_mode == 0 and self.mask is None, "sparse_mode 0 without mask, or 3")
         require(longest <= 1, "several tokens per sequence need the causal mask, sparse_mode 3")

@@ -1,0 +1,118 @@
+"""The engine on the emulated NPU, alone and as P and D, says what it says on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.npu import FEW, ON_NPU, OVER_HCCS, clear_cases, cpu, write_family
+from support.pd import ask, ask_pair, instance, make_config, pair, start, write_model
+from support.push import ask_pushed, push_pair
+
+from mooncake_engine.errors import ConfigError
+
+TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
+FAMILIES = ("llama", "mixtral", "deepseek_v3")
+ALONE: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 64}]
+"""Prompts whole, and in chunks beside other prompts' decodes."""
+APART = [
+    *((how, family, (1, 1)) for how in ("pulled", "pushed") for family in FAMILIES),
+    ("pulled", "llama", (2, 1)),
+    ("pulled", "deepseek_v3", (2, 2)),
+    ("pushed", "mixtral", (2, 1)),
+    ("pushed", "llama", (2, 2)),
+]
+"""How KV crosses, of which model, between how many ranks."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    made = {family: write_family(folder, family) for family in FAMILIES[1:]}
+    return {"llama": TINY_LLAMA, **made}
+
+
+@pytest.mark.parametrize("options", ALONE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_instance(models: dict[str, Path], family: str, options: dict[str, Any]) -> None:
+    async def main() -> None:
+        model = models[family]
+        async with cpu(model) as on_cpu, instance(model, **ON_NPU, **options) as on_npu:
+            cases = await clear_cases(on_cpu)
+            asked = [ask(on_npu, case.prompt, FEW) for case in cases]
+            found = await asyncio.gather(*asked)  # together: batches of prompts and decodes
+            assert [each.tokens for each in found] == [case.tokens for case in cases]
+            again = await ask(on_npu, cases[-1].prompt, FEW)
+            assert again.tokens == cases[-1].tokens
+            assert again.num_cached_tokens >= 128  # over a cached prefix
+            await on_npu.check_clean()
+
+    asyncio.run(main())
+
+
+def test_two_ranks_over_hccl(models: dict[str, Path]) -> None:
+    async def main() -> None:
+        model = models["mixtral"]
+        async with cpu(model) as on_cpu, instance(model, tp_size=2, **ON_NPU) as on_npu:
+            for case in await clear_cases(on_cpu, (17, 200)):
+                assert (await ask(on_npu, case.prompt, FEW)).tokens == case.tokens
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("how", "family", "sizes"), APART, ids=str)
+def test_prefill_and_decode_apart(
+    models: dict[str, Path], how: str, family: str, sizes: tuple[int, int]
+) -> None:
+    """KV crosses by hccs, between processes where there are several ranks."""
+    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+    sides = {"prefill": {"tp_size": sizes[0]}, "decode": {"tp_size": sizes[1]}}
+
+    async def main() -> None:
+        model = models[family]
+        async with cpu(model) as on_cpu, make(model, **sides, **OVER_HCCS) as both:
+            cases = await clear_cases(on_cpu, (17, 300))
+            for case in cases:
+                found = await send(both, case.prompt, FEW)
+                assert found.tokens == case.tokens
+            assert both.decode.stat("loads") == len(cases)
+            assert both.decode.stat("load_failures") == 0
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+def test_fewer_ranks_for_prefill_are_refused() -> None:
+    """D asks for recomputation where KV can't come over, and says why it can't."""
+
+    async def main() -> None:
+        sides = {"prefill": {"tp_size": 1}, "decode": {"tp_size": 2, "load_failure": "fail"}}
+        async with cpu(TINY_LLAMA) as on_cpu, pair(TINY_LLAMA, **sides, **OVER_HCCS) as both:
+            [case] = await clear_cases(on_cpu, (17,))
+            found = await ask_pair(both, case.prompt, FEW)
+            assert "sizes are 1 for prefill and 2 for decode" in str(found.error)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 16}, r"block_size 16 was asked for, backend 'ascend' has \[128\]"),
+        ({"dtype": "float32"}, "dtype 'float32' was asked for"),
+        ({"kv_layout": "LPBHT"}, "kernels run on \\['LPBTH'\\]"),
+    ],
+)
+def test_what_the_ops_do_not_take_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(make_config(TINY_LLAMA, **{**ON_NPU, **options}))
+
+
+def test_latents_of_another_width_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "narrow", "deepseek_v3", dtype="bfloat16")
+    with pytest.raises(
+        ConfigError, match=r"\(48, 16\) wide, backend 'ascend' runs \[\(512, 64\)\]"
+    ):
+        start(make_config(model, **ON_NPU))

@@ -1,0 +1,1 @@
+"""Stands in for mooncake-transfer-engine-npu, beside the emulated device."""
