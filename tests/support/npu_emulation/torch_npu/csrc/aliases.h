@@ -39,6 +39,7 @@ inline Tensor to_npu(const Tensor& made, c10::Device device) {
     if (made.numel()) as_cpu(copied).copy_(made);
     return copied;
   }
+  books().require_room(made.storage().nbytes(), device.index());
   books().charge(start, made.storage().nbytes(), device.index());
   const auto drop = [](void* context) {
     auto* adopted = static_cast<Adopted*>(context);

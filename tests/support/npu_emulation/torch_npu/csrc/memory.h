@@ -48,16 +48,19 @@ struct Block {
 // The books: who holds how much, and where.
 class Books {
  public:
+  void require_room(int64_t nbytes, int device) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    TORCH_CHECK_WITH(OutOfMemoryError, used_[device] + round_up(nbytes) <= capacity(),
+                     "NPU out of memory. Tried to allocate ", nbytes, " bytes. NPU ", device,
+                     " has a total capacity of ", capacity(), " bytes of which ",
+                     capacity() - used_[device], " bytes are free.");
+  }
+
   void charge(void* address, int64_t nbytes, int device) {
     std::lock_guard<std::mutex> guard(mutex_);
-    const int64_t rounded = round_up(nbytes);
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, used_[device] + rounded <= capacity(), "NPU out of memory. Tried to allocate ",
-        nbytes, " bytes. NPU ", device, " has a total capacity of ", capacity(), " bytes of which ",
-        capacity() - used_[device], " bytes are free.");
-    used_[device] += rounded;
+    used_[device] += round_up(nbytes);
     peak_[device] = std::max(peak_[device], used_[device]);
-    if (address) blocks_[address] = {nbytes, device, FORMAT_ND};
+    blocks_[address] = {nbytes, device, FORMAT_ND};
   }
 
   void release(void* address) {
@@ -113,14 +116,10 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   at::DataPtr allocate(size_t nbytes) override {
     const c10::Device device(NPU, static_cast<c10::DeviceIndex>(current_device));
     if (nbytes == 0) return {nullptr, nullptr, &give_back, device};
+    books().require_room(nbytes, current_device);
     void* address = std::aligned_alloc(ALIGNMENT, (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
     TORCH_CHECK(address, "the host has no ", nbytes, " bytes left");
-    try {
-      books().charge(address, nbytes, current_device);
-    } catch (...) {
-      std::free(address);
-      throw;
-    }
+    books().charge(address, nbytes, current_device);
     std::memset(address, 0xFF, nbytes);
     return {address, address, &give_back, device};
   }
