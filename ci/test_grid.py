@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Every pair of tensor-parallel sizes, for both connectors, all models and block sizes.
+"""Every pair of sizes, for both connectors, all models and block sizes.
+
+A size is a number of tensor-parallel ranks, such as 3, or stages and the ranks of each: 2x3.
 
 Prints one table per setting, and exits 0 only if every pair said what a single instance says.
 Ranks are real processes. The decode instances of one model and connector stay up; each prefill
@@ -28,11 +30,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from support.pd import Instance, Pair, instance  # noqa: E402  # the path is set above
 from support.pd_grid import (  # noqa: E402
     MODELS,
+    PIPELINES,
     PULL,
     SIZES,
     Question,
     check_pair,
     make_questions,
+    read_size,
     side,
     write_grid_model,
 )
@@ -54,17 +58,17 @@ class Grid:
     Args:
         model: its directory.
         connector: by name.
-        prefill_sizes, decode_sizes: tensor-parallel sizes.
+        prefill_sizes, decode_sizes: stages and ranks.
         blocks: names of BLOCK_SIZES.
         questions: by names of blocks, prefill size and decode size.
     """
 
     model: Path
     connector: str
-    prefill_sizes: Sequence[int]
-    decode_sizes: Sequence[int]
+    prefill_sizes: Sequence[str]
+    decode_sizes: Sequence[str]
     blocks: Sequence[str]
-    questions: dict[tuple[str, int, int], list[Question]]
+    questions: dict[tuple[str, str, str], list[Question]]
 
 
 def main() -> int:
@@ -85,12 +89,18 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--prefill", type=int, nargs="+", default=SIZES, help="tensor-parallel sizes")
-    add("--decode", type=int, nargs="+", default=SIZES, help="tensor-parallel sizes")
+    add("--prefill", type=checked_size, nargs="+", default=(*SIZES, *PIPELINES), help="sizes")
+    add("--decode", type=checked_size, nargs="+", default=SIZES, help="sizes")
     add("--connector", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
     add("--model", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     add("--blocks", nargs="+", choices=tuple(BLOCK_SIZES), default=tuple(BLOCK_SIZES))
     return parser.parse_args()
+
+
+def checked_size(name: str) -> str:
+    """A size that was asked for; argparse turns a ValueError into words."""
+    read_size(name)
+    return name
 
 
 async def run_model(name: str, args: argparse.Namespace) -> tuple[int, int]:
@@ -102,7 +112,7 @@ async def run_model(name: str, args: argparse.Namespace) -> tuple[int, int]:
             questions = {key: await make_questions(single, seed) for seed, key in enumerate(keys)}
         failures = 0
         for connector in args.connector:
-            print(f"\n{name}, {connector} (down: blocks and P_tp, across: D_tp)", flush=True)
+            print(f"\n{name}, {connector} (down: blocks and P, across: D)", flush=True)
             sizes = (args.prefill, args.decode, args.blocks)
             failures += await run_grid(Grid(model, CONNECTORS[connector], *sizes, questions))
         return len(keys) * len(args.connector), failures
@@ -120,7 +130,7 @@ async def run_grid(grid: Grid) -> int:
             seconds = time.monotonic() - started
             print(f"{blocks:>8}{prefill_size:>6}{cells}  {seconds:.0f} s", flush=True)
             problems += [
-                f"blocks {blocks}, P_tp {prefill_size}, D_tp {size}: {problem}"
+                f"blocks {blocks}, P {prefill_size}, D {size}: {problem}"
                 for size, problem in zip(grid.decode_sizes, row, strict=True)
                 if problem is not None
             ]
@@ -129,27 +139,27 @@ async def run_grid(grid: Grid) -> int:
 
 
 @asynccontextmanager
-async def decoders(grid: Grid) -> AsyncIterator[dict[int, Instance]]:
+async def decoders(grid: Grid) -> AsyncIterator[dict[str, Instance]]:
     """A decode instance of each size, for the length of a block."""
     [block_size] = {BLOCK_SIZES[blocks][1] for blocks in grid.blocks}
     async with AsyncExitStack() as stack:
         running = {}
         for size in grid.decode_sizes:
             context = side(
-                grid.model, Role.DECODE, grid.connector, tp_size=size, block_size=block_size
+                grid.model, Role.DECODE, grid.connector, size=size, block_size=block_size
             )
             running[size] = await stack.enter_async_context(context)
         yield running
 
 
 async def run_row(
-    grid: Grid, blocks: str, prefill_size: int, running: dict[int, Instance]
+    grid: Grid, blocks: str, prefill_size: str, running: dict[str, Instance]
 ) -> list[str | None]:
     """One prefill instance with all decode instances at once; what was wrong with each pair."""
     block_size = BLOCK_SIZES[blocks][0]
     try:
         async with side(
-            grid.model, Role.PREFILL, grid.connector, tp_size=prefill_size, block_size=block_size
+            grid.model, Role.PREFILL, grid.connector, size=prefill_size, block_size=block_size
         ) as prefill:
             row = await asyncio.gather(
                 *(

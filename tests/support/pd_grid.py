@@ -26,7 +26,9 @@ from support.push import LAYERWISE, PushPair, ask_pushed
 from mooncake_engine.config import Role
 
 PULL = "MooncakeConnector"
-SIZES = (1, 2, 3, 4, 6, 8)
+SIZES = ("1", "2", "3", "4", "6", "8")
+"""Tensor-parallel ranks of one stage; see ``read_size``."""
+PIPELINES = ("2x1", "2x2")
 NUM_HEADS = 24
 LENGTHS = (1, 16, 33, 100, 129, 200)
 SAMPLING = replace(GREEDY, max_tokens=6)
@@ -57,6 +59,17 @@ class Question:
     expected: tuple[int, ...]
 
 
+def read_size(name: str) -> dict[str, int]:
+    """The options that a size stands for: ``3`` is three ranks, ``2x3`` two stages of three.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    *stages, ranks = (int(number) for number in name.split("x"))
+    [pp_size] = stages or [1]
+    return {"pp_size": pp_size, "tp_size": ranks}
+
+
 def write_grid_model(directory: Path, name: str) -> Path:
     """One of MODELS, whose query heads can be divided over any of SIZES."""
     family, shape = MODELS[name]
@@ -72,10 +85,10 @@ async def make_questions(single: Instance, seed: int) -> list[Question]:
 
 @asynccontextmanager
 async def side(
-    model: Path, role: Role, connector: str, *, block_size: int, **sizes: int
+    model: Path, role: Role, connector: str, *, size: str, block_size: int
 ) -> AsyncIterator[Instance]:
-    """One instance of a grid; ``sizes`` are its ``tp_size`` and ``pp_size``."""
-    options: dict[str, Any] = {**OPTIONS, "connector": connector, **sizes}
+    """One instance of a grid."""
+    options: dict[str, Any] = {**OPTIONS, "connector": connector, **read_size(size)}
     num_blocks = TOKENS_IN_POOL // block_size
     async with instance(
         model, role, block_size=block_size, num_kv_blocks=num_blocks, **options

@@ -1,4 +1,4 @@
-"""Unequal tensor-parallel sizes, ranks as processes; latents are in ``test_other_models``.
+"""Unequal sizes, ranks as processes: tensor-parallel ranks, and stages of a pipeline of them.
 
 ``ci/test_grid.py`` has all pairs.
 """
@@ -17,29 +17,35 @@ from mooncake_engine.config import Role
 
 slow = pytest.mark.slow
 RATIOS = [
-    (PULL, 2, 1, "2-heads"),
-    (PULL, 1, 2, "24-heads"),
-    pytest.param(PULL, 3, 2, "2-heads", marks=slow),
-    pytest.param(PULL, 2, 4, "2-heads", marks=slow),
-    pytest.param(PULL, 4, 3, "24-heads", marks=slow),
-    pytest.param(LAYERWISE, 2, 1, "24-heads", marks=slow),
-    pytest.param(LAYERWISE, 1, 2, "2-heads", marks=slow),
-    pytest.param(LAYERWISE, 3, 2, "2-heads", marks=slow),
-    pytest.param(LAYERWISE, 2, 4, "24-heads", marks=slow),
+    (PULL, "2", "1", "2-heads"),
+    (PULL, "1", "2", "24-heads"),
+    (PULL, "2x2", "1", "2-heads"),
+    (LAYERWISE, "2x2", "1", "2-heads"),
+    (PULL, "2x1", "2", "latent"),
+    (LAYERWISE, "2x1", "1", "latent"),
+    pytest.param(PULL, "3", "2", "2-heads", marks=slow),
+    pytest.param(PULL, "2", "4", "2-heads", marks=slow),
+    pytest.param(PULL, "4", "3", "24-heads", marks=slow),
+    pytest.param(PULL, "2x1", "2x1", "24-heads", marks=slow),
+    pytest.param(LAYERWISE, "2", "1", "24-heads", marks=slow),
+    pytest.param(LAYERWISE, "1", "2", "2-heads", marks=slow),
+    pytest.param(LAYERWISE, "3", "2", "2-heads", marks=slow),
+    pytest.param(LAYERWISE, "2", "4", "24-heads", marks=slow),
 ]
+"""Sizes as ``read_size`` takes them: stages x ranks."""
 
 
-@pytest.mark.parametrize(("connector", "prefill_tp", "decode_tp", "name"), RATIOS)
+@pytest.mark.parametrize(("connector", "prefill", "decode", "name"), RATIOS)
 def test_unequal_sizes_say_the_same(
-    tmp_path: Path, connector: str, prefill_tp: int, decode_tp: int, name: str
+    tmp_path: Path, connector: str, prefill: str, decode: str, name: str
 ) -> None:
     async def main() -> None:
         model = write_grid_model(tmp_path / "model", name)
         async with instance(model) as single:
             questions = await make_questions(single, seed=0)
         async with (
-            side(model, Role.PREFILL, connector, tp_size=prefill_tp, block_size=32) as first,
-            side(model, Role.DECODE, connector, tp_size=decode_tp, block_size=16) as second,
+            side(model, Role.PREFILL, connector, size=prefill, block_size=32) as first,
+            side(model, Role.DECODE, connector, size=decode, block_size=16) as second,
         ):
             await check_pair(Pair(first, second), questions)
             await first.check_clean(30.0)
