@@ -1,0 +1,175 @@
+"""With tokens guessed ahead an engine says what it says without, in fewer steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import Outcome, make_load, random_prompt, run_load
+
+from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.messages import EngineRequest, FinishReason
+from mooncake_engine.sampling_params import SamplingParams
+
+PLENTY = 200
+THIRD = 24
+"""Blocks: the largest load below needs 72 of them at its end."""
+OUTPUT_TOKENS = 40
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
+RANDOM = SamplingParams(temperature=0.8, max_tokens=OUTPUT_TOKENS)
+MIX = (1, 3, 1, 2)
+NGRAM = SpeculativeConfig(SpeculativeMethod.NGRAM, 4, prompt_lookup_min=1)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights, but for the layers: one, in place of three."""
+    model = random_model("llama", num_hidden_layers=1)
+    return write_checkpoint(model, tmp_path_factory.mktemp("small"))
+
+
+def draft(model: Path, num_tokens: int = 3) -> SpeculativeConfig:
+    return SpeculativeConfig(SpeculativeMethod.DRAFT, num_tokens, model)
+
+
+def check_same(
+    model: Path, requests: list[EngineRequest], plain: Outcome, **options: Any
+) -> Outcome:
+    found = run_load(model, requests, **{"num_kv_blocks": PLENTY, **options})
+    assert found.answers == plain.answers
+    assert found.stats.speculation is not None
+    assert found.stats.speculation.num_draft_tokens > 0
+    return found
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "seeded"])
+def test_whatever_guesses(llama: Path, small: Path, sampling: SamplingParams) -> None:
+    """Seeds are the clients' own: what they say must not depend on how much is guessed."""
+    requests = make_load(sampling, sizes=MIX)
+    plain = run_load(llama, requests, num_kv_blocks=PLENTY)
+    assert plain.stats.speculation is None
+    check_same(llama, requests, plain, speculative_config=NGRAM)
+    check_same(llama, requests, plain, speculative_config=draft(small))
+    chunked = {"max_num_batched_tokens": 16, "block_size": 4, "num_kv_blocks": 4 * PLENTY}
+    check_same(llama, requests, plain, speculative_config=draft(small), **chunked)
+
+
+def test_a_draft_model_that_is_the_model_is_always_right(llama: Path) -> None:
+    requests = make_load(GREEDY, sizes=MIX)
+    plain = run_load(llama, requests, num_kv_blocks=PLENTY)
+    found = check_same(llama, requests, plain, speculative_config=draft(llama))
+    stats = found.stats.speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens > 0.97 * stats.num_draft_tokens
+    assert max(len(updates) for updates in found.updates.values()) <= 1 + OUTPUT_TOKENS // 3
+
+
+def test_without_seeds_such_guesses_are_right_as_well(llama: Path) -> None:
+    """Drawn from the very distribution that they are tested against."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    requests = [EngineRequest(f"r{i}", random_prompt(i), sampling) for i in range(6)]
+    found = run_load(llama, requests, num_kv_blocks=PLENTY, speculative_config=draft(llama))
+    stats = found.stats.speculation
+    assert stats is not None
+    assert stats.num_accepted_tokens > 0.97 * stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "mixtral"])
+def test_latent_attention_and_experts(family: str, llama: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(random_model(family), tmp_path)
+    requests = make_load(GREEDY, sizes=(1, 2))
+    plain = run_load(model, requests, num_kv_blocks=PLENTY)
+    check_same(model, requests, plain, speculative_config=NGRAM)
+    check_same(model, requests, plain, speculative_config=draft(llama))
+    found = check_same(model, requests, plain, speculative_config=draft(model))
+    assert found.stats.speculation is not None
+    assert found.stats.speculation.num_accepted_tokens > 60
+
+
+@pytest.mark.parametrize("is_guessed_by_itself", [False, True])
+def test_memory_for_a_third_of_the_load(
+    llama: Path, small: Path, is_guessed_by_itself: bool
+) -> None:
+    """Groups are swapped, single sequences start over, and guesses take nobody's place."""
+    requests = make_load(GREEDY, sizes=(1, 3, 1, 2, 1, 3, 1, 2, 1))
+    plain = run_load(llama, requests, num_kv_blocks=PLENTY)
+    speculation = draft(llama if is_guessed_by_itself else small)
+    options = {"num_kv_blocks": THIRD, "speculative_config": speculation}
+    found = check_same(llama, requests, plain, **options)
+    assert found.stats.num_swap_outs > 0
+    assert found.stats.num_preemptions > found.stats.num_swap_outs
+
+
+def test_every_rank_guesses_the_same(llama: Path) -> None:
+    requests = make_load(RANDOM, sizes=(1, 2))
+    plain = run_load(llama, requests, num_kv_blocks=PLENTY)
+    found = check_same(llama, requests, plain, speculative_config=draft(llama), tp_size=2)
+    assert found.stats.speculation is not None
+    assert found.stats.speculation.num_accepted_tokens > 60
+
+
+SHAPED = [
+    replace(GREEDY, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    replace(RANDOM, seed=7, repetition_penalty=1.2, top_k=30, min_p=0.01),
+    replace(GREEDY, logit_bias=((40, 9.0), (41, 9.0))),
+    replace(GREEDY, logprobs=3, prompt_logprobs=2),
+    replace(RANDOM, seed=3, logprobs=0, min_tokens=30, stop_token_ids=tuple(range(0, 300, 7))),
+    replace(GREEDY, stop_token_ids=tuple(range(0, 300, 9))),
+    replace(GREEDY, max_tokens=1),
+    replace(GREEDY, max_tokens=2),
+]
+"""Everything that looks at a token's place in its answer, or at the tokens before it."""
+
+
+def test_parameters_that_look_back_and_ends_in_the_middle(llama: Path) -> None:
+    requests = [
+        EngineRequest(f"r{index}", random_prompt(index), sampling)
+        for index, sampling in enumerate(SHAPED)
+    ]
+    plain = run_load(llama, requests, num_kv_blocks=PLENTY)
+    for speculation in (NGRAM, draft(llama, 5)):
+        found = check_same(llama, requests, plain, speculative_config=speculation)
+        for name in plain.updates:
+            assert ends(found, name) == ends(plain, name)
+            assert scores(found, name) == pytest.approx(scores(plain, name), abs=1e-4)
+        assert len(scores(plain, "r3")) == 36 + OUTPUT_TOKENS
+
+
+def ends(outcome: Outcome, name: str) -> tuple[FinishReason | None, int | None]:
+    """Why an answer ended."""
+    last = outcome.updates[name][-1]
+    return last.finish, last.stop_token_id
+
+
+def scores(outcome: Outcome, name: str) -> list[float]:
+    """Log probabilities of prompt and answer."""
+    updates = outcome.updates[name]
+    prompt = [entry.logprob for update in updates for entry in update.prompt_logprobs]
+    return prompt + [entry.logprob for update in updates for entry in update.logprobs or ()]
+
+
+def test_to_the_end_of_the_context(llama: Path) -> None:
+    sampling = replace(GREEDY, max_tokens=None, ignore_eos=True)
+    requests = [EngineRequest("r", random_prompt(1), sampling)]
+    options = {"max_model_len": 61, "num_kv_blocks": 4}
+    plain = run_load(llama, requests, **options)
+    for speculation in (NGRAM, draft(llama, 7)):
+        found = check_same(llama, requests, plain, speculative_config=speculation, **options)
+        assert len(found.answers["r"]) == 61 - len(random_prompt(1))
+
+
+def test_a_draft_model_of_short_sequences_guesses_for_those(llama: Path, tmp_path: Path) -> None:
+    short = write_checkpoint(random_model("llama", max_position_embeddings=50), tmp_path)
+    requests = make_load(GREEDY, sizes=(1,))
+    plain = run_load(llama, requests, num_kv_blocks=PLENTY)
+    found = check_same(llama, requests, plain, speculative_config=draft(short))
+    assert found.stats.speculation is not None
+    assert 0 < found.stats.speculation.num_draft_tokens < 20

@@ -1,0 +1,118 @@
+"""How speculation is asked for, what is refused, and what it takes of the memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.byte_tokenizer import write_byte_tokenizer, write_fallback_tokenizer
+from support.checkpoints import random_model, write_checkpoint
+
+from mooncake_engine.assembly import build_engine
+from mooncake_engine.config import (
+    EngineConfig,
+    KVTransferConfig,
+    Role,
+    SpeculativeConfig,
+    SpeculativeMethod,
+)
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.setup import plan_execution
+from mooncake_hal.registry import Registry
+
+DRAFT, NGRAM = SpeculativeMethod.DRAFT, SpeculativeMethod.NGRAM
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"method": NGRAM, "num_speculative_tokens": 0}, "at least 1, got 0"),
+        ({"method": DRAFT}, "name its directory"),
+        ({"method": NGRAM, "model": Path("x")}, "'ngram' runs no draft model, but x was named"),
+        ({"method": DRAFT, "model": Path("x"), "prompt_lookup_min": 2}, "are for .* 'ngram'"),
+        ({"method": NGRAM, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "got 4 and 3"),
+        ({"method": NGRAM, "prompt_lookup_min": 0}, "got 0 and 0"),
+    ],
+)
+def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SpeculativeConfig(**options)
+
+
+def test_one_bound_of_prompt_lookup_is_both() -> None:
+    assert SpeculativeConfig(NGRAM).prompt_lookup == (2, 5)
+    assert SpeculativeConfig(NGRAM, prompt_lookup_min=3).prompt_lookup == (3, 3)
+    assert SpeculativeConfig(NGRAM, prompt_lookup_max=4).prompt_lookup == (4, 4)
+
+
+def test_a_pipeline_of_stages_does_not_guess() -> None:
+    with pytest.raises(ConfigError, match="pp_size 2"):
+        EngineConfig(Path("x"), pp_size=2, speculative_config=SpeculativeConfig(NGRAM))
+
+
+def test_a_prefill_instance_leaves_it_to_its_decode_instances(model: Path) -> None:
+    config = EngineConfig(
+        model,
+        role=Role.PREFILL,
+        pp_size=2,
+        kv_transfer=KVTransferConfig(),
+        speculative_config=SpeculativeConfig(DRAFT, model=model),
+    )
+    assert config.speculation is None
+    assert plan_execution(config, Registry.discover().select_backend("cpu")).draft is None
+
+
+def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(random_model("llama", vocab_size=290), tmp_path)
+    config = EngineConfig(model, speculative_config=SpeculativeConfig(DRAFT, model=other))
+    with pytest.raises(ConfigError, match="has 290 tokens in its vocabulary, the model has 307"):
+        build_engine(config)
+
+
+def test_other_tokens_under_the_same_ids_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("model", "same", "other")]
+    for path in paths:
+        path.mkdir()
+        write_checkpoint(random_model("llama"), path)
+    write_byte_tokenizer(paths[0])
+    write_byte_tokenizer(paths[1], chat_template=None)
+    write_fallback_tokenizer(paths[2])
+    config = EngineConfig(
+        paths[0], num_kv_blocks=8, speculative_config=SpeculativeConfig(DRAFT, model=paths[1])
+    )
+    build_engine(config).core.close()
+    config = replace(config, speculative_config=SpeculativeConfig(DRAFT, model=paths[2]))
+    with pytest.raises(ConfigError, match="are not those of the model"):
+        build_engine(config)
+
+
+def test_the_draft_models_kv_is_part_of_every_block(model: Path) -> None:
+    backend = Registry.discover().select_backend("cpu")
+    config = EngineConfig(model, kv_cache_bytes=6 << 20)
+    alone = plan_execution(config, backend)
+    both = plan_execution(
+        replace(config, speculative_config=SpeculativeConfig(DRAFT, model=model)), backend
+    )
+    assert both.pool_size.num_blocks == alone.pool_size.num_blocks // 2
+    assert both.pool_size.num_host_blocks >= both.pool_size.num_blocks
+
+
+@pytest.mark.parametrize("method", [NGRAM, DRAFT])
+def test_a_profiling_run_sees_what_drafts_take(model: Path, method: SpeculativeMethod) -> None:
+    """Sized by a share of the host's memory; the pool's pages are never touched."""
+    speculation = SpeculativeConfig(method, model=model if method is DRAFT else None)
+    config = EngineConfig(
+        model, memory_utilization=0.2, max_num_seqs=8, speculative_config=speculation
+    )
+    engine = build_engine(config)
+    try:
+        assert engine.facts.num_kv_blocks > 0
+    finally:
+        engine.core.close()
