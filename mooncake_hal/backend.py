@@ -78,6 +78,7 @@ class Capabilities:
         scheduler_resource: what cluster schedulers (Ray) call one of its devices, ``"GPU"`` or
             ``"NPU"``; empty where only CPUs are counted.
         latent_dims: (latent, rope) widths that latent attention runs on; empty: any.
+        sampling: whether ``ops`` are also ``SamplingOps``; else torch chooses tokens.
     """
 
     dtypes: tuple[str, ...]
@@ -88,6 +89,7 @@ class Capabilities:
     constraints: DeploymentConstraints = DeploymentConstraints()
     scheduler_resource: str = ""
     latent_dims: tuple[tuple[int, int], ...] = ()
+    sampling: bool = False
 
 
 class Event(Protocol):
@@ -109,8 +111,13 @@ class Event(Protocol):
 class Graph(Protocol):
     """Captured work that can be run again on the same addresses."""
 
-    def replay(self) -> None:
-        """Enqueue the captured work on the current stream."""
+    def replay(self, host_context_lens: Sequence[int] = ()) -> None:
+        """Enqueue the captured work on the current stream, once its last replay is done.
+
+        Args:
+            host_context_lens: what the batch of the captured decodes has in its tensors now, for
+                backends whose kernels take host lists; empty: as in the last replay or capture.
+        """
         ...
 
 
@@ -338,6 +345,42 @@ class Ops(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawing:
+    """How each row's token is drawn; all [rows], on the device.
+
+    Args:
+        temperatures: float32; 0 takes the largest logit, the first of equals.
+        top_ks: int32; 0 is off.
+        top_ps: float32; 1 is off. Counts within what top-k and min-p leave.
+        min_ps: float32, of the largest probability; 0 is off.
+        uniforms: float64 in [0, 1); the number that decides.
+    """
+
+    temperatures: Tensor
+    top_ks: Tensor
+    top_ps: Tensor
+    min_ps: Tensor
+    uniforms: Tensor
+
+
+class SamplingOps(Protocol):
+    """What the ``ops`` of a backend with ``capabilities.sampling`` also do."""
+
+    def sample(
+        self,
+        logits: Tensor,  # [rows, vocab] float32
+        drawing: Drawing,
+    ) -> Tensor:  # [rows] int64
+        """Draw a token per row: the first at which the running probability, in token order,
+        exceeds the row's uniform number.
+
+        Every filter is a threshold on the logit: ties at the edge stay in together. A row's token
+        depends on that row alone, to the bit, so ranks with equal logits choose alike.
+        """
+        ...
+
+
 class Allocation(Protocol):
     """Memory that a transport can register."""
 
@@ -410,8 +453,8 @@ class Communicator(Protocol):
         """Hand x over to rank ``target``, which has to ``recv`` it; the caller changes it no more.
 
         What is sent to a rank arrives in order. Waits for nothing but the receipt of what was sent
-        there before, so that a stage of a pipeline is one step ahead of the next. A failure may
-        show in a later call.
+        there before, so that a stage of a pipeline is one step ahead of the next; the first time,
+        it may wait for the other to be there. A failure may show in a later call.
         """
         ...
 
