@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.backend import AttentionBatch, Drawing
 
 
 class ReferenceOps:
@@ -131,6 +131,15 @@ class ReferenceOps:
                 out[token] += expert_weights[token, choice] * (inner @ down[expert].float().T)
         return out.to(x.dtype)
 
+    def sample(self, logits: Tensor, drawing: Drawing) -> Tensor:
+        """See ``SamplingOps``."""
+        shares = drawing_shares(logits, drawing)
+        chosen = [
+            int((row.cumsum(0) <= number).sum().clamp(max=len(row) - 1))
+            for row, number in zip(shares, drawing.uniforms.tolist(), strict=True)
+        ]
+        return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
+
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         """See ``Ops``."""
         for old, new in zip(source.tolist(), target.tolist(), strict=True):
@@ -145,6 +154,25 @@ class ReferenceOps:
         """See ``Ops``."""
         for row, block in enumerate(block_ids.tolist()):
             cache[block] = staging[row]
+
+
+def drawing_shares(logits: Tensor, drawing: Drawing) -> Tensor:
+    """The probability that each token has once the filters are applied: [rows, vocab] float64."""
+    shares = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
+    knobs = (drawing.temperatures, drawing.top_ks, drawing.top_ps, drawing.min_ps)
+    for row, (temperature, top_k, top_p, min_p) in enumerate(zip(*knobs, strict=True)):
+        if temperature == 0:
+            shares[row, logits[row].argmax()] = 1
+            continue
+        weights = ((logits[row] - logits[row].max()).double() / temperature).exp()
+        weights[weights < min_p] = 0
+        if 0 < top_k < len(weights):
+            weights[weights < weights.topk(int(top_k)).values[-1]] = 0
+        ordered = weights.sort(descending=True).values
+        reached = (ordered.cumsum(0) < top_p.double() * weights.sum()).sum()
+        weights[weights < ordered[reached.clamp(max=len(ordered) - 1)]] = 0
+        shares[row] = weights / weights.sum()
+    return shares
 
 
 def _attend(

@@ -29,6 +29,7 @@ from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
 from mooncake_hal.testing.backends_rank import SKIPPED
 from mooncake_hal.testing.backends_rows import RowsSuite
+from mooncake_hal.testing.backends_sampling import SamplingSuite
 
 
 @lru_cache
@@ -174,7 +175,13 @@ class CommunicatorSuite:
 
 
 class BackendConformance(
-    BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, CommunicatorSuite
+    BackendBasics,
+    OpsSuite,
+    RowsSuite,
+    ExpertsSuite,
+    LatentSuite,
+    SamplingSuite,
+    CommunicatorSuite,
 ):
     """All of it."""
 

@@ -39,7 +39,7 @@ def emulated_backend(processors: int = 132) -> CpuBackend:
     backend = CpuBackend()
     backend.ops = CudaOps(Tuning(DEVICE.generation, processors))
     backend.memory = emulated_memory()
-    backend.capabilities = replace(backend.capabilities, dtypes=DTYPES)
+    backend.capabilities = replace(backend.capabilities, dtypes=DTYPES, sampling=True)
     return backend
 
 

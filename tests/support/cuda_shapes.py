@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.backend import AttentionBatch, Drawing
 from mooncake_hal_cuda.copying.copier import launch_copy
 from mooncake_hal_cuda.ops import CudaOps
-from mooncake_hal_cuda.sampling import Drawing, draw
+from mooncake_hal_cuda.sampling import draw
 
 BLOCKS = 1024
 

@@ -41,6 +41,7 @@ class CudaBackend:
             graphs=True,
             transports=TRANSPORTS,
             scheduler_resource="GPU",
+            sampling=True,
         )
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         try:

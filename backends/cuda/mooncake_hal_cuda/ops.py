@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.backend import AttentionBatch, Drawing
 from mooncake_hal_cuda import experts
 from mooncake_hal_cuda.attention import Attention, attend_grouped, attend_latent
 from mooncake_hal_cuda.kernels.move_blocks import move_blocks
@@ -18,6 +18,7 @@ from mooncake_hal_cuda.kernels.rms_norm import rms_norm
 from mooncake_hal_cuda.kernels.rope import rope
 from mooncake_hal_cuda.kernels.silu_mul import silu_mul
 from mooncake_hal_cuda.kernels.write_kv import write_kv
+from mooncake_hal_cuda.sampling import draw
 from mooncake_hal_cuda.tuning import WIDTH, Tuning, power_of_two
 
 _ROPE_ELEMENTS = 2048
@@ -25,7 +26,7 @@ _MOVED_ELEMENTS = 4096
 
 
 class CudaOps:
-    """See ``Ops``.
+    """See ``Ops`` and ``SamplingOps``.
 
     Args:
         tuning: of the device that the process computes on.
@@ -196,6 +197,10 @@ class CudaOps:
         inner = self.silu_mul(experts.multiply(x, gate_up[0], grouping, chosen, x.dtype))
         parts = experts.multiply(inner, down[0], grouping, 1, torch.float32)
         return experts.combine(parts, expert_weights, x.dtype)
+
+    def sample(self, logits: Tensor, drawing: Drawing) -> Tensor:
+        """See ``SamplingOps``."""
+        return draw(logits, drawing)
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         """See ``Ops``. No block may be both a source and a target."""

@@ -44,8 +44,8 @@ class CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
 
-    def replay(self) -> None:
-        """See ``Graph``."""
+    def replay(self, host_context_lens: Sequence[int] = ()) -> None:
+        """See ``Graph``: the kernels read the tensors."""
         self._graph.replay()
 
 

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from mooncake_hal.backend import Drawing
 from mooncake_hal_cuda.kernels.draw_tokens import draw_tokens
 
 _WIDTH = 512
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Drawing:
-    """How each row's token is drawn; all on the device, [rows].
-
-    Args:
-        temperatures: float32; 0 takes the largest logit.
-        top_ks: int32; 0 is off.
-        top_ps: float32; 1 is off. Counts within what top-k and min-p leave.
-        min_ps: float32, of the largest probability; 0 is off.
-        uniforms: float64 in [0, 1).
-    """
-
-    temperatures: Tensor
-    top_ks: Tensor
-    top_ps: Tensor
-    min_ps: Tensor
-    uniforms: Tensor
 
 
 def draw(

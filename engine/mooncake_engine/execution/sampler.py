@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mooncake_engine.execution.device_sampling import draw_on_device
 from mooncake_engine.execution.grammar_masks import mask_logits
 from mooncake_engine.execution.logprobs import describe_tokens
 from mooncake_engine.execution.randomness import Stream, uniform
@@ -22,6 +23,7 @@ from mooncake_engine.execution.speculation.acceptance import Guess, heed_guesses
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import SampledToken
+from mooncake_hal.backend import SamplingOps
 
 NO_GUESSES: Mapping[int, Guess] = {}
 _CANDIDATES = 1024
@@ -33,10 +35,12 @@ class Sampler:
 
     Args:
         eos_token_ids: masked, with a request's stop ids, before ``min_tokens``.
+        ops: the device's own sampling, for batches that ask for nothing else; None for torch's.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], ops: SamplingOps | None = None) -> None:
         self._eos_token_ids = eos_token_ids
+        self._ops = ops
 
     def sample(
         self,
@@ -56,7 +60,11 @@ class Sampler:
         raw = logits.clone() if modified and wants_logprobs else logits
         if modified:
             self._modify(logits, modified, states)
-        token_ids = _choose(logits, states, guesses)
+        is_plain = not (modified or wants_logprobs or guesses)
+        if is_plain and self._ops is not None and not all(s.sampling.is_greedy for s in states):
+            token_ids = draw_on_device(self._ops, logits, states)
+        else:
+            token_ids = _choose(logits, states, guesses)
         if not wants_logprobs:
             return [SampledToken(token_id) for token_id in token_ids]
         logprobs = _logprobs(raw, states, token_ids)

@@ -10,6 +10,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.block_mover import BlockMover
+from mooncake_engine.execution.device_sampling import sampling_ops
 from mooncake_engine.execution.extension import (
     ExtensionContext,
     WorkerExtension,
@@ -155,7 +156,7 @@ class Worker:
         )
         num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
         mover = BlockMover(pool, num_host_blocks, backend.ops, device)
-        sampler = Sampler(facts.eos_token_ids)
+        sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
         proposer = self._build_proposer(setup, requests, sampler)
         return pool, ModelRunner(model, pool, requests, sampler, mover, proposer)
 

@@ -13,9 +13,10 @@ from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
+from mooncake_hal.testing.backends_sampling import SamplingSuite
 
 
-class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
+class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite):
     @pytest.fixture(scope="module")
     @staticmethod
     def backend() -> Backend:

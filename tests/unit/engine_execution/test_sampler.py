@@ -17,6 +17,8 @@ from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler, _largest
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import AdmittedRequest, SampledToken
+from mooncake_hal.backend import Drawing
+from mooncake_hal.reference.ops import ReferenceOps
 
 VOCAB = 50
 EOS = 3
@@ -215,3 +217,35 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
     assert silent.logprobs is None
     assert bare.logprobs is not None
     assert bare.logprobs.top == ()
+
+
+class CountingOps(ReferenceOps):
+    """The reference's sampling, which counts its rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+    def sample(self, logits: Tensor, drawing: Drawing) -> Tensor:
+        self.rows += len(logits)
+        return super().sample(logits, drawing)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_a_device_draws_what_torch_draws(filters: dict[str, Any]) -> None:
+    """Greedy rows among them; the numbers of seed and position decide on either side."""
+    ops, logits = CountingOps(), random_logits(40)
+    drawn = SamplingParams(**{"temperature": 1.0, **filters})
+    greedy = SamplingParams(temperature=0.0)
+    states = [make_state(greedy if row % 8 == 0 else drawn, seed=row) for row in range(40)]
+    assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
+    assert ops.rows == 40
+
+
+@pytest.mark.parametrize(
+    "needs", [{"logprobs": 2}, {"presence_penalty": 0.5}, {"min_tokens": 3}, {"temperature": 0.0}]
+)
+def test_a_batch_that_needs_more_is_not_the_devices(needs: dict[str, Any]) -> None:
+    ops, logits = CountingOps(), random_logits(2)
+    states = [make_state(SamplingParams(**{"temperature": 1.0, **needs})) for _ in range(2)]
+    assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
+    assert ops.rows == 0
