@@ -7,6 +7,7 @@ or another layer's memory, fails at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -166,6 +167,26 @@ class OpsSuite:
             made.query, made.kv.key, made.kv.value, made.batch, 1.0
         )
         assert found.shape == (0, 8, 64)
+
+    def test_captured_decodes_follow_their_batch(self, backend: Backend, case: MakeCase) -> None:
+        """A replay sees queries, contexts and new tokens that its tensors hold by then."""
+        if not backend.capabilities.graphs:
+            pytest.skip(f"{backend.name} has no graphs")
+        made = case(shape_for(backend), DECODES)
+        kv, batch, out = made.kv, made.batch, torch.empty_like(made.query)
+
+        def step() -> None:
+            backend.ops.write_kv(made.key, made.value, kv.key, kv.value, batch.slot_mapping)
+            out.copy_(backend.ops.decode_attention(made.query, kv.key, kv.value, batch, 0.1))
+
+        graph = backend.runtime.capture(step)
+        for lengths in ([1] * len(DECODES), [min(context, 14) for _, context in DECODES]):
+            made.query.mul_(-1)
+            batch.context_lens.copy_(torch.tensor(lengths))
+            graph.replay(lengths)
+            now = replace(batch, host_context_lens=tuple(lengths))
+            wanted = oracle.decode_attention(made.query, kv.key, kv.value, now, 0.1)
+            assert_same(out, wanted, made.shape.dtype)
 
     @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
     @pytest.mark.parametrize("dtype", ALL_DTYPES)

@@ -13,6 +13,8 @@ from mooncake_hal.errors import DeviceError
 from mooncake_hal_ascend.soc import Soc, find_soc
 
 npu: Any = torch_npu.npu
+_CONTEXT_LENS = ("actual_seq_lengths_kv", "actual_seq_kvlen")
+"""What the attention ops, version 1 and 2, call the sequences' KV lengths."""
 
 
 class AscendEvent:
@@ -40,13 +42,20 @@ class AscendEvent:
 
 
 class AclGraph:
-    """A captured graph; it keeps the memory that its work uses."""
+    """A captured graph; it keeps the memory that its work uses.
+
+    Attention ops take lengths from host lists, which are part of what was captured: each replay
+    waits, inside the graph, until they have been given anew.
+    """
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
 
-    def replay(self) -> None:
+    def replay(self, host_context_lens: Sequence[int] = ()) -> None:
         """See ``Graph``."""
+        lengths = list(host_context_lens)
+        given = {name: lengths for name in _CONTEXT_LENS} if lengths else {}
+        self._graph.update(cpu_update_input=[given])
         self._graph.replay()
 
 
@@ -126,7 +135,8 @@ class AscendRuntime:
         current.wait_stream(side)
         graph = npu.NPUGraph()
         self._pool = self._pool or npu.graph_pool_handle()  # they never run at once
-        with npu.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        mode = {"auto_dispatch_capture": True, "capture_error_mode": "thread_local"}
+        with npu.graph(graph, pool=self._pool, **mode):
             run()
         return AclGraph(graph)
 

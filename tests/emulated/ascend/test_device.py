@@ -232,3 +232,14 @@ class TestGraphs:
         with pytest.raises(RuntimeError, match=message), npu.graph(npu.NPUGraph()):
             use(x)
         assert x.tolist() == [0, 0, 0]
+
+    def test_a_graph_with_attention_waits_for_its_update(self) -> None:
+        graph = npu.NPUGraph()
+        with npu.graph(graph, auto_dispatch_capture=True):
+            attention()
+        with pytest.raises(RuntimeError, match="was not updated"):
+            graph.replay()
+        graph.update(cpu_update_input=[{}])
+        graph.replay()
+        with pytest.raises(RuntimeError, match="was not updated"):
+            graph.replay()

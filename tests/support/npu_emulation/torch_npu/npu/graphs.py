@@ -112,17 +112,25 @@ class NPUGraph:
     def __init__(self) -> None:
         self._ops: list[_Recorded] = []
         self.auto_dispatch_capture = False
+        self._is_updated = False
 
     @torch.no_grad()
     def replay(self) -> None:
+        """Before each op that is updated, the captured stream waits for its update."""
+        if self.auto_dispatch_capture and self._updated_ops() and not self._is_updated:
+            raise RuntimeError("the replay would wait for ever: the graph was not updated")
+        self._is_updated = False
         for op in self._ops:
             op.run()
+
+    def _updated_ops(self) -> list[_Recorded]:
+        return [op for op in self._ops if op.function._schema.name in UPDATED]
 
     def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
         """Change host lists of the captured attention ops; one dict for all, or one for each."""
         if not self.auto_dispatch_capture:
             raise RuntimeError("The current graph configuration does not support update")
-        wanted = [op for op in self._ops if op.function._schema.name in UPDATED]
+        wanted = self._updated_ops()
         inputs = cpu_update_input * len(wanted) if len(cpu_update_input) == 1 else cpu_update_input
         if len(inputs) != len(wanted):
             raise RuntimeError(f"{len(wanted)} operators are updated, {len(inputs)} inputs came")
@@ -130,6 +138,7 @@ class NPUGraph:
             for name in UPDATED[op.function._schema.name]:
                 if name in values:
                     op.kwargs[name] = values[name]
+        self._is_updated = True
 
 
 class graph:  # torch_npu's name
