@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.execution.executor import Executor, PendingStep
+from mooncake_engine.execution.executor import Executor
+from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.kv_transfer.base import Connector, Topology
 from mooncake_engine.kv_transfer.events import ConnectorFailed, Event, LeaseEnded, LoadEnded
 from mooncake_engine.kv_transfer.params import Handoff

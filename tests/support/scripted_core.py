@@ -9,7 +9,7 @@ from support.fake_engine import EOS, Script, upper_case
 from mooncake_engine.assembly import Engine
 from mooncake_engine.core import EngineCore
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.execution.executor import CompletedStep
+from mooncake_engine.execution.pending import CompletedStep
 from mooncake_engine.messages import EngineFacts, EngineRequest, TokenLogprobs
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.limits import SchedulerLimits

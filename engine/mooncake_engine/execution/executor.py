@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
 from mooncake_engine.execution.extension import MessageHandler
+from mooncake_engine.execution.pending import CompletedStep, PendingStep
 from mooncake_engine.execution.rank_place import RankGroups
 from mooncake_engine.execution.setup import ExecutionSetup, plan_execution, resize
 from mooncake_engine.execution.weights import ProgressHandler
@@ -22,6 +23,8 @@ from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.transport import MemoryRegion
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +89,6 @@ class ExecutorOptions:
     extension: str | None = None
     on_message: MessageHandler | None = None
     progress: ProgressHandler | None = None
-
-
-class PendingStep(Protocol):
-    """A step that was submitted."""
-
-    def result(self) -> StepResult:
-        """What came of it; blocks until the sampled tokens are known.
-
-        Raises:
-            EngineDead: a rank died or failed; its reason is in the message. Nothing can be
-                executed any more.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """A PendingStep that is over."""
-
-    outcome: StepResult
-
-    def result(self) -> StepResult:
-        """See ``PendingStep``."""
-        return self.outcome
 
 
 class Executor(Protocol):
@@ -217,17 +196,18 @@ class InProcessExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """See ``Executor``."""
+        launch = partial(self._attempt, plan.step, partial(self._worker.launch, plan))
         if self._steps is None:
-            return CompletedStep(self._run(plan))
-        return self._steps.submit(self._run, plan)
+            return CompletedStep(self._attempt(plan.step, launch().result))
+        return _LaunchedStep(self._steps.submit(launch), partial(self._attempt, plan.step))
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _attempt(self, step: int, work: Callable[[], T]) -> T:
         self._failure.check()
         try:
-            return self._worker.execute(plan)
+            return work()
         except Exception as exc:
             self._failure.record("rank 0 failed", exc)
-            raise EngineDead(f"rank 0 failed in step {plan.step}: {exc}") from exc
+            raise EngineDead(f"rank 0 failed in step {step}: {exc}") from exc
 
     def send(self, message: bytes, rank: int | None = None) -> None:
         """See ``Executor``."""
@@ -251,6 +231,18 @@ class InProcessExecutor(Executor):
 
     def _extension_died(self, cause: BaseException) -> None:
         self._failure.record("the worker extension of rank 0 died", cause)
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    """A step that the executor's own thread launches; ``attempt`` guards the wait for its end."""
+
+    launched: Future[PendingStep]
+    attempt: Callable[[Callable[[], StepResult]], StepResult]
+
+    def result(self) -> StepResult:
+        """See ``PendingStep``."""
+        return self.attempt(self.launched.result().result)
 
 
 def rank_facts(rank: int, worker: Worker) -> RankFacts:

@@ -16,10 +16,10 @@ from mooncake_engine.execution.executor import (
     ExecutorFacts,
     ExecutorOptions,
     FirstFailure,
-    PendingStep,
     RankFacts,
     make_facts,
 )
+from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.execution.rank_place import RankPlace
 from mooncake_engine.execution.ranks import Launcher, LocalLauncher, Rank
 from mooncake_engine.execution.setup import plan_execution

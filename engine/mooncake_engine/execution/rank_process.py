@@ -20,6 +20,7 @@ import torch
 from mooncake_engine.errors import EngineError
 from mooncake_engine.execution import rank_messages as wire
 from mooncake_engine.execution.executor import rank_facts
+from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.execution.rank_place import RankGroups, RankPlace
 from mooncake_engine.execution.setup import plan_execution
 from mooncake_engine.execution.weights import LoadProgress
@@ -44,6 +45,7 @@ class RankProcess:
         self._orders = orders
         self._messages = messages
         self._message_lock = threading.Lock()
+        self._report_lock = threading.Lock()
         self._reporter: ThreadPoolExecutor | None = None
 
     def run(self) -> None:
@@ -51,8 +53,8 @@ class RankProcess:
         start = wire.decode_order(self._orders.recv_bytes())
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
         if start.config.steps_in_flight > 1:
-            # The executor may be about to give the next order instead of reading this report:
-            # whoever reports must not keep the rank from taking it.
+            # While a step runs the rank takes the next order; and the executor may be busy giving
+            # it instead of reading reports, so whoever reports must not keep the rank from it.
             self._reporter = ThreadPoolExecutor(1, "rank-reports")
         worker = self._load(start)
         try:
@@ -91,12 +93,29 @@ class RankProcess:
         """Carry out one order; returns whether there may be another."""
         order = wire.decode_order(self._orders.recv_bytes())
         if isinstance(order, wire.Execute):
-            result = worker.execute(order.plan, order.sampled)
-            self._report(wire.Done(result if place.is_speaker else None))
+            launched = worker.launch(order.plan, order.sampled)
+            if self._reporter is None:
+                self._conclude(launched, place)
+            else:
+                self._reporter.submit(self._conclude_later, launched, place)
         elif isinstance(order, wire.WarmUp):
             worker.warm_up()
             self._report(wire.Done())
         return not isinstance(order, wire.Stop)
+
+    def _conclude(self, launched: PendingStep, place: RankPlace) -> None:
+        result = launched.result()
+        self._report(wire.Done(result if place.is_speaker else None))
+
+    def _conclude_later(self, launched: PendingStep, place: RankPlace) -> None:
+        """Top of the reporting thread; a parent that is gone shows elsewhere."""
+        try:
+            self._conclude(launched, place)
+        except (EOFError, ConnectionError):
+            return
+        except Exception as exc:
+            logger.exception("rank failed")
+            self.fail(exc)
 
     def _receive(self, worker: Worker) -> None:
         """Hand messages to the extension until the parent is gone."""
@@ -112,11 +131,8 @@ class RankProcess:
             self._notify(wire.ExtensionFailed(f"{type(exc).__name__}: {exc}"))
 
     def _report(self, report: wire.Report) -> None:
-        encoded = wire.encode(report)
-        if self._reporter is None:
-            self._orders.send_bytes(encoded)
-        else:
-            self._reporter.submit(self._orders.send_bytes, encoded)
+        with self._report_lock:
+            self._orders.send_bytes(wire.encode(report))
 
     def _report_progress(self, progress: LoadProgress) -> None:
         self._report(wire.Progress(progress.loaded_bytes, progress.total_bytes))

@@ -95,11 +95,18 @@ class RequestState:
         row: its row in the BlockTables.
         counts: for requests with penalties.
         grammar: for requests whose answer follows one.
+
+    Attributes:
+        token_ids: all so far; the last ``num_promised`` of them stand for tokens that a device
+            has been told to sample.
+        is_host_bound: whether its tokens, or what is said of them, are settled on the host.
     """
 
     __slots__ = (
         "counts",
         "grammar",
+        "is_host_bound",
+        "num_promised",
         "num_prompt_tokens",
         "request_id",
         "row",
@@ -123,6 +130,10 @@ class RequestState:
         self.row = row
         self.counts = counts
         self.grammar = grammar
+        self.num_promised = 0
+        sampling = admitted.sampling
+        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        self.is_host_bound = has_logprobs or counts is not None or grammar is not None
 
     @property
     def num_output_tokens(self) -> int:
@@ -136,6 +147,16 @@ class RequestState:
             self.counts.add(token_id)
         if self.grammar is not None:
             self.grammar.accept(token_id)
+
+    def promise(self) -> None:
+        """One more token will be known; not of a request that ``is_host_bound``."""
+        self.token_ids.append(0)
+        self.num_promised += 1
+
+    def keep_promise(self, token_id: int) -> None:
+        """The oldest token that was promised is known."""
+        self.token_ids[-self.num_promised] = token_id
+        self.num_promised -= 1
 
 
 class BlockTables:

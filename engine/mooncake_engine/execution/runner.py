@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from mooncake_engine.execution.grammar_masks import failures
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.model_stage import ModelStage
+from mooncake_engine.execution.pending import CompletedStep, PendingStep
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.execution.speculation.checking import (
@@ -25,6 +27,20 @@ from mooncake_engine.execution.speculation.continuation import Draft
 from mooncake_engine.execution.speculation.proposer import Proposer
 from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+
+
+class Batch(NamedTuple):
+    """What a step runs.
+
+    Args:
+        sequences: those that run one token, drafts included, come first.
+        states: their requests.
+        drafts: guesses behind the last tokens of requests, by id.
+    """
+
+    sequences: Sequence[ScheduledSequence]
+    states: Sequence[RequestState]
+    drafts: Mapping[str, Draft]
 
 
 class ModelRunner:
@@ -57,31 +73,23 @@ class ModelRunner:
         first = pool.shard.layer_start
         self._kv = {first + index: pool.layer(index) for index in range(pool.shard.layers)}
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
+        """Do what the plan says, and wait until it is done."""
+        return self.launch(plan, layer_done).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, layer_done: LayerDone | None = None) -> PendingStep:
         """Do what the plan says; returns when the sampled tokens are known on the host, on the
         last stage, and on the others when theirs is handed on."""
         self._take_over(plan)
         if not plan.sequences:
-            return StepResult(plan.step, {})
-        sequences: Sequence[ScheduledSequence] = plan.sequences
-        states = [self._state_of(sequence) for sequence in sequences]
-        drafts = NO_DRAFTS
-        if self._proposer is not None:
-            drafts = draft_tokens(self._proposer, plan, states)
-            sequences, states = decodes_first(sequences, states, drafts)
-        pool = self._pool
-        inputs = make_inputs(
-            sequences, states, self._requests, pool.block_size, pool.device, drafts
-        )
+            return CompletedStep(StepResult(plan.step, {}))
+        batch = self._collect(plan)
+        inputs = self._make_inputs(batch)
         hidden = self._forward(inputs, layer_done)
         if hidden is None:
-            return StepResult(plan.step, {})
-        num_rows = inputs.attention.host_query_lens
-        scores = score_prompts(hidden, sequences, states, num_rows, self._model.logits)
-        tokens = self._sample(hidden, inputs, drafts)
-        drafted = {name: len(draft.guesses) for name, draft in drafts.items()}
-        return StepResult(plan.step, tokens, scores, failures(inputs.sampling), drafted)
+            return CompletedStep(StepResult(plan.step, {}))
+        return self._conclude(plan, batch, inputs, hidden)
 
     def close(self) -> None:
         """Free what the guesses need; the pool is its owner's. Idempotent."""
@@ -102,6 +110,13 @@ class ModelRunner:
             self._proposer.forget(admitted.request_id for admitted in plan.admitted)
         self._mover.carry_out(plan)
 
+    def _collect(self, plan: StepPlan) -> Batch:
+        states = [self._state_of(sequence) for sequence in plan.sequences]
+        if self._proposer is None:
+            return Batch(plan.sequences, states, NO_DRAFTS)
+        drafts = draft_tokens(self._proposer, plan, states)
+        return Batch(*decodes_first(plan.sequences, states, drafts), drafts)
+
     def _state_of(self, sequence: ScheduledSequence) -> RequestState:
         state = self._requests[sequence.request_id]
         if sequence.new_block_ids:
@@ -109,17 +124,38 @@ class ModelRunner:
             tables.extend(state.row, sequence.new_block_ids, sequence.new_blocks_at)
         return state
 
+    def _make_inputs(self, batch: Batch) -> StepInputs:
+        pool = self._pool
+        requests, drafts = self._requests, batch.drafts
+        return make_inputs(
+            batch.sequences, batch.states, requests, pool.block_size, pool.device, drafts
+        )
+
     def _forward(self, inputs: StepInputs, layer_done: LayerDone | None) -> Tensor | None:
         context = ForwardContext(inputs.attention, self._kv, layer_done)
         return self._model.forward(inputs.token_ids, inputs.positions, context)
+
+    def _conclude(
+        self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
+    ) -> PendingStep:
+        """What comes of the hidden rows: [tokens, hidden]."""
+        num_rows = inputs.attention.host_query_lens
+        scores = score_prompts(hidden, batch.sequences, batch.states, num_rows, self._model.logits)
+        tokens = self._sample(hidden, inputs, batch.drafts)
+        drafted = {name: len(draft.guesses) for name, draft in batch.drafts.items()}
+        failed = failures(inputs.sampling)
+        return CompletedStep(StepResult(plan.step, tokens, scores, failed, drafted))
+
+    def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        rows = hidden if inputs.sampled_rows is None else hidden[inputs.sampled_rows]
+        return self._model.logits(rows)
 
     def _sample(
         self, hidden: Tensor, inputs: StepInputs, drafts: Mapping[str, Draft]
     ) -> dict[str, tuple[SampledToken, ...]]:
         if not inputs.sampling:
             return {}
-        rows = hidden if inputs.sampled_rows is None else hidden[inputs.sampled_rows]
-        logits = self._model.logits(rows)
+        logits = self._logits(hidden, inputs)
         if drafts:
             tokens = check_drafts(self._sampler, logits, inputs.sampling, drafts)
         else:

@@ -64,11 +64,24 @@ class Sampler:
         if is_plain and self._ops is not None and not all(s.sampling.is_greedy for s in states):
             token_ids = draw_on_device(self._ops, logits, states)
         else:
-            token_ids = _choose(logits, states, guesses)
+            token_ids = _choose(logits, states, guesses).tolist()
         if not wants_logprobs:
             return [SampledToken(token_id) for token_id in token_ids]
         logprobs = _logprobs(raw, states, token_ids)
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
+
+    def choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+        """The token ids that ``sample`` would choose, on the device: [rows] int64. Waits for the
+        device only where top-p has to look at more tokens than it sorted at first.
+
+        Args:
+            logits: [rows, vocab] float32; may be overwritten.
+            states: the request of each row.
+        """
+        modified = [row for row, state in enumerate(states) if self._is_modified(state)]
+        if modified:
+            self._modify(logits, modified, states)
+        return _choose(logits, states, NO_GUESSES)
 
     def guess(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Guess]:
         """Guess what ``sample`` will choose, from another model's logits.
@@ -89,7 +102,7 @@ class Sampler:
             drawing = [states[row] for row in rows]
             weights = _weights(logits[rows], drawing)
             streams = [Stream.GUESS if _is_tested(state) else Stream.CHOICE for state in drawing]
-            drawn = _pick(weights, _numbers(drawing, streams))
+            drawn = _pick(weights, _numbers(drawing, streams)).tolist()
             weights /= weights.sum(dim=-1, keepdim=True)
             for index, row in enumerate(rows):
                 known = weights[index] if _is_tested(states[row]) else None
@@ -137,7 +150,8 @@ def _penalise(logits: Tensor, rows: list[int], states: Sequence[SamplingState]) 
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return like.new_tensor(values).unsqueeze(1)
+    column = torch.tensor(values, dtype=like.dtype).unsqueeze(1)
+    return column.to(like.device, non_blocking=True)  # what new_tensor does waits for the device
 
 
 def _is_tested(state: SamplingState) -> bool:
@@ -148,22 +162,19 @@ def _is_tested(state: SamplingState) -> bool:
 
 def _choose(
     logits: Tensor, states: Sequence[SamplingState], guesses: Mapping[int, Guess]
-) -> list[int]:
+) -> Tensor:
+    """A token per row: [rows] int64."""
     random_rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
     if not random_rows:
-        chosen: list[int] = logits.argmax(dim=-1).tolist()
-        return chosen
+        return logits.argmax(dim=-1)
+    is_mixed = len(random_rows) < len(states)
     drawing = [states[row] for row in random_rows]
-    weights = _weights(logits[random_rows], drawing)
+    indexes = torch.tensor(random_rows).to(logits.device, non_blocking=True)
+    weights = _weights(logits[indexes] if is_mixed else logits.clone(), drawing)
     if guesses:
         _heed(weights, random_rows, states, guesses)
     drawn = _pick(weights, _numbers(drawing, [Stream.CHOICE] * len(drawing)))
-    if len(random_rows) == len(states):
-        return drawn
-    chosen = logits.argmax(dim=-1).tolist()
-    for row, token_id in zip(random_rows, drawn, strict=True):
-        chosen[row] = token_id
-    return chosen
+    return logits.argmax(dim=-1).index_copy_(0, indexes, drawn) if is_mixed else drawn
 
 
 def _heed(
@@ -202,13 +213,12 @@ def _numbers(states: Sequence[SamplingState], streams: Sequence[Stream]) -> list
     ]
 
 
-def _pick(weights: Tensor, numbers: Sequence[float]) -> list[int]:
-    """The token of each row at which the share ``numbers`` of the weight is passed."""
+def _pick(weights: Tensor, numbers: Sequence[float]) -> Tensor:
+    """The token of each row at which a share ``numbers`` of the weight is passed: [rows] int64."""
     # float64: a float32 sum over a large vocabulary is off by more than rare tokens weigh
     cumulative = weights.double().cumsum_(dim=-1)
-    targets = cumulative.new_tensor(numbers).unsqueeze(1) * cumulative[:, -1:]
-    drawn: list[int] = torch.searchsorted(cumulative, targets, right=True).squeeze(1).tolist()
-    return drawn
+    targets = _column(cumulative, numbers) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
 
 
 def _has_filter(params: SamplingParams, vocab_size: int) -> bool:
@@ -227,7 +237,7 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return threshold
     num_sorted = min(vocab_size, max([_CANDIDATES if has_top_p else 1, *limited]))
     ordered = _largest(logits, num_sorted)
-    limits = torch.tensor(top_k, device=logits.device).unsqueeze(1)
+    limits = torch.tensor(top_k).unsqueeze(1).to(logits.device, non_blocking=True)
     threshold = threshold.maximum(_kth(ordered, limits, vocab_size))
     if not has_top_p:
         return threshold

@@ -16,8 +16,10 @@ from mooncake_engine.execution.extension import (
     WorkerExtension,
     load_extension,
 )
+from mooncake_engine.execution.feed_forward import FeedForwardRunner, TokenFeed
 from mooncake_engine.execution.kv_pool import KVPool, blocks_in
 from mooncake_engine.execution.model_stage import ModelStage
+from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.execution.profiling import largest_steps, measure_peak, memory_for_kv
 from mooncake_engine.execution.rank_place import RankGroups
 from mooncake_engine.execution.request_state import RequestTable
@@ -35,7 +37,6 @@ from mooncake_engine.scheduling.plan import (
     AdmittedRequest,
     ScheduledSequence,
     StepPlan,
-    StepResult,
 )
 from mooncake_engine.text.grammars import vocabulary_in
 from mooncake_hal.backend import Backend
@@ -157,8 +158,12 @@ class Worker:
         num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
         mover = BlockMover(pool, num_host_blocks, backend.ops, device)
         sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
-        proposer = self._build_proposer(setup, requests, sampler)
-        return pool, ModelRunner(model, pool, requests, sampler, mover, proposer)
+        parts = (model, pool, requests, sampler, mover)
+        if config.feeds_forward:
+            make_event = partial(backend.runtime.event, index)
+            feed = TokenFeed(config.max_num_seqs, device, make_event, config.steps_in_flight)
+            return pool, FeedForwardRunner(*parts, feed)
+        return pool, ModelRunner(*parts, self._build_proposer(setup, requests, sampler))
 
     def _load_draft(self, setup: ExecutionSetup, progress: ProgressHandler | None) -> Model | None:
         """The draft model, on the same ranks as the model."""
@@ -192,10 +197,10 @@ class Worker:
         draft = DraftModel(self._draft, pool, max_tokens, setup.draft.max_positions)
         return DraftModelProposer(draft, requests.tables, sampler)
 
-    def execute(
+    def launch(
         self, plan: StepPlan, sampled: Mapping[str, Sequence[int]] | None = None
-    ) -> StepResult:
-        """Run one step.
+    ) -> PendingStep:
+        """Run one step, behind those that were launched before.
 
         Args:
             plan: the step.
@@ -204,7 +209,7 @@ class Worker:
         if sampled and not self._ground.groups.place.is_last_stage:
             self._runner.learn(sampled)
         layer_done = self.extension.begin_step(plan) if self.extension else None
-        return self._runner.run(plan, layer_done)
+        return self._runner.launch(plan, layer_done)
 
     def warm_up(self) -> None:
         """Run a prompt and a decode once, so that the first request pays for no compilation.

@@ -1,0 +1,165 @@
+"""Steps one behind the other on the device: a token goes into the next step where it was sampled.
+
+The host hears of it later: what it knows of a request ends some tokens before what the device does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.execution.batch import StepInputs
+from mooncake_engine.execution.block_mover import BlockMover
+from mooncake_engine.execution.kv_pool import KVPool
+from mooncake_engine.execution.model_stage import ModelStage
+from mooncake_engine.execution.pending import CompletedStep, PendingStep
+from mooncake_engine.execution.request_state import RequestState, RequestTable
+from mooncake_engine.execution.runner import Batch, ModelRunner
+from mooncake_engine.execution.sampler import Sampler
+from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
+from mooncake_hal.backend import Event
+
+
+class TokenFeed:
+    """The newest sampled token of every request, on the device.
+
+    Args:
+        num_rows: requests to have room for at first; more make it grow.
+        device: where.
+        make_event: a new event of that device.
+        depth: steps that may be in flight: the tokens of those before are known on the host.
+    """
+
+    def __init__(
+        self, num_rows: int, device: torch.device, make_event: Callable[[], Event], depth: int
+    ) -> None:
+        self.make_event = make_event
+        self.depth = depth
+        self._device = device
+        self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def store(self, states: Sequence[RequestState], token_ids: Tensor) -> None:
+        """Keep what was sampled: [states] int64."""
+        rows = [state.row for state in states]
+        missing = max(rows) + 1 - len(self._newest)
+        if missing > 0:
+            self._newest = torch.cat((self._newest, self._newest.new_zeros(missing)))
+        self._newest.index_copy_(0, self._on_device(rows), token_ids)
+
+    def fill(self, token_ids: Tensor, at: Sequence[int], states: Sequence[RequestState]) -> None:
+        """Put the newest tokens of some requests into a step's tokens, in place.
+
+        Args:
+            token_ids: [tokens] int64, all of the step's.
+            at: where each of the requests' tokens belongs.
+            states: the requests.
+        """
+        newest = self._newest.index_select(0, self._on_device([state.row for state in states]))
+        token_ids.index_copy_(0, self._on_device(at), newest)
+
+    def _on_device(self, indexes: Sequence[int]) -> Tensor:
+        return torch.tensor(indexes, dtype=torch.int64).to(self._device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EnqueuedStep:
+    """A step that the device runs.
+
+    Args:
+        step: its plan's.
+        states: the requests that sample.
+        token_ids: [states] int64 on the host, there when ``sampled`` has passed.
+        sampled: recorded behind the copy to the host.
+    """
+
+    step: int
+    states: list[RequestState]
+    token_ids: Tensor
+    sampled: Event
+
+    def result(self) -> StepResult:
+        """See ``PendingStep``."""
+        pairs = zip(self.states, self._known(), strict=True)
+        return StepResult(
+            self.step, {state.request_id: (SampledToken(token_id),) for state, token_id in pairs}
+        )
+
+    def settle(self) -> None:
+        """Tell the requests their tokens; in the thread that runs steps."""
+        for state, token_id in zip(self.states, self._known(), strict=True):
+            state.keep_promise(token_id)
+
+    def _known(self) -> list[int]:
+        self.sampled.synchronize()
+        token_ids: list[int] = self.token_ids.tolist()
+        return token_ids
+
+
+class FeedForwardRunner(ModelRunner):
+    """A ModelRunner that enqueues a step and does not wait for it.
+
+    Where the host has a say in the choice (a grammar, penalties) or in the answer (log
+    probabilities), the whole batch waits for it.
+
+    Args:
+        model, pool, requests, sampler, mover: see ``ModelRunner``.
+        feed: carries tokens from step to step.
+    """
+
+    def __init__(
+        self,
+        model: ModelStage,
+        pool: KVPool,
+        requests: RequestTable,
+        sampler: Sampler,
+        mover: BlockMover,
+        feed: TokenFeed,
+    ) -> None:
+        super().__init__(model, pool, requests, sampler, mover)
+        self._feed = feed
+        self._enqueued: deque[EnqueuedStep] = deque()
+
+    def _take_over(self, plan: StepPlan) -> None:
+        super()._take_over(plan)
+        self._settle(self._feed.depth - 1)  # the core has the tokens of those before
+
+    def _make_inputs(self, batch: Batch) -> StepInputs:
+        inputs = super()._make_inputs(batch)
+        fed = [index for index, state in enumerate(batch.states) if state.num_promised]
+        if fed:  # decodes, which come first, with one token each
+            self._feed.fill(inputs.token_ids, fed, [batch.states[index] for index in fed])
+        return inputs
+
+    def _conclude(
+        self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
+    ) -> PendingStep:
+        if any(state.is_host_bound for state in (*batch.states, *inputs.sampling)):
+            self._settle(0)
+            return super()._conclude(plan, batch, inputs, hidden)
+        if not inputs.sampling:
+            return CompletedStep(StepResult(plan.step, {}))
+        chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
+        self._feed.store(inputs.sampling, chosen)
+        for state in inputs.sampling:
+            state.promise()
+        step = EnqueuedStep(plan.step, inputs.sampling, _to_host(chosen), self._feed.make_event())
+        step.sampled.record()
+        self._enqueued.append(step)
+        return step
+
+    def _settle(self, num_left: int) -> None:
+        """Take the tokens of all steps but the last ``num_left`` in."""
+        while len(self._enqueued) > num_left:
+            self._enqueued.popleft().settle()
+
+
+def _to_host(token_ids: Tensor) -> Tensor:
+    """A copy under way; where the host is another device, to page-locked memory."""
+    if token_ids.device.type == "cpu":
+        return token_ids
+    host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    return host.copy_(token_ids, non_blocking=True)
