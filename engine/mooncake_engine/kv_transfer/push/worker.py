@@ -129,7 +129,7 @@ class PushWorker:
         """See ``WorkerExtension``."""
         with self._lock:
             for session in self._sessions.values():
-                self._put_all(session, session.progress.end_step())
+                self._put_rest(session, session.progress.end_step())
             for admitted in plan.admitted:
                 if admitted.sends_kv:
                     session = self._session(admitted.request_id)
@@ -152,9 +152,12 @@ class PushWorker:
                 if portion is not None:
                     self._put(Due(session, portion, event))
 
-    def _put_all(self, session: PushSession, portions: Sequence[Portion]) -> None:
+    def _put_rest(self, session: PushSession, portions: Sequence[Portion]) -> None:
+        """What no hook spoke of: the step has been enqueued, and may not be over."""
         for portion in portions:
-            self._put(Due(session, portion))
+            event = self._context.backend.runtime.event(self._context.device)
+            event.record()
+            self._put(Due(session, portion, event))
 
     def _put(self, due: Due) -> None:
         session = due.session
