@@ -20,16 +20,15 @@ def sampling_ops(backend: Backend) -> SamplingOps | None:
     return cast(SamplingOps, backend.ops) if backend.capabilities.sampling else None
 
 
-def draw_on_device(ops: SamplingOps, logits: Tensor, states: Sequence[SamplingState]) -> list[int]:
-    """Draw a token per row; the tokens are all that comes back to the host.
+def draw_on_device(ops: SamplingOps, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
+    """Draw a token per row: [rows] int64.
 
     Args:
         ops: of the device that holds the logits.
         logits: [rows, vocab] float32.
         states: the request of each row.
     """
-    tokens: list[int] = ops.sample(logits, drawing_of(states, logits.device)).tolist()
-    return tokens
+    return ops.sample(logits, drawing_of(states, logits.device))
 
 
 def drawing_of(states: Sequence[SamplingState], device: torch.device) -> Drawing:

@@ -55,33 +55,36 @@ class Sampler:
             states: the request of each row.
             guesses: by row, those of known probability; see ``heed_guesses``.
         """
-        modified = [row for row, state in enumerate(states) if self._is_modified(state)]
-        wants_logprobs = any(state.sampling.logprobs is not None for state in states)
-        raw = logits.clone() if modified and wants_logprobs else logits
-        if modified:
-            self._modify(logits, modified, states)
-        is_plain = not (modified or wants_logprobs or guesses)
-        if is_plain and self._ops is not None and not all(s.sampling.is_greedy for s in states):
-            token_ids = draw_on_device(self._ops, logits, states)
-        else:
-            token_ids = _choose(logits, states, guesses).tolist()
-        if not wants_logprobs:
-            return [SampledToken(token_id) for token_id in token_ids]
+        if all(state.sampling.logprobs is None for state in states):
+            return [
+                SampledToken(token_id) for token_id in self.choose(logits, states, guesses).tolist()
+            ]
+        modified = self._modified(states)
+        raw = logits.clone() if modified else logits
+        self._modify(logits, modified, states)
+        token_ids: list[int] = _choose(logits, states, guesses).tolist()
         logprobs = _logprobs(raw, states, token_ids)
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
-    def choose(self, logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-        """The token ids that ``sample`` would choose, on the device: [rows] int64. Waits for the
-        device only where top-p has to look at more tokens than it sorted at first.
+    def choose(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        guesses: Mapping[int, Guess] = NO_GUESSES,
+    ) -> Tensor:
+        """The token ids that ``sample`` returns, still on the device: [rows] int64.
+
+        Waits for the device in one case: torch's top-p looks whether it has sorted enough tokens.
 
         Args:
-            logits: [rows, vocab] float32; may be overwritten.
-            states: the request of each row.
+            logits, states, guesses: see ``sample``.
         """
-        modified = [row for row, state in enumerate(states) if self._is_modified(state)]
-        if modified:
-            self._modify(logits, modified, states)
-        return _choose(logits, states, NO_GUESSES)
+        modified = self._modified(states)
+        self._modify(logits, modified, states)
+        is_plain = not (modified or guesses or all(s.sampling.is_greedy for s in states))
+        if is_plain and self._ops is not None:
+            return draw_on_device(self._ops, logits, states)
+        return _choose(logits, states, guesses)
 
     def guess(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Guess]:
         """Guess what ``sample`` will choose, from another model's logits.
@@ -94,8 +97,7 @@ class Sampler:
             logits: [rows, vocab] float32; overwritten.
             states: the request of each row.
         """
-        modified = [row for row, state in enumerate(states) if self._is_modified(state)]
-        self._modify(logits, modified, states)
+        self._modify(logits, self._modified(states), states)
         guesses = [Guess(token_id) for token_id in logits.argmax(dim=-1).tolist()]
         rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
         if rows:
@@ -109,6 +111,9 @@ class Sampler:
                 guesses[row] = Guess(drawn[index], known)
         return guesses
 
+    def _modified(self, states: Sequence[SamplingState]) -> list[int]:
+        return [row for row, state in enumerate(states) if self._is_modified(state)]
+
     def _is_modified(self, state: SamplingState) -> bool:
         sampling = state.sampling
         has_rules = state.counts is not None or state.grammar is not None
@@ -119,6 +124,8 @@ class Sampler:
 
     def _modify(self, logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
         """Apply bias, penalties, end masking and grammars to some rows, in place."""
+        if not rows:
+            return
         for row in rows:
             if bias := states[row].sampling.logit_bias:
                 ids, values = zip(*bias, strict=True)
