@@ -13,7 +13,14 @@ import pytest
 
 import mooncake_engine
 from mooncake_engine.cli import build_parser, engine_argv, engine_config, kv_transfer_config, main
-from mooncake_engine.config import EngineConfig, KVTransferConfig, LoadFailurePolicy, Role
+from mooncake_engine.config import (
+    EngineConfig,
+    KVTransferConfig,
+    LoadFailurePolicy,
+    Role,
+    SpeculativeConfig,
+    SpeculativeMethod,
+)
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.launch import Deployment
 from mooncake_engine.progress import ProgressBar
@@ -177,3 +184,30 @@ def test_the_public_surface_is_lazy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     assert done.stdout.strip() == b"set()"
+
+
+def test_guessing_ahead_is_asked_for_by_its_method(model: Path) -> None:
+    asked = parse(
+        *("serve", "--model", str(model), "--speculative-method", "draft"),
+        *("--speculative-model", str(model), "--num-speculative-tokens", "3"),
+    )
+    wanted = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model)
+    assert engine_config(asked, None).speculative_config == wanted
+    lookup = ("--prompt-lookup-min", "2", "--prompt-lookup-max", "4")
+    asked = parse("serve", "--model", str(model), "--speculative-method", "ngram", *lookup)
+    wanted = SpeculativeConfig(SpeculativeMethod.NGRAM, prompt_lookup_min=2, prompt_lookup_max=4)
+    assert engine_config(asked, None).speculative_config == wanted
+    with pytest.raises(ConfigError, match="add --speculative-method"):
+        engine_config(parse("serve", "--model", str(model), *lookup), None)
+
+
+def test_a_draft_model_that_is_not_there_is_named(model: Path) -> None:
+    missing = ("--speculative-method", "draft", "--speculative-model", "nowhere")
+    with pytest.raises(ConfigError, match=r"no config\.json in nowhere"):
+        engine_config(parse("serve", "--model", str(model), *missing), None)
+
+
+def test_all_instances_of_a_deployment_are_told_how_to_guess(model: Path) -> None:
+    options = ("--speculative-method", "ngram", "--num-speculative-tokens", "6")
+    args = parse("up", "--model", str(model), "--threads", "1", *options)
+    assert engine_argv(args) == ("--model", str(model), "--threads", "1", *options)

@@ -1,0 +1,115 @@
+"""A decode instance guesses ahead from the first token that it gets, whichever way its KV comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from support.pd import (
+    GREEDY,
+    Answer,
+    Instance,
+    Pair,
+    ask,
+    ask_pair,
+    instance,
+    pair,
+    prompt_of,
+    write_model,
+)
+from support.push import PushPair, ask_pushed, push_pair
+
+from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.messages import SpeculationStats
+from mooncake_engine.sampling_params import SamplingParams
+
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
+LENGTHS = (1, 15, 16, 17, 65, 200)
+CHUNK = 64
+"""Tokens per step: D's draft model catches up with the longest prompt in several."""
+Both = Pair | PushPair
+Ask = Callable[[tuple[int, ...], SamplingParams], Awaitable[Answer]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def speculations(model: Path) -> list[SpeculativeConfig]:
+    """The right guesses, and some that now and then are."""
+    return [
+        SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model),
+        SpeculativeConfig(SpeculativeMethod.NGRAM, 3, prompt_lookup_min=1),
+    ]
+
+
+async def compare(single: Instance, both: Both, ask_both: Ask) -> SpeculationStats:
+    """Ask for prompts of many lengths, one by one and all at once; what D's guesses came to."""
+    cases = [(prompt_of(length), way) for length in LENGTHS for way in (GREEDY, SEEDED)]
+    expected = [(await ask(single, *case)).tokens for case in cases]
+    for case, tokens in zip(cases, expected, strict=True):
+        assert (await ask_both(*case)).tokens == tokens
+    together = await asyncio.gather(*(ask_both(*case) for case in cases))
+    assert [answer.tokens for answer in together] == expected
+    await both.check_clean()
+    assert both.prefill.engine.stats().speculation is None
+    stats = both.decode.engine.stats().speculation
+    assert stats is not None
+    assert stats.num_draft_tokens > 0
+    return stats
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["draft", "ngram"])
+def test_pulled_prompts(model: Path, index: int) -> None:
+    async def scenario() -> SpeculationStats:
+        options = {"speculative_config": speculations(model)[index]}
+        async with (
+            instance(model) as single,
+            pair(model, max_num_batched_tokens=CHUNK, **options) as both,
+        ):
+            return await compare(single, both, lambda *case: ask_pair(both, *case))
+
+    check_acceptance(index, asyncio.run(scenario()))
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["draft", "ngram"])
+def test_pushed_prompts(model: Path, index: int) -> None:
+    async def scenario() -> SpeculationStats:
+        options = {"speculative_config": speculations(model)[index]}
+        async with (
+            instance(model) as single,
+            push_pair(model, max_num_batched_tokens=CHUNK, **options) as both,
+        ):
+            return await compare(single, both, lambda *case: ask_pushed(both, *case))
+
+    check_acceptance(index, asyncio.run(scenario()))
+
+
+def check_acceptance(index: int, stats: SpeculationStats) -> None:
+    """The draft model is the model itself: it is always right, so its KV must be."""
+    if index == 0:
+        assert stats.num_accepted_tokens > 0.97 * stats.num_draft_tokens
+
+
+def test_answers_to_one_prompt(model: Path) -> None:
+    """They share the prompt's blocks, in which the draft model runs it once for all of them."""
+
+    async def scenario() -> SpeculationStats | None:
+        options = {"speculative_config": speculations(model)[0]}
+        async with instance(model) as single, push_pair(model, **options) as both:
+            prompt = prompt_of(40)
+            seeds = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in range(3)]
+            expected = [(await ask(single, prompt, sampling)).tokens for sampling in seeds]
+            found = await asyncio.gather(
+                *(ask_pushed(both, prompt, sampling, group="g") for sampling in seeds)
+            )
+            assert [answer.tokens for answer in found] == expected
+            await both.check_clean()
+            return both.decode.engine.stats().speculation
+
+    stats = asyncio.run(scenario())
+    assert stats is not None
+    check_acceptance(0, stats)
