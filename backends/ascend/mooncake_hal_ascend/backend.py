@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16")
 """The attention ops take no others."""
 KV_LAYOUTS = ("LPBTH",)
 """Ops want K and V as tensors of their own: ``[blocks, tokens, heads, dim]``."""
-TRANSPORTS = ("hccs", "tcp")
+TRANSPORTS = ("hccs",)
 
 
 class AscendBackend:
