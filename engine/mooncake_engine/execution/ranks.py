@@ -20,6 +20,9 @@ import torch
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution import rank_messages as wire
 
+_END_TIMEOUT_S = 1.0
+"""How long a process may take to end after its connection has."""
+
 
 class Rank(ABC):
     """The parent's side of one rank, wherever it runs.
@@ -60,14 +63,17 @@ class Rank(ABC):
             self.messages.send_bytes(message)
 
     def has_vanished(self) -> bool:
-        """Whether the process ended without saying why."""
+        """Whether the process ended without saying why; what it said last is read for that."""
+        while self.failed is None and self.orders.poll():
+            if self.report() is None:
+                return True
         return self.failed is None and self.wait(0.0)
 
     def describe_end(self) -> str:
         """Why the rank ended, in words."""
         if self.failed is not None:
             return f"{self.failed.kind}: {self.failed.reason}"
-        if not self.wait(0.0):
+        if not self.wait(_END_TIMEOUT_S):
             return "it closed its connection"
         return self.last_words()
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks as actors of a Ray cluster with two nodes."""
+"""Ranks, of one stage or of two, as actors of a Ray cluster with two nodes."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def cluster() -> Iterator[str]:
     nodes.shutdown()
 
 
-@pytest.fixture
-def executor(cluster: str, checkpoint: Path, backend: Backend) -> Iterator[ProcessExecutor]:
+@pytest.fixture(params=["tp_size"])
+def executor(
+    request: pytest.FixtureRequest, cluster: str, checkpoint: Path, backend: Backend
+) -> Iterator[ProcessExecutor]:
     config = EngineConfig(
         checkpoint,
         num_kv_blocks=32,
-        tp_size=2,
+        **{request.param: 2},
         executor=ExecutorKind.RAY,
         ray_address=cluster,
         threads=1,
@@ -65,6 +67,7 @@ def answers(executor: Executor) -> list[list[int]]:
     return Stepper(executor, chunk=40).generate(requests)
 
 
+@pytest.mark.parametrize("executor", ["tp_size", "pp_size"], indirect=True)
 def test_ranks_on_two_nodes_choose_the_tokens_of_one_rank(
     executor: ProcessExecutor, checkpoint: Path, backend: Backend
 ) -> None:
