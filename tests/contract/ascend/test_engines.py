@@ -1,0 +1,60 @@
+"""hccs calls the vendors' engines as their published wheels have it, and so does the fake of them.
+
+``engines.json`` is read from the wheels by ci/test-ascend-contract, which says when it differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from support import fake_hccs
+from support.engine_signatures import GOLDEN, OPERATIONS, Signature, check_calls
+
+from mooncake_hal_ascend.hccs import vendor
+
+ENGINES = json.loads(GOLDEN.read_text())
+SOURCE = Path(vendor.__file__).read_text()
+CASES = [
+    ("mooncake", "MooncakeVendor", fake_hccs.HixlEngine),
+    ("memfabric", "MemfabricVendor", fake_hccs.MemfabricEngine),
+]
+
+
+@pytest.mark.parametrize(("engine", "owner", "fake"), CASES)
+def test_our_calls_fit(engine: str, owner: str, fake: type) -> None:
+    assert check_calls(SOURCE, owner, ENGINES[engine]["surface"]) == []
+
+
+@pytest.mark.parametrize(("engine", "owner", "fake"), CASES)
+def test_the_fake_has_the_same_parameters(engine: str, owner: str, fake: type) -> None:
+    methods = [name for name in vars(fake) if not name.startswith("_") and name != "snapshot"]
+    assert len(methods) >= 6
+    for name in methods:
+        wanted = Signature.of(ENGINES[engine]["surface"][f"TransferEngine.{name}"]).names
+        found = tuple(inspect.signature(getattr(fake, name)).parameters)[1:]
+        is_named = not any(parameter.startswith("arg") for parameter in wanted)
+        assert len(found) <= len(wanted), name
+        assert not is_named or found == wanted[: len(found)], name
+
+
+def test_memfabric_has_the_operations_that_are_asked_for() -> None:
+    assert set(OPERATIONS) <= set(ENGINES["memfabric"]["operations"])
+    assert all(f"operation.{name}" in SOURCE for name in OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        ("engine.start()", "TransferEngine.start does not exist"),
+        ("engine.register_memory(1)", "TransferEngine.register_memory lacks ['capacity']"),
+        ("engine.register_memory(1, size=2)", "has no parameters ['size'] left"),
+        ("self._engine.destroy(1)", "TransferEngine.destroy takes 0 arguments, not 1"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_found(call: str, problem: str) -> None:
+    source = f"class Vendor:\n    def run(self):\n        {call}\n"
+    (found,) = check_calls(source, "Vendor", ENGINES["memfabric"]["surface"])
+    assert problem in found

@@ -1,0 +1,45 @@
+"""The backend suite over the real torch-npu: its allocator, streams, events, schemas and shapes.
+
+The numbers are the references' and the CPU's, since there is no NPU; graphs and HCCL need one.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support import vendor_npu
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.testing.backends import BackendBasics
+from mooncake_hal.testing.backends_experts import ExpertsSuite
+from mooncake_hal.testing.backends_latent import LatentSuite
+from mooncake_hal.testing.backends_ops import OpsSuite
+from mooncake_hal.testing.backends_rows import RowsSuite
+
+
+class TestRealTorchNpu(BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
+    test_graphs_as_promised = None  # CANN captures them
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return vendor_npu.backend()
+
+
+OPS = (
+    "npu_add_rms_norm",
+    "npu_fused_infer_attention_score",
+    "npu_fused_infer_attention_score_v2",
+    "npu_grouped_matmul",
+    "npu_moe_init_routing_v2",
+    "npu_moe_token_unpermute",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    "npu_scatter_pa_kv_cache",
+    "npu_swiglu",
+)
+
+
+def test_the_shapes_were_compared_with_torch_npus_meta_kernels() -> None:
+    """Runs after the suite: of every op that the backend calls, at least once."""
+    from support.cann_stub.registry import checked
+
+    assert {name for name in OPS if not checked[name]} == set()

@@ -1,0 +1,27 @@
+"""The published wheels' Python surface is the one that hccs and its fake were checked against."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from importlib.metadata import version
+
+import pytest
+from support import vendor_npu  # noqa: F401  # mooncake's engine loads over the stub
+from support.engine_signatures import GOLDEN, USED, surface
+
+MODULES = {
+    "mooncake": ("mooncake.engine", "mooncake-transfer-engine-npu"),
+    "memfabric": ("memfabric_hybrid", "memfabric-hybrid"),
+}
+
+
+@pytest.mark.parametrize("engine", sorted(MODULES))
+def test_the_wheel_is_as_recorded(engine: str) -> None:
+    name, distribution = MODULES[engine]
+    module = importlib.import_module(name)
+    recorded = json.loads(GOLDEN.read_text())[engine]
+    assert version(distribution) == recorded["version"]
+    assert surface(module, USED[engine]) == recorded["surface"]
+    if "operations" in recorded:
+        assert sorted(module.TransDataOpType.__members__) == recorded["operations"]

@@ -1,0 +1,32 @@
+"""The transport suite over mooncake's real Ascend engine; the stub of HIXL moves the bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mooncake_hal.testing.transports import TransportConformance, TransportKit
+from mooncake_hal.testing.transports_process import TransportProcessConformance
+from mooncake_hal.transport import EndpointOptions
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class OverHccs(TransportKit):
+    timeout = 60.0
+
+    def options(self) -> EndpointOptions:
+        return replace(super().options(), device="npu:0")
+
+
+class TestMooncake(OverHccs, TransportConformance):
+    """In memory of torch-npu's allocator."""
+
+    loader = "support.vendor_npu:load_mooncake"
+    allocator = "support.vendor_npu:NpuBuffer"
+
+
+class TestMooncakeProcesses(OverHccs, TransportProcessConformance):
+    loader = "support.vendor_npu:load_mooncake_alone"
+    allocator = "support.fake_hccs:NpuBuffer"
