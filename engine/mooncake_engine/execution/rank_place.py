@@ -35,11 +35,6 @@ class RankPlace:
         return self.rank % self.tp_size
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether it takes token ids, and not what a stage before computed."""
-        return self.stage == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether it samples."""
         return self.stage == self.pp_size - 1

@@ -79,9 +79,10 @@ def test_latents_are_swapped_too(tmp_path: Path) -> None:
     assert short.stats.num_swap_outs > 0
 
 
-def test_every_rank_swaps(checkpoint: Path) -> None:
+@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
+def test_every_rank_swaps(checkpoint: Path, size: str) -> None:
     requests = make_load(GREEDY, sizes=(1, 3, 3))
     plenty = run_load(checkpoint, requests, num_kv_blocks=PLENTY)
-    short = run_load(checkpoint, requests, num_kv_blocks=18, tp_size=2)
+    short = run_load(checkpoint, requests, num_kv_blocks=18, **{size: 2})
     assert short.answers == plenty.answers
     assert short.stats.num_swap_outs > 0

@@ -45,7 +45,7 @@ def test_every_engine_option_reaches_the_config(model: Path) -> None:
     args = parse(
         *("serve", "--model", str(model), "--role", "prefill", "--backend", "cpu"),
         *("--served-model-name", "tiny", "--device", "1", "--dtype", "float32", "--tp-size", "2"),
-        *("--block-size", "32", "--kv-layout", "packed", "--num-kv-blocks", "7"),
+        *("--pp-size", "3", "--block-size", "32", "--kv-layout", "packed", "--num-kv-blocks", "7"),
         *("--kv-cache-bytes", "1.5G", "--max-model-len", "100", "--max-num-seqs", "3"),
         *("--max-num-batched-tokens", "64", "--max-queued-requests", "5"),
         *("--no-prefix-caching", "--threads", "2"),
@@ -59,6 +59,7 @@ def test_every_engine_option_reaches_the_config(model: Path) -> None:
         device=1,
         dtype="float32",
         tp_size=2,
+        pp_size=3,
         block_size=32,
         kv_layout="packed",
         num_kv_blocks=7,
