@@ -66,8 +66,10 @@ class RankProcess:
             worker.close()
 
     def fail(self, exc: BaseException) -> None:
-        """Tell the executor why this rank ends."""
-        self._report(wire.Failed(type(exc).__name__, str(exc)))
+        """Tell the executor why this rank ends, after all that it has done."""
+        if self._reporter is not None:
+            self._reporter.shutdown()
+        self._report(_failure(exc))
 
     def _load(self, start: wire.Start) -> Worker:
         torch.set_num_threads(start.threads)
@@ -115,7 +117,7 @@ class RankProcess:
             return
         except Exception as exc:
             logger.exception("rank failed")
-            self.fail(exc)
+            self._report(_failure(exc))
 
     def _receive(self, worker: Worker) -> None:
         """Hand messages to the extension until the parent is gone."""
@@ -140,6 +142,10 @@ class RankProcess:
     def _notify(self, notice: wire.Notice) -> None:
         with self._message_lock:
             self._messages.send_bytes(wire.encode(notice))
+
+
+def _failure(exc: BaseException) -> wire.Failed:
+    return wire.Failed(type(exc).__name__, str(exc))
 
 
 def main(arguments: list[str]) -> int:
