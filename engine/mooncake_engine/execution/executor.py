@@ -196,13 +196,16 @@ class InProcessExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """See ``Executor``."""
-        launch = partial(self._attempt, plan.step, partial(self._worker.launch, plan))
         if self._steps is None:
-            return CompletedStep(self._attempt(plan.step, launch().result))
-        return _LaunchedStep(self._steps.submit(launch), partial(self._attempt, plan.step))
+            return CompletedStep(self._attempt(plan.step, self._launch(plan).result))
+        launched = self._steps.submit(self._launch, plan)
+        return _LaunchedStep(launched, partial(self._attempt, plan.step))
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        self._failure.check()
+        return self._attempt(plan.step, partial(self._worker.launch, plan))
 
     def _attempt(self, step: int, work: Callable[[], T]) -> T:
-        self._failure.check()
         try:
             return work()
         except Exception as exc:

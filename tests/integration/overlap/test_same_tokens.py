@@ -1,10 +1,9 @@
-"""Scheduling a step while the last one runs changes no token, whatever ends or interrupts answers."""
+"""Scheduling a step while the last one runs changes no token, whatever ends or delays answers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def load(ways: dict[str, SamplingParams]) -> list[EngineRequest]:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many tokens were fed forward, and how many steps had to wait for the host."""
     counts: Counter[str] = Counter()
     fill, settle = TokenFeed.fill, FeedForwardRunner._settle
@@ -73,7 +72,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     monkeypatch.setattr(TokenFeed, "fill", count_fed)
     monkeypatch.setattr(FeedForwardRunner, "_settle", count_waits)
-    yield counts
+    return counts
 
 
 @pytest.mark.parametrize("num_blocks", [PLENTY, THIRD], ids=["plenty", "third"])
