@@ -159,7 +159,7 @@ def test_an_engine_without_an_npu_in_its_thread_does_not_start() -> None:
 
 def test_agents_share_an_engine_and_its_regions() -> None:
     started = []
-    arena = Arena(HostMemory().allocate(ARENA_BYTES, 0))
+    arena = Arena(HostMemory().allocate(ARENA_BYTES, 0), ARENA_BYTES)
     freed = []
 
     def start() -> MooncakeVendor:
@@ -193,7 +193,7 @@ def test_agents_share_an_engine_and_its_regions() -> None:
 
 
 def test_the_arena_gives_slots_back() -> None:
-    arena = Arena(HostMemory().allocate(1024, 0))
+    arena = Arena(HostMemory().allocate(1024, 0), 1024)
     held = [arena.scratch(32), arena.scratch(32)]
     held[0].put(b"a" * 32)
     assert held[0].get() == b"a" * 32

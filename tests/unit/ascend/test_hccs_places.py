@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from mooncake_hal.errors import TransferError, TransportUnavailable
+from mooncake_hal_ascend.hccs import locating
 from mooncake_hal_ascend.hccs.locating import locate
 from mooncake_hal_ascend.hccs.place import Place, why_apart
 
@@ -44,10 +45,10 @@ class Tool:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    boot = tmp_path / "proc/sys/kernel/random/boot_id"
-    boot.parent.mkdir(parents=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    boot = tmp_path / "boot_id"
     boot.write_text("boot-a\n")
+    monkeypatch.setattr(locating, "BOOT_ID", boot)
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/hccn.conf").write_text(
         "address_0=10.0.0.1\nnetmask_0=255.255.255.0\n address_5 = 10.0.0.6\n"

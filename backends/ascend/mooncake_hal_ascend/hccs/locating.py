@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mooncake_hal.errors import TransportUnavailable
+from mooncake_hal_ascend import env
 from mooncake_hal_ascend.hccs.place import Place
 from mooncake_hal_ascend.hccs.settings import NAME
+from mooncake_hal_ascend.soc import SOCS, HccsDomain
 
 HCCN_CONF = "etc/hccn.conf"
-BOOT_ID = "proc/sys/kernel/random/boot_id"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TOOL_SECONDS = 10.0
 
 Ask = Callable[[Sequence[str]], str]
@@ -36,7 +38,7 @@ def locate(
     protocol: str,
     vendor: Mapping[str, str],
     *,
-    root: Path = Path("/"),
+    root: Path | None = None,
     ask: Ask = ask_tool,
 ) -> Place:
     """Say where an NPU stands.
@@ -46,18 +48,18 @@ def locate(
         device: its logical number in this process.
         protocol: what the transport is set to.
         vendor: the variables that are set.
-        root: where the file system begins.
+        root: where the machine's files begin; by default what ``env.root`` says.
         ask: runs a tool.
 
     Raises:
-        TransportUnavailable: an A3 that does not say which super-node it is in.
+        TransportUnavailable: one in a super-node does not say in which.
     """
     physical = physical_device(device, vendor)
-    addresses = device_addresses(root)
+    addresses = device_addresses(env.root() if root is None else root)
     pod = _super_pod(generation, physical, vendor, ask)
     return Place(
         generation,
-        (root / BOOT_ID).read_text().strip(),
+        BOOT_ID.read_text().strip(),
         pod.get("Super Pod ID", ""),
         pod.get("SDID", ""),
         physical,
@@ -96,8 +98,9 @@ def device_addresses(root: Path) -> dict[int, str]:
 def _super_pod(
     generation: str, physical: int, vendor: Mapping[str, str], ask: Ask
 ) -> dict[str, str]:
-    """Return what ``npu-smi info -t spod-info`` says of an A3's NPU; a card has two of them."""
-    if generation != "A3":
+    """Return what ``npu-smi info -t spod-info`` says of an NPU in a super-node; a card has two."""
+    soc = next(soc for soc in SOCS if soc.generation == generation)
+    if soc.hccs_domain is not HccsDomain.SUPER_NODE:
         return {}
     card, chip = divmod(physical, 2)
     command = ["npu-smi", "info", "-t", "spod-info", "-i", str(card), "-c", str(chip)]

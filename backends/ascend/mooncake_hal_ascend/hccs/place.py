@@ -81,8 +81,8 @@ def _why_one_number(here: Place, there: Place) -> str | None:
     """Two different NPUs that claim one identity, as after a server's parts were replaced."""
     if (here.server, here.device) == (there.server, there.device):
         return None
-    pods = here.super_pod == there.super_pod
-    if pods and here.super_device and here.super_device == there.super_device:
+    numbers = (here.super_pod, here.super_device), (there.super_pod, there.super_device)
+    if here.super_device and numbers[0] == numbers[1]:
         return (
             f"both NPUs claim to be number {here.super_device} of {here.domain}; set the servers' "
             "numbers right (npu-smi info -t spod-info shows them)"

@@ -1,6 +1,6 @@
 """The TCP ports that the vendors' engines take by themselves, to keep ours out of them. Pure.
 
-mooncake takes one of a thousand per NPU, at random, and one for its own handshakes; memfabric one
+mooncake takes one of a range per NPU, at random, and one for its own handshakes; memfabric one
 for its store. We name the ranges to them, so that they are the same with every version.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mooncake_hal.errors import HalError
 
 PORTS_PER_DEVICE = 1000
+"""Older engines take one of so many; 0.3.13 one of the first hundred."""
 
 DEFAULTS = {
     "mooncake": {
