@@ -5,7 +5,10 @@ The vendor's engines take at most 256 regions per process: a pool of any number 
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import torch
+from torch import Tensor
 
 from mooncake_hal.allocation import TensorAllocation
 from mooncake_hal.errors import DeviceError, OutOfMemory
@@ -24,6 +27,7 @@ class AscendMemory:
     def __init__(self, runtime: AscendRuntime, alignment: int) -> None:
         self._runtime = runtime
         self._alignment = alignment
+        self._allocations: WeakValueDictionary[int, TensorAllocation] = WeakValueDictionary()
 
     def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         """See ``Memory``."""
@@ -43,4 +47,11 @@ class AscendMemory:
         tensor = raw[skipped : skipped + nbytes]
         self._runtime.synchronize(index)  # other streams, and peers, may use it at once
         region = MemoryRegion(tensor.data_ptr(), nbytes, f"npu:{index}")
-        return TensorAllocation(region, tensor, npu.empty_cache)
+        made = TensorAllocation(region, tensor, npu.empty_cache)
+        self._allocations[region.address] = made
+        return made
+
+    def tensor_at(self, address: int) -> Tensor | None:
+        """All of the allocation that begins at an address; None if none does."""
+        found = self._allocations.get(address)
+        return None if found is None else found.tensor

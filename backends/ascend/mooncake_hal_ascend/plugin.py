@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from mooncake_hal.errors import BackendUnavailable
@@ -25,7 +26,8 @@ def probe() -> Availability:
 
 
 def load() -> Backend:
-    """Import torch-npu and construct the backend.
+    """Import torch-npu and construct the backend, or return what was constructed: transports spread
+    what they have read over memory that the engine's backend has allocated.
 
     Raises:
         BackendUnavailable: the probe found something missing, or was too hopeful.
@@ -33,6 +35,11 @@ def load() -> Backend:
     found = probe()
     if not found.ok:  # importing torch-npu without CANN would say less, or break torch
         raise BackendUnavailable("ascend", found.reason)
+    return _construct()
+
+
+@cache
+def _construct() -> Backend:
     try:
         from mooncake_hal_ascend.backend import AscendBackend
     except (ImportError, OSError, RuntimeError) as exc:

@@ -12,6 +12,8 @@ from support.pd import ask, ask_pair, instance, make_config, pair, start, write_
 from support.push import ask_pushed, push_pair
 
 from mooncake_engine.errors import ConfigError
+from mooncake_hal.transport import Spans
+from mooncake_hal_ascend.hccs.runs import Batch
 
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 FAMILIES = ("llama", "mixtral", "deepseek_v3")
@@ -82,6 +84,29 @@ def test_prefill_and_decode_apart(
             await both.check_clean()
 
     asyncio.run(main())
+
+
+def test_stripes_are_read_as_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks' heads become one's: a transfer per block, and not per token."""
+    lengths: list[tuple[int, int]] = []
+    spread = Batch.spans_into
+
+    def counted(batch: Batch, address: int) -> Spans:
+        lengths.append((len(batch.remote), len(batch.rows)))
+        return spread(batch, address)
+
+    monkeypatch.setattr(Batch, "spans_into", counted)
+
+    async def main() -> None:
+        sides = {"prefill": {"tp_size": 2}, "decode": {"tp_size": 1}}
+        async with cpu(TINY_LLAMA) as on_cpu, pair(TINY_LLAMA, **sides, **OVER_HCCS) as both:
+            [case] = await clear_cases(on_cpu, (300,))
+            assert (await ask_pair(both, case.prompt, FEW)).tokens == case.tokens
+
+    asyncio.run(main())
+    planes_of_ranks = 2 * 4 * 2
+    assert sum(rows for _, rows in lengths) == planes_of_ranks * 300
+    assert sum(runs for runs, _ in lengths) <= planes_of_ranks * 3
 
 
 def test_fewer_ranks_for_prefill_are_refused() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from mooncake_hal.transport import MemoryRegion
+from mooncake_hal.transport import MemoryRegion, Spans
 from mooncake_hal.transports.adapter.agent import Slice
 from mooncake_hal_ascend.hccs.shared import SharedEngine
+
+if TYPE_CHECKING:
+    from mooncake_hal_ascend.hccs.staging import Staging
 
 
 class HccsAgent:
@@ -17,13 +22,15 @@ class HccsAgent:
 
     Args:
         engine: which it has a share in.
+        staging: for reads of many small pieces; None: piece by piece.
 
     Raises:
         TransportUnavailable: the engine does not start.
     """
 
-    def __init__(self, engine: SharedEngine) -> None:
+    def __init__(self, engine: SharedEngine, staging: Staging | None) -> None:
         self._engine = engine
+        self._staging = staging
         self._vendor = engine.join()
         self._regions: dict[int, MemoryRegion] = {}
         self._target = ""
@@ -52,7 +59,19 @@ class HccsAgent:
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
         """See ``Agent``."""
-        self._engine.move(self._target, part)
+        if not (part.is_read and self._is_staged(part)):
+            self._engine.move(self._target, part)
+
+    def _is_staged(self, part: Slice) -> bool:
+        """Read many small pieces as whole runs, if they are such."""
+        keys = set(part.local_keys.tolist())
+        if self._staging is None or len(keys) > 1:
+            return False
+
+        def read(spans: Spans) -> None:
+            self._engine.move(self._target, replace(part, spans=spans))
+
+        return self._staging.read(self._regions[keys.pop()], part.spans, read)
 
     def close(self) -> None:
         """See ``Agent``: gives its share back."""

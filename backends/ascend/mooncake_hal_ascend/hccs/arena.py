@@ -54,11 +54,12 @@ class Arena:
 
     Args:
         memory: from the backend, aligned as its transports need it; freed with the arena.
+        nbytes: how much of its beginning is slots; the rest is somebody else's.
     """
 
-    def __init__(self, memory: Allocation) -> None:
+    def __init__(self, memory: Allocation, nbytes: int) -> None:
         self._memory = memory
-        self._free = list(range(memory.region.nbytes // SLOT_BYTES))
+        self._free = list(range(nbytes // SLOT_BYTES))
         self._lock = threading.Lock()
 
     @property

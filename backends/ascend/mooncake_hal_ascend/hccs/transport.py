@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 from mooncake_hal.backend import Memory, Runtime
 from mooncake_hal.errors import BackendUnavailable, HalError, TransportUnavailable
@@ -20,6 +21,7 @@ from mooncake_hal_ascend.hccs.arena import ARENA_BYTES, Arena
 from mooncake_hal_ascend.hccs.locating import locate, physical_device
 from mooncake_hal_ascend.hccs.place import Place, why_apart
 from mooncake_hal_ascend.hccs.ports import DEFAULTS, engine_ports, why_taken
+from mooncake_hal_ascend.hccs.runs import STAGING_BYTES
 from mooncake_hal_ascend.hccs.settings import (
     NAME,
     HccsSettings,
@@ -28,6 +30,12 @@ from mooncake_hal_ascend.hccs.settings import (
 )
 from mooncake_hal_ascend.hccs.shared import SharedEngine
 from mooncake_hal_ascend.hccs.vendor import MemfabricVendor, MooncakeVendor, VendorEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mooncake_hal_ascend.hccs.staging import Staging
+    from mooncake_hal_ascend.memory import AscendMemory
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +55,15 @@ class Loaded:
         memory: that memory.
         modules: the engines that load here, by name, best first.
         refusals: why the others do not.
+        stage: makes an endpoint's buffers for reads of many small pieces out of a flat uint8
+            tensor; None where no kernel can spread them.
     """
 
     runtime: Runtime
     memory: Memory
     modules: Mapping[str, ModuleType]
     refusals: tuple[str, ...] = ()
+    stage: Callable[[Tensor], Staging] | None = None
 
 
 def load() -> AdapterTransport:
@@ -75,7 +86,11 @@ def load() -> AdapterTransport:
             refusals.append(f"{module} does not load: {exc}")
     if not modules:
         raise TransportUnavailable(NAME, "; ".join(refusals))
-    return transport_of(Loaded(backend.runtime, backend.memory, modules, tuple(refusals)))
+    from mooncake_hal_ascend.hccs.staging import Staging
+
+    memory = cast("AscendMemory", backend.memory)
+    stage = partial(Staging, tensor_at=memory.tensor_at)
+    return transport_of(Loaded(backend.runtime, memory, modules, tuple(refusals), stage))
 
 
 def transport_of(loaded: Loaded) -> AdapterTransport:
@@ -167,7 +182,9 @@ def _prepare(
 def _assemble(
     loaded: Loaded, engine: str, place: Place, device: int, options: EndpointOptions
 ) -> Engine:
-    arena = Arena(loaded.memory.allocate(ARENA_BYTES, device))
+    allocation = loaded.memory.allocate(ARENA_BYTES + STAGING_BYTES, device)
+    arena = Arena(allocation, ARENA_BYTES)
+    staging = loaded.stage(allocation.tensor[ARENA_BYTES:]) if loaded.stage else None
     name = arena.region.device
     host = options.advertise_host or options.host
     over_roce = place.protocol == "roce"
@@ -195,7 +212,7 @@ def _assemble(
     driving = serving if engine == "mooncake" else shared(False)
 
     def open_agent(serves: bool) -> Agent:
-        return HccsAgent(serving if serves else driving)
+        return HccsAgent(serving, None) if serves else HccsAgent(driving, staging)
 
     return Engine(
         NAME,
