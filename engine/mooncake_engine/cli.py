@@ -104,7 +104,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--device", type=int, default=_DEFAULTS.device, help="index of the first device")
     add("--dtype", default=_DEFAULTS.dtype, help="auto, float32, bfloat16, float16")
     add("--tp-size", type=int, default=_DEFAULTS.tp_size, help="tensor-parallel ranks")
-    add("--pp-size", type=int, default=_DEFAULTS.pp_size, help="pipeline stages of so many each")
+    add("--pp-size", type=int, default=_DEFAULTS.pp_size, help="pipeline stages of such ranks")
     add("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block")
     add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
     add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")

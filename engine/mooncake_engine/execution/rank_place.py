@@ -72,6 +72,11 @@ class RankGroups:
                 count = int(group.all_gather(mine).min())
         return count
 
+    def drain(self) -> None:
+        """Wait until every other stage has what this one gave it; every rank calls it."""
+        if self.pipeline is not None:
+            self.pipeline.barrier()
+
     def close(self) -> None:
         """Leave them. Idempotent."""
         for group in (self.stage, self.pipeline):

@@ -62,6 +62,7 @@ class RankProcess:
             self._report(wire.Ready(rank_facts(start.place.rank, worker)))
             while self._obey(worker, start.place):
                 pass
+            worker.drain()
         finally:
             worker.close()
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.checkpoints import random_model, write_checkpoint
+from support.stage_extension import SLOW
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
@@ -25,6 +28,7 @@ from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.limits import SchedulerLimits
+from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
@@ -32,6 +36,7 @@ from mooncake_hal.registry import Registry
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=8, repetition_penalty=1.2)
 FAMILIES = {"llama": {"tie_word_embeddings": True}, "mixtral": {}, "deepseek_v3": {}}
 Answers = dict[str, list[list[int]]]
+IN_TWO_STAGES = EngineConfig(Path(), num_kv_blocks=64, pp_size=2)
 CHUNK = 32
 LONG_PROMPTS = {"a": tuple(range(3, 250)), "b": tuple(range(250, 20, -1))}
 
@@ -88,13 +93,25 @@ def test_stages_choose_the_tokens_of_one_rank(
         assert all(shard.layers < 3 for shard in shards)
 
 
-def serve(executor: Executor, config: EngineConfig) -> dict[str, list[int]]:
+@contextmanager
+def slowed(checkpoint: Path, backend: Backend, how: bytes) -> Iterator[ProcessExecutor]:
+    """Two stages with a ``StageExtension`` that has been told how to be slow."""
+    inbox: queue.Queue[bytes] = queue.Queue()
+    options = ExecutorOptions("support.stage_extension:make", lambda _, message: inbox.put(message))
+    config = replace(IN_TWO_STAGES, model=checkpoint)
+    with closing(ProcessExecutor(config, backend, options)) as executor:
+        executor.send(how)
+        assert [inbox.get(timeout=60) for _ in executor.rank_pids] == [b"ready", b"ready"]
+        yield executor
+
+
+def serve(executor: Executor, steps_in_flight: int) -> dict[str, list[int]]:
     """Answers to LONG_PROMPTS, as an instance schedules them."""
     facts = executor.facts
     limits = SchedulerLimits(8, CHUNK, facts.max_model_len, frozenset(facts.eos_token_ids))
     blocks = BlockManager(facts.num_blocks, facts.block_size, prefix_caching=True)
     scheduler = Scheduler(limits, blocks)
-    core = EngineCore(scheduler, executor, steps_in_flight=config.steps_in_flight)
+    core = EngineCore(scheduler, executor, steps_in_flight=steps_in_flight)
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers: dict[str, list[int]] = {name: [] for name in LONG_PROMPTS}
     for name, prompt in LONG_PROMPTS.items():
@@ -111,19 +128,37 @@ def test_a_stage_begins_a_chunk_while_the_next_is_at_the_one_before(
 ) -> None:
     """No chunk gets to the end of the last stage before the next has begun on the first."""
     alone = EngineConfig(checkpoints["llama"], num_kv_blocks=64)
-    with closing(InProcessExecutor(alone, backend)) as executor:
-        expected = serve(executor, alone)
-    config = EngineConfig(checkpoints["llama"], num_kv_blocks=64, pp_size=2)
-    inbox: queue.Queue[tuple[int, bytes]] = queue.Queue()
-    options = ExecutorOptions(
-        "support.stage_extension:make", lambda rank, message: inbox.put((rank, message))
-    )
-    with closing(ProcessExecutor(config, backend, options)) as executor:
-        executor.send(str(tmp_path).encode())
-        assert {inbox.get(timeout=30) for _ in range(2)} == {(0, b"ready"), (1, b"ready")}
-        assert serve(executor, config) == expected
+    with closing(InProcessExecutor(alone, backend)) as one:
+        expected = serve(one, alone.steps_in_flight)
+    with slowed(checkpoints["llama"], backend, str(tmp_path).encode()) as executor:
+        assert serve(executor, IN_TWO_STAGES.steps_in_flight) == expected
     num_tokens = sum(len(prompt) for prompt in LONG_PROMPTS.values())
     assert len(list(tmp_path.iterdir())) > num_tokens // CHUNK
+
+
+def test_an_end_in_the_midst_of_steps_is_an_orderly_one(
+    checkpoints: dict[str, Path], backend: Backend, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first stage, which is ahead, stays until the last has all that it was given."""
+    with slowed(checkpoints["llama"], backend, SLOW) as executor:
+        for plan in prompt_plans(executor):
+            executor.submit(plan)
+    assert "rank failed" not in capfd.readouterr().err
+
+
+def prompt_plans(executor: Executor) -> list[StepPlan]:
+    """A prompt in three chunks."""
+    size, blocks = executor.facts.block_size, (1, 2, 3)
+    prompt = tuple(range(3, 3 + 3 * size))
+    sampling = SamplingParams(temperature=0.0)
+    admitted = AdmittedRequest("r", prompt, len(prompt), sampling, 0, blocks)
+    chunks = [
+        ScheduledSequence("r", start * size, size, is_sampling=start == 2) for start in range(3)
+    ]
+    return [
+        StepPlan(step, admitted=(admitted,) if step == 0 else (), sequences=(chunk,))
+        for step, chunk in enumerate(chunks)
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
