@@ -233,11 +233,11 @@ class Worker:
         self._runner.run(StepPlan(0, sequences=(decode,)))
         self._runner.run(StepPlan(0, retired=(_WARM_UP,)))
 
-    def close(self) -> None:
     def drain(self) -> None:
         """Wait for the other stages to be through with all steps; before an orderly close."""
         self._ground.groups.drain()
 
+    def close(self) -> None:
         """Stop the extension, leave the groups, free the KV. Idempotent."""
         if self.extension is not None:
             self.extension.close()
