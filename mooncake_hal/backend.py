@@ -79,6 +79,8 @@ class Capabilities:
             ``"NPU"``; empty where only CPUs are counted.
         latent_dims: (latent, rope) widths that latent attention runs on; empty: any.
         sampling: whether ``ops`` are also ``SamplingOps``; else torch chooses tokens.
+        kv_dtypes: names of the narrower types that KV may be kept in; with any, ``ops`` are also
+            ``ScaledKVOps``.
     """
 
     dtypes: tuple[str, ...]
@@ -90,6 +92,7 @@ class Capabilities:
     scheduler_resource: str = ""
     latent_dims: tuple[tuple[int, int], ...] = ()
     sampling: bool = False
+    kv_dtypes: tuple[str, ...] = ()
 
 
 class Event(Protocol):
@@ -342,6 +345,21 @@ class Ops(Protocol):
 
     def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
         """Unpack contiguous ``staging`` into blocks ([n] int64) of a cache view."""
+        ...
+
+
+class ScaledKVOps(Ops, Protocol):
+    """What the ``ops`` of a backend with ``capabilities.kv_dtypes`` also do."""
+
+    def with_kv_scales(self, first: float, second: float) -> Ops:
+        """The same ops over caches of one of ``kv_dtypes``, a layer's at a time.
+
+        ``write_kv`` then stores values divided by their plane's scale, what is too large as the
+        largest number there is; attention multiplies by it again.
+
+        Args:
+            first, second: scales of the planes: of keys and values, or of latents and rope rows.
+        """
         ...
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mooncake_engine.config import (
+    KV_CACHE_DTYPES,
     EngineConfig,
     ExecutorKind,
     KVTransferConfig,
@@ -107,6 +108,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--pp-size", type=int, default=_DEFAULTS.pp_size, help="pipeline stages of such ranks")
     add("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block")
     add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
+    add(
+        "--kv-cache-dtype",
+        default=_DEFAULTS.kv_cache_dtype,
+        choices=("auto", *KV_CACHE_DTYPES),
+        help="type that KV is kept in; auto: the model's own",
+    )
     add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")
     add("--kv-cache-bytes", type=_byte_count, metavar="N[K|M|G]", help="memory for KV")
     add(
@@ -217,6 +224,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         pp_size=args.pp_size,
         block_size=args.block_size,
         kv_layout=args.kv_layout,
+        kv_cache_dtype=args.kv_cache_dtype,
         num_kv_blocks=args.num_kv_blocks,
         kv_cache_bytes=args.kv_cache_bytes,
         memory_utilization=args.memory_utilization,

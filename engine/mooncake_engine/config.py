@@ -128,6 +128,10 @@ class SpeculativeConfig:
             )
 
 
+KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+"""Narrower types that KV may be kept in, as vLLM calls them."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that an instance needs to know before it loads anything.
@@ -144,6 +148,7 @@ class EngineConfig:
             chunks of ``max_num_batched_tokens``, several at a time.
         block_size: tokens per KV block.
         kv_layout: ``auto`` or a name of mooncake_hal.kv.layout.
+        kv_cache_dtype: ``auto`` keeps KV in the model's own type; else a key of KV_CACHE_DTYPES.
         num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes``.
         kv_cache_bytes: memory for KV; None derives it from ``memory_utilization``.
         memory_utilization: share of the device's memory that may be used: what weights and the
@@ -178,6 +183,7 @@ class EngineConfig:
     pp_size: int = 1
     block_size: int = 16
     kv_layout: str = "auto"
+    kv_cache_dtype: str = "auto"
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
     memory_utilization: float | None = None
@@ -202,6 +208,11 @@ class EngineConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+            raise ConfigError(
+                f"kv_cache_dtype must be one of {['auto', *KV_CACHE_DTYPES]}, got "
+                f"{self.kv_cache_dtype!r}"
+            )
         if self.swap_space_bytes < 0 or self.scheduler_delay_factor < 0:
             raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
         if not 0 <= self.watermark < 1:

@@ -5,14 +5,25 @@ Results are rounded to the inputs' dtype once, at the end. Speed is no aim.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch, Drawing
+from mooncake_hal.quantised import quantised
 
 
 class ReferenceOps:
     """The ops as their contract describes them."""
+
+    _kv_scales = (1.0, 1.0)
+
+    def with_kv_scales(self, first: float, second: float) -> ReferenceOps:
+        """See ``ScaledKVOps``."""
+        scaled = copy(self)
+        scaled._kv_scales = (first, second)
+        return scaled
 
     def write_kv(
         self,
@@ -26,8 +37,9 @@ class ReferenceOps:
         block_size = key_cache.shape[1]
         for token, slot in enumerate(slot_mapping.tolist()):
             block, offset = divmod(slot, block_size)
-            key_cache[block, offset] = key[token]
-            value_cache[block, offset] = value[token]
+            key_scale, value_scale = self._kv_scales
+            key_cache[block, offset] = quantised(key[token], key_scale, key_cache.dtype)
+            value_cache[block, offset] = quantised(value[token], value_scale, value_cache.dtype)
 
     def decode_attention(
         self,
@@ -38,8 +50,8 @@ class ReferenceOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        sequences = range(batch.num_decodes)
-        return _attend(query, key_cache, value_cache, batch, scale, sequences)
+        caches = self._widened(key_cache, value_cache)
+        return _attend(query, caches, batch, scale, range(batch.num_decodes))
 
     def prefill_attention(
         self,
@@ -51,7 +63,7 @@ class ReferenceOps:
     ) -> Tensor:
         """See ``Ops``."""
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
-        return _attend(query, key_cache, value_cache, batch, scale, sequences)
+        return _attend(query, self._widened(key_cache, value_cache), batch, scale, sequences)
 
     def mla_decode_attention(
         self,
@@ -62,8 +74,9 @@ class ReferenceOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
+        latent_cache, rope_cache = self._widened(latent_cache, rope_cache)
         key_cache = torch.cat((latent_cache, rope_cache), dim=-1)
-        return self.decode_attention(query, key_cache, latent_cache, batch, scale)
+        return ReferenceOps().decode_attention(query, key_cache, latent_cache, batch, scale)
 
     def mla_prefill_attention(
         self,
@@ -74,8 +87,13 @@ class ReferenceOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
+        latent_cache, rope_cache = self._widened(latent_cache, rope_cache)
         key_cache = torch.cat((latent_cache, rope_cache), dim=-1)
-        return self.prefill_attention(query, key_cache, latent_cache, batch, scale)
+        return ReferenceOps().prefill_attention(query, key_cache, latent_cache, batch, scale)
+
+    def _widened(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Both planes in float32, multiplied by their scales."""
+        return first.float() * self._kv_scales[0], second.float() * self._kv_scales[1]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""
@@ -177,12 +195,12 @@ def drawing_shares(logits: Tensor, drawing: Drawing) -> Tensor:
 
 def _attend(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    caches: tuple[Tensor, Tensor],
     batch: AttentionBatch,
     scale: float,
     sequences: range,
 ) -> Tensor:
+    key_cache, value_cache = caches
     out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     start = 0
     for sequence in sequences:

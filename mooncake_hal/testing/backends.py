@@ -30,6 +30,7 @@ from mooncake_hal.testing.backends_ops import OpsSuite
 from mooncake_hal.testing.backends_rank import SKIPPED
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
+from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 
 
 @lru_cache
@@ -59,7 +60,8 @@ class BackendBasics:
         """Capabilities name things that exist."""
         assert load_backend(backend.name) is backend
         facts = backend.capabilities
-        assert all(isinstance(getattr(torch, name), torch.dtype) for name in facts.dtypes)
+        names = (*facts.dtypes, *facts.kv_dtypes)
+        assert all(isinstance(getattr(torch, name), torch.dtype) for name in names)
         assert facts.dtypes
         assert facts.block_sizes
         assert set(facts.kv_layouts) <= set(KV_LAYOUTS)
@@ -181,6 +183,7 @@ class BackendConformance(
     ExpertsSuite,
     LatentSuite,
     SamplingSuite,
+    ScaledKVSuite,
     CommunicatorSuite,
 ):
     """All of it."""

@@ -26,6 +26,7 @@ class Shape:
         heads, kv_heads, head_dim: of the attention; for MLA ``head_dim`` is the latent's.
         block_size: tokens per block.
         rope_dim: width of MLA's second plane, 0 for grouped queries.
+        kv_dtype: name of the cache's type; empty for the element type.
     """
 
     dtype: str = "float32"
@@ -35,6 +36,7 @@ class Shape:
     head_dim: int = 64
     block_size: int = 16
     rope_dim: int = 0
+    kv_dtype: str = ""
 
     @property
     def plane_dims(self) -> tuple[int, int]:
@@ -49,10 +51,20 @@ class Shape:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The element type."""
-        found = getattr(torch, self.dtype)
-        if not isinstance(found, torch.dtype):
-            raise TypeError(f"torch.{self.dtype} is no dtype")
-        return found
+        return dtype_named(self.dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type that KV is kept in."""
+        return dtype_named(self.kv_dtype or self.dtype)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Torch's dtype of that name."""
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return found
 
 
 @dataclass(slots=True)
@@ -72,10 +84,10 @@ class PagedKV:
     @classmethod
     def allocate(cls, backend: Backend, shape: Shape, num_blocks: int) -> PagedKV:
         """A cache full of NaN: whoever reads what was not written shows it."""
-        dtype = shape.torch_dtype
+        dtype = shape.cache_dtype
         kind = AttentionKind.MLA if shape.rope_dim else AttentionKind.GQA
         geometry = KVGeometry(
-            kind, LAYERS, shape.kv_heads, shape.plane_dims, shape.dtype, dtype.itemsize
+            kind, LAYERS, shape.kv_heads, shape.plane_dims, str(dtype), dtype.itemsize
         )
         shard = shard_of(geometry, 1, 0)
         nbytes = layout_bytes(geometry, shard, num_blocks, shape.block_size)

@@ -73,6 +73,7 @@ def shape_for(
         dtype or preferred(usual.dtype, facts.dtypes),
         layout or preferred(usual.layout, facts.kv_layouts),
         block_size=block_size or preferred(usual.block_size, facts.block_sizes),
+        kv_dtype="",
         **others,
     )
 

@@ -37,9 +37,12 @@ def emulated_backend(processors: int = 132) -> CpuBackend:
     """A CPU backend whose ops and memory are those of CUDA, launched as on an sm_90."""
     repair()
     backend = CpuBackend()
-    backend.ops = CudaOps(Tuning(DEVICE.generation, processors))
+    tuning = Tuning(DEVICE.generation, processors)
+    backend.ops = CudaOps(tuning)
     backend.memory = emulated_memory()
-    backend.capabilities = replace(backend.capabilities, dtypes=DTYPES, sampling=True)
+    backend.capabilities = replace(
+        backend.capabilities, dtypes=DTYPES, sampling=True, kv_dtypes=tuning.kv_dtypes
+    )
     return backend
 
 

@@ -55,6 +55,7 @@ class Shapes:
         dtype: of everything that floats.
         device: of everything.
         block_size: of the caches.
+        kv_dtype: of the caches; None for ``dtype``.
         make: a tensor of a shape; on a device that computes, one that may be used as an index.
     """
 
@@ -62,6 +63,7 @@ class Shapes:
     dtype: torch.dtype
     device: str = "meta"
     block_size: int = 16
+    kv_dtype: torch.dtype | None = None
     make: Callable[..., Tensor] = torch.empty
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -101,7 +103,7 @@ class Shapes:
         new, ids = self.new(4, heads.kv, heads.dim), self.new(4, dtype=torch.int64)
         self.ops.write_kv(new, new, cache, cache, ids)
         self.ops.copy_blocks(cache, ids, ids)
-        staging = self.new(4, *cache.shape[1:])
+        staging = self.new(4, *cache.shape[1:], dtype=self.kv_dtype)
         self.ops.gather_blocks(cache, ids, staging)
         self.ops.scatter_blocks(staging, cache, ids)
 
@@ -138,7 +140,8 @@ class Shapes:
     def cache(self, heads: int, dim: int) -> Tensor:
         """One plane of one layer in the layout BHLPT, of a model with 32 layers."""
         layers_and_planes = 64
-        dense = self.new(BLOCKS, heads, layers_and_planes, self.block_size, dim)
+        shape = (BLOCKS, heads, layers_and_planes, self.block_size, dim)
+        dense = self.new(*shape, dtype=self.kv_dtype)
         return dense[:, :, 1].transpose(1, 2)
 
 

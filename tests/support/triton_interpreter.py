@@ -1,7 +1,8 @@
 """Triton's interpreter, repaired: it keeps bfloat16 as bit patterns, and computes with those.
 
-In 3.7.1, ``tl.dot`` of bfloat16 multiplies the patterns as integers, silently. Import this in a
-process that runs with TRITON_INTERPRET=1, before any kernel runs.
+In 3.7.1, ``tl.dot`` of bfloat16 multiplies the patterns as integers, silently, and numbers are
+neither rounded to e4m3 as a device rounds them, nor is its NaN one once it is widened. Import
+this in a process that runs with TRITON_INTERPRET=1, before any kernel runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -38,9 +40,26 @@ def repair() -> None:
             self.get_fp32(value), tl.bfloat16
         )
     interpreter.GridExecutor.__call__ = _one_at_a_time(interpreter.GridExecutor.__call__)
+    interpreter._convert_float = _converted(interpreter._convert_float)
     builder.create_dot = _dot_of_values(builder.create_dot)
     for name in _BINARY:
         setattr(builder, name, _rounded(getattr(builder, name)))
+
+
+def _converted(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Conversions from and to e4m3, by torch."""
+    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16}
+    kinds |= {tl.float16: torch.float16, tl.float32: torch.float32}
+
+    def call(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source, target):
+            return convert(values, source, target, rounding)
+        raw = np.ascontiguousarray(values).view(f"u{source.primitive_bitwidth // 8}")
+        found = torch.from_numpy(raw).view(kinds[source]).to(kinds[target])
+        width = getattr(torch, f"uint{target.primitive_bitwidth}")
+        return found.view(width).numpy()
+
+    return call
 
 
 def _one_at_a_time(launch: Callable[..., None]) -> Callable[..., None]:

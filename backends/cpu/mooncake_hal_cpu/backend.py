@@ -14,6 +14,7 @@ from mooncake_hal_cpu.runtime import CpuRuntime
 DTYPES = ("bfloat16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
 TRANSPORTS = ("shm", "tcp", "rdma")
+KV_DTYPES = ("float8_e4m3fn",)
 
 
 class CpuBackend:
@@ -28,6 +29,7 @@ class CpuBackend:
             kv_layouts=tuple(KV_LAYOUTS),
             graphs=False,
             transports=TRANSPORTS,
+            kv_dtypes=KV_DTYPES,
         )
         self.runtime = CpuRuntime()
         self.ops = cpu_ops()

@@ -6,6 +6,7 @@ which others share the batch.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cache
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.quantised import quantised
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch
 # what oneDNN lays weights out for; measured: the choice hardly matters, but 1 is bad for float32
@@ -24,6 +26,14 @@ _MLA_SCORES = 1 << 22
 
 class TorchOps:
     """The ops in plain torch, in as few calls as torch allows."""
+
+    _kv_scales = (1.0, 1.0)
+
+    def with_kv_scales(self, first: float, second: float) -> TorchOps:
+        """See ``ScaledKVOps``."""
+        scaled = copy(self)
+        scaled._kv_scales = (first, second)
+        return scaled
 
     def write_kv(
         self,
@@ -37,8 +47,9 @@ class TorchOps:
         block_size = key_cache.shape[1]
         blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
         where = (blocks, slot_mapping - blocks * block_size)
-        key_cache.index_put_(where, key)
-        value_cache.index_put_(where, value)
+        key_scale, value_scale = self._kv_scales
+        key_cache.index_put_(where, quantised(key, key_scale, key_cache.dtype))
+        value_cache.index_put_(where, quantised(value, value_scale, value_cache.dtype))
 
     def decode_attention(
         self,
@@ -49,8 +60,7 @@ class TorchOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        sequences = range(batch.num_decodes)
-        return _attend_each(query, key_cache, value_cache, batch, scale, sequences)
+        return self._attend(query, (key_cache, value_cache), batch, scale, range(batch.num_decodes))
 
     def prefill_attention(
         self,
@@ -62,7 +72,7 @@ class TorchOps:
     ) -> Tensor:
         """See ``Ops``."""
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
-        return _attend_each(query, key_cache, value_cache, batch, scale, sequences)
+        return self._attend(query, (key_cache, value_cache), batch, scale, sequences)
 
     def mla_decode_attention(
         self,
@@ -73,8 +83,9 @@ class TorchOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
+        planes = (latent_cache, rope_cache)
         sequences = range(batch.num_decodes)
-        return _attend_latents(query, (latent_cache, rope_cache), batch, scale, sequences)
+        return _attend_latents(query, planes, batch, scale, sequences, self._kv_scales)
 
     def mla_prefill_attention(
         self,
@@ -85,8 +96,22 @@ class TorchOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
+        planes = (latent_cache, rope_cache)
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
-        return _attend_latents(query, (latent_cache, rope_cache), batch, scale, sequences)
+        return _attend_latents(query, planes, batch, scale, sequences, self._kv_scales)
+
+    def _attend(
+        self,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        sequences: range,
+    ) -> Tensor:
+        """Scales of the KV are factors of the scores and of the result."""
+        key_scale, value_scale = self._kv_scales
+        out = _attend_each(query, caches, batch, scale * key_scale, sequences)
+        return out if value_scale == 1.0 else out.mul_(value_scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""
@@ -167,8 +192,7 @@ class TorchOps:
 
 def _attend_each(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    caches: tuple[Tensor, Tensor],
     batch: AttentionBatch,
     scale: float,
     sequences: range,
@@ -179,8 +203,8 @@ def _attend_each(
         stop = start + batch.host_query_lens[sequence]
         context = batch.host_context_lens[sequence]
         blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
-        key = key_cache.index_select(0, blocks).flatten(0, 1)[:context]
-        value = value_cache.index_select(0, blocks).flatten(0, 1)[:context]
+        planes = [cache.index_select(0, blocks).flatten(0, 1)[:context] for cache in caches]
+        key, value = (plane.to(query.dtype) for plane in planes)
         out[start:stop] = _attend(query[start:stop], key, value, scale)
         start = stop
     return out
@@ -210,6 +234,7 @@ def _attend_latents(
     batch: AttentionBatch,
     scale: float,
     sequences: range,
+    kv_scales: tuple[float, float],
 ) -> Tensor:
     latent_dim = caches[0].shape[-1]
     out = query.new_empty(*query.shape[:2], latent_dim)
@@ -220,6 +245,9 @@ def _attend_latents(
         blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
         planes = [cache.index_select(0, blocks).flatten(0, 2)[:context] for cache in caches]
         key = torch.cat(planes, dim=-1).float()
+        if kv_scales != (1.0, 1.0):
+            key[:, :latent_dim] *= kv_scales[0]
+            key[:, latent_dim:] *= kv_scales[1]
         _attend_shared(query[start:stop], key, key[:, :latent_dim], scale, out[start:stop])
         start = stop
     return out

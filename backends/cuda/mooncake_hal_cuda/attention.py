@@ -34,6 +34,7 @@ class Attention:
         caches: key and value, or latent and rope.
         batch: all sequences.
         scale: of the scores.
+        kv_scales: of the caches, in their order.
         first: the first sequence in question; for decodes 0.
         new_tokens: the most that any of them has.
         sequences: how many there are.
@@ -45,6 +46,7 @@ class Attention:
     caches: tuple[Tensor, Tensor]
     batch: AttentionBatch
     scale: float
+    kv_scales: tuple[float, float]
     first: int
     new_tokens: int
     sequences: int
@@ -52,20 +54,31 @@ class Attention:
 
     @classmethod
     def of_decodes(
-        cls, query: Tensor, caches: tuple[Tensor, Tensor], batch: AttentionBatch, scale: float
+        cls,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        kv_scales: tuple[float, float],
     ) -> Attention:
         """The batch's leading sequences, of one new token each."""
-        return cls(_dense_heads(query), caches, batch, scale, 0, 1, query.shape[0], True)
+        query = _dense_heads(query)
+        return cls(query, caches, batch, scale, kv_scales, 0, 1, query.shape[0], True)
 
     @classmethod
     def of_prompts(
-        cls, query: Tensor, caches: tuple[Tensor, Tensor], batch: AttentionBatch, scale: float
+        cls,
+        query: Tensor,
+        caches: tuple[Tensor, Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        kv_scales: tuple[float, float],
     ) -> Attention:
         """All the others."""
-        first = batch.num_decodes
+        query, first = _dense_heads(query), batch.num_decodes
         lengths = batch.host_query_lens[first:]
         longest = max(lengths, default=0)
-        return cls(_dense_heads(query), caches, batch, scale, first, longest, len(lengths), False)
+        return cls(query, caches, batch, scale, kv_scales, first, longest, len(lengths), False)
 
     @property
     def capacity(self) -> int:
@@ -88,7 +101,7 @@ def attend_grouped(call: Attention, tuning: Tuning) -> Tensor:
     kv_heads, size = key.shape[2], call.query.element_size()
     group = heads // kv_heads
     if call.is_decode:
-        tile = tuning.decode(group, dim, size)
+        tile = tuning.decode(group, dim, size, key.element_size())
         splitting = tuning.splitting(kv_heads * -(-group // tile.rows), _MIN_SPLIT)
         splits = splitting.count(call.capacity)
     else:
@@ -102,6 +115,7 @@ def attend_grouped(call: Attention, tuning: Tuning) -> Tensor:
         key,
         value,
         *_lengths(call, splits),
+        call.kv_scales[1],
         out.stride()[:2],
         call.query.stride()[:2],
         key.stride()[:3],
@@ -123,22 +137,25 @@ def attend_latent(call: Attention, tuning: Tuning) -> Tensor:
     out = torch.empty((tokens, heads, dim), dtype=call.query.dtype, device=latent.device)
     if tokens == 0:
         return out
-    tile = tuning.latent(call.new_tokens * heads, call.query.element_size())
+    sizes = (call.query.element_size(), latent.element_size())
+    tile = tuning.latent(call.new_tokens * heads, *sizes)
     splitting = Splitting(_MIN_LATENT_SPLIT, 1)
     if call.is_decode:
         splitting = tuning.splitting(-(-heads // tile.rows), _MIN_LATENT_SPLIT)
     splits = splitting.count(call.capacity)
     target, weights = _split_buffers(out, splits)
     grid = (-(-call.new_tokens * heads // tile.rows) * splits, call.sequences)
+    query = _with_rope_scale(call)
     latent_attention[grid](
         target,
         weights,
-        call.query,
+        query,
         latent,
         rope,
         *_lengths(call, splits),
+        call.kv_scales[0],
         out.stride()[:2],
-        call.query.stride()[:2],
+        query.stride()[:2],
         latent.stride()[:2] + rope.stride()[:2],
         HEADS=heads,
         LATENT=dim,
@@ -150,6 +167,16 @@ def attend_latent(call: Attention, tuning: Tuning) -> Tensor:
     return _merged(out, target, weights, call, (tile, splitting, splits))
 
 
+def _with_rope_scale(call: Attention) -> Tensor:
+    """The queries, what meets the rope rows multiplied by how much their scale is another one."""
+    ratio, rope_dim = call.kv_scales[1] / call.kv_scales[0], call.caches[1].shape[3]
+    if ratio == 1.0:
+        return call.query
+    query = call.query.clone()
+    query[..., -rope_dim:] *= ratio
+    return query
+
+
 def _lengths(call: Attention, splits: int) -> tuple[Tensor | int | float, ...]:
     """The arguments about sequences that both kernels take, in their order."""
     batch = call.batch
@@ -159,8 +186,8 @@ def _lengths(call: Attention, splits: int) -> tuple[Tensor | int | float, ...]:
         batch.query_start,
         call.first,
         splits,
-        call.scale * _LOG2_E,
         batch.block_tables.stride(0),
+        call.scale * call.kv_scales[0] * _LOG2_E,
     )
 
 

@@ -34,6 +34,12 @@ class CudaBackend:
         devices = self.runtime.devices()
         if not devices:
             raise BackendUnavailable(self.name, "torch sees no device; see CUDA_VISIBLE_DEVICES")
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        try:
+            tuning = Tuning(devices[0].generation, processors)
+        except CapabilityError as exc:
+            raise BackendUnavailable(self.name, str(exc)) from exc
+        self.ops = CudaOps(tuning)
         self.capabilities = Capabilities(
             dtypes=DTYPES,
             block_sizes=BLOCK_SIZES,
@@ -42,12 +48,8 @@ class CudaBackend:
             transports=TRANSPORTS,
             scheduler_resource="GPU",
             sampling=True,
+            kv_dtypes=tuning.kv_dtypes,
         )
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        try:
-            self.ops = CudaOps(Tuning(devices[0].generation, processors))
-        except CapabilityError as exc:
-            raise BackendUnavailable(self.name, str(exc)) from exc
         self.memory = CudaMemory(CudaDriver(), devices)
         self._groups = GroupFactory(NcclCommunicator)
 

@@ -6,6 +6,8 @@ graph may use too.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,7 +28,7 @@ _MOVED_ELEMENTS = 4096
 
 
 class CudaOps:
-    """See ``Ops`` and ``SamplingOps``.
+    """See ``Ops``, ``ScaledKVOps`` and ``SamplingOps``.
 
     Args:
         tuning: of the device that the process computes on.
@@ -34,6 +36,13 @@ class CudaOps:
 
     def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
+        self._kv_scales = (1.0, 1.0)
+
+    def with_kv_scales(self, first: float, second: float) -> CudaOps:
+        """See ``ScaledKVOps``."""
+        scaled = copy(self)
+        scaled._kv_scales = (first, second)
+        return scaled
 
     def write_kv(
         self,
@@ -58,6 +67,7 @@ class CudaOps:
             *value.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
+            *(1.0 / scale for scale in self._kv_scales),
             HEADS=heads,
             HEADS_PADDED=power_of_two(heads),
             KEY_DIM=key_dim,
@@ -77,7 +87,8 @@ class CudaOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        call = Attention.of_decodes(query, (key_cache, value_cache), batch, scale)
+        caches = (key_cache, value_cache)
+        call = Attention.of_decodes(query, caches, batch, scale, self._kv_scales)
         return attend_grouped(call, self._tuning)
 
     def prefill_attention(
@@ -89,7 +100,8 @@ class CudaOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        call = Attention.of_prompts(query, (key_cache, value_cache), batch, scale)
+        caches = (key_cache, value_cache)
+        call = Attention.of_prompts(query, caches, batch, scale, self._kv_scales)
         return attend_grouped(call, self._tuning)
 
     def mla_decode_attention(
@@ -101,7 +113,8 @@ class CudaOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        call = Attention.of_decodes(query, (latent_cache, rope_cache), batch, scale)
+        caches = (latent_cache, rope_cache)
+        call = Attention.of_decodes(query, caches, batch, scale, self._kv_scales)
         return attend_latent(call, self._tuning)
 
     def mla_prefill_attention(
@@ -113,7 +126,8 @@ class CudaOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        call = Attention.of_prompts(query, (latent_cache, rope_cache), batch, scale)
+        caches = (latent_cache, rope_cache)
+        call = Attention.of_prompts(query, caches, batch, scale, self._kv_scales)
         return attend_latent(call, self._tuning)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

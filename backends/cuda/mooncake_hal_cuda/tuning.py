@@ -88,6 +88,11 @@ class Tuning:
             )
 
     @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """Narrower types that KV may be kept in: e4m3 is converted from sm_89 on."""
+        return () if self.generation in ("sm_80", "sm_86") else ("float8_e4m3fn",)
+
+    @property
     def _is_roomy(self) -> bool:
         return SHARED_BYTES[self.generation] >= _ROOMY_BYTES
 
@@ -101,13 +106,17 @@ class Tuning:
         """For float32, whose products are made without matrix units; for checks, not for speed."""
         return AttentionTile(32, 32, 8, 1) if self._is_wide else AttentionTile(32, 16, 4, 1)
 
-    def decode(self, group: int, dim: int, element_bytes: int) -> AttentionTile:
-        """For grouped heads with one new token per sequence: reading KV is all that matters."""
+    def decode(self, group: int, dim: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
+        """For grouped heads with one new token per sequence: reading KV is all that matters.
+
+        KV of a narrower type takes registers to widen, hence more warps.
+        """
         if element_bytes == 4:
             return self._exact
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
         is_deep = self._is_wide or (self._is_roomy and dim > 64)
-        return AttentionTile(max(16, power_of_two(group)), tokens, 4, 3 if is_deep else 2)
+        warps = 8 if kv_bytes < element_bytes else 4
+        return AttentionTile(max(16, power_of_two(group)), tokens, warps, 3 if is_deep else 2)
 
     def prefill(self, dim: int, element_bytes: int) -> AttentionTile:
         """For grouped heads over many new tokens: matrix products are all that matters."""
@@ -117,11 +126,12 @@ class Tuning:
         stages = 2 if dim <= 64 and self.generation in ("sm_100", "sm_103") else 3
         return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, stages)
 
-    def latent(self, rows: int, element_bytes: int) -> AttentionTile:
-        """For latents; ``rows`` is heads times new tokens."""
+    def latent(self, rows: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
+        """For latents; ``rows`` is heads times new tokens, of which narrower KV allows fewer."""
         if element_bytes == 4:
             return AttentionTile(16, 16, 8, 1)
-        return AttentionTile(max(16, min(32, power_of_two(rows))), 32, 8, 2)
+        most = 16 if kv_bytes < element_bytes else 32
+        return AttentionTile(max(16, min(most, power_of_two(rows))), 32, 8, 2)
 
     def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
         """For experts; ``rows`` is how many an expert has on average."""

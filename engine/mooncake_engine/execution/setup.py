@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mooncake_engine.config import EngineConfig
+from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.kv_pool import (
     PoolSize,
@@ -16,6 +16,7 @@ from mooncake_engine.execution.kv_pool import (
     choose_num_blocks,
     torch_dtype,
 )
+from mooncake_engine.execution.kv_scales import KVScales, read_kv_scales
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
@@ -46,14 +47,15 @@ class ExecutionSetup:
 
     Args:
         model: the model's facts.
-        dtype: of weights, activations and KV.
-        geometry: the model's KV.
+        dtype: of weights and activations.
+        geometry: the model's KV, and its type.
         pool_size: blocks per rank.
         layout_name: key of ``KV_LAYOUTS``.
         max_model_len: longest sequence.
         is_provisional: the pool is just large enough to measure what the model needs besides;
             see ``resize``.
         draft: what guesses tokens ahead; None if no model does.
+        kv_scales: see ``Placement``.
     """
 
     model: ModelConfig
@@ -64,6 +66,7 @@ class ExecutionSetup:
     max_model_len: int
     is_provisional: bool = False
     draft: DraftSetup | None = None
+    kv_scales: KVScales = ()
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -96,7 +99,8 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
         )
     model = read_model_config(config.model)
     dtype = _choose_dtype(config, model, capabilities)
-    geometry = kv_geometry(model, dtype)
+    kv_dtype = _choose_kv_dtype(config, backend)
+    geometry = kv_geometry(model, kv_dtype or dtype)
     _require_latents(geometry, backend)
     num_host_blocks = config.swap_space_bytes // largest_block(config, (geometry,))
     setup = ExecutionSetup(
@@ -108,6 +112,7 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
         max_model_len=_choose_length(config, model, model.max_positions),
         is_provisional=True,
         draft=_plan_draft(config, model, dtype),
+        kv_scales=read_kv_scales(config.model, geometry) if kv_dtype else (),
     )
     if is_profiled(config, backend):
         return setup
@@ -247,6 +252,21 @@ def _choose_dtype(
     best = capabilities.dtypes[0]
     logger.warning("checkpoint is %s, which the backend lacks: running in %s", model.dtype, best)
     return torch_dtype(best)
+
+
+def _choose_kv_dtype(config: EngineConfig, backend: Backend) -> torch.dtype | None:
+    """The narrower type that KV is kept in, or None."""
+    if config.kv_cache_dtype == "auto":
+        return None
+    name = KV_CACHE_DTYPES[config.kv_cache_dtype]
+    possible = backend.capabilities.kv_dtypes
+    if name not in possible:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} was asked for, which is {name}; backend "
+            f"{backend.name!r} keeps KV in the model's own type or in {list(possible)} here: use "
+            "'auto', or another device"
+        )
+    return torch_dtype(name)
 
 
 def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -> int:

@@ -78,7 +78,8 @@ class _Ground:
         shard = self.groups.place.shard(setup.geometry)
         layers = Span(shard.layer_start, shard.layer_stop)
         communicator = self.groups.stage
-        return Placement(self.backend.ops, self.device, setup.dtype, communicator, layers)
+        where = (self.backend.ops, self.device, setup.dtype, communicator)
+        return Placement(*where, layers, setup.kv_scales)
 
 
 class Worker:

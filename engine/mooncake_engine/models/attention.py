@@ -47,7 +47,7 @@ class Attention:
     def __init__(
         self, config: ModelConfig, placement: Placement, names: AttentionNames, layer: int
     ) -> None:
-        self._ops = placement.ops
+        self._ops = placement.attention_ops(layer)
         self._layer = layer
         self._heads = heads = rank_heads(config, placement)
         self._head_dim = dim = config.head_dim

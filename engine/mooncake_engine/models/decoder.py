@@ -18,6 +18,11 @@ from mooncake_engine.models.layers import Head, Norm, Placement, Span, VocabTabl
 from mooncake_engine.models.mlp import GatedMlp, MlpNames
 from mooncake_engine.models.rope import cos_sin_table
 
+_SCALES = (".{0}_scale", ".attn.{0}_scale", ".{0}_proj.{0}_scale", ".{0}_proj.output_scale")
+KEY_SCALE_ENDS = tuple(f"self_attn{end.format('k')}" for end in _SCALES)
+VALUE_SCALE_ENDS = tuple(f"self_attn{end.format('v')}" for end in _SCALES)
+"""Ends of the names of a quantised KV cache's scales; no weights, read only where KV is kept so."""
+
 
 class CheckpointNames(NamedTuple):
     """What the checkpoint calls our layers; ``{}`` stands for the layer's number."""
@@ -98,7 +103,11 @@ class Decoder:
     """
 
     names: ClassVar[CheckpointNames] = CheckpointNames()
-    ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    ignored: ClassVar[tuple[str, ...]] = (
+        "rotary_emb.inv_freq",
+        *KEY_SCALE_ENDS,
+        *VALUE_SCALE_ENDS,
+    )
     """Ends of checkpoint names that hold nothing we need."""
 
     def __init__(self, config: ModelConfig, placement: Placement, max_positions: int) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from mooncake_hal.backend import Communicator, Ops
+from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Placement:
         device, dtype: of weights and activations.
         communicator: the rank's tensor-parallel group, or None for a rank alone.
         layers: those of the rank's pipeline stage; None for all.
+        kv_scales: of both planes of each of the model's layers, if KV is kept in a narrower type.
     """
 
     ops: Ops
@@ -32,6 +34,13 @@ class Placement:
     dtype: torch.dtype
     communicator: Communicator | None = None
     layers: Span | None = None
+    kv_scales: tuple[tuple[float, float], ...] = ()
+
+    def attention_ops(self, layer: int) -> Ops:
+        """The ops for what reads and writes that layer's KV."""
+        if not self.kv_scales:
+            return self.ops
+        return cast(ScaledKVOps, self.ops).with_kv_scales(*self.kv_scales[layer])
 
     @property
     def tp_rank(self) -> int:

@@ -20,6 +20,8 @@ GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 SPILLED_BYTES = {"bfloat16": 0, "float16": 0, "float32": 64}
 """Allowed per thread: in exact float32, which nobody serves in, ptxas trades some for occupancy."""
 
+E4M3 = torch.float8_e4m3fn
+
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
 
 
@@ -78,6 +80,20 @@ def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: st
     with compiling(generation) as kernels:
         shapes.latent(LATENT_HEADS[model])
     check(generation, dtype, kernels, {"latent_attention", "merge_splits", "write_kv"})
+
+
+@pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
+def test_narrow_kv(generation: str, dtype: str) -> None:
+    """All that touches caches of e4m3, whose conversion sm_80 lacks."""
+    ops = CudaOps(Tuning(generation, GENERATIONS[generation]))
+    for block_size in (16, 128):
+        shapes = Shapes(ops, getattr(torch, dtype), block_size=block_size, kv_dtype=E4M3)
+        with compiling(generation) as kernels:
+            shapes.blocks(GROUPED["Llama-3-8B"])
+            shapes.grouped(GROUPED["Llama-3-8B"])
+            shapes.latent(LATENT_HEADS["DeepSeek-V3"])
+        names = {"write_kv", "move_blocks", "paged_attention", "merge_splits", "latent_attention"}
+        check(generation, dtype, kernels, names)
 
 
 @pytest.mark.parametrize("model", EXPERTS)

@@ -14,9 +14,10 @@ from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
+from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
 
 
-class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite):
+class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite, ScaledKVSuite):
     @pytest.fixture(scope="module")
     @staticmethod
     def backend() -> Backend:

@@ -258,6 +258,12 @@ def test_another_dtype_is_refused_with_both_named(model: Path, gate: Gate) -> No
     assert "bfloat16" in reason
 
 
+def test_another_type_of_kv_is_refused_with_both_named(model: Path, gate: Gate) -> None:
+    reason = check_misfit(model, model, {}, {"kv_cache_dtype": "fp8"}, "KV geometry differs")
+    assert "float32" in reason
+    assert "float8_e4m3fn" in reason
+
+
 def check_misfit(
     model: Path, other: Path, prefill_options: Any, decode_options: Any, reason: str
 ) -> str:

@@ -17,9 +17,9 @@ def test_an_unknown_generation_is_refused() -> None:
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_tiles_are_powers_of_two(generation: str, element_bytes: int) -> None:
     tuning = Tuning(generation, 100)
-    tiles = [tuning.decode(group, 128, element_bytes) for group in (1, 4, 7, 16)]
+    tiles = [tuning.decode(group, 128, element_bytes, 2) for group in (1, 4, 7, 16)]
     tiles += [tuning.prefill(dim, element_bytes) for dim in (64, 128, 256)]
-    tiles += [tuning.latent(rows, element_bytes) for rows in (1, 16, 128)]
+    tiles += [tuning.latent(rows, element_bytes, 1) for rows in (1, 16, 128)]
     for tile in tiles:
         assert tile.rows == power_of_two(tile.rows) >= 16
         assert tile.tokens == power_of_two(tile.tokens) >= 16
@@ -35,3 +35,9 @@ def test_splits_that_a_launch_needs(capacity: int, splits: int) -> None:
 def test_one_sequence_alone_fills_the_device() -> None:
     assert Tuning("sm_90", 132).splitting(8, 256).most >= 2 * 132 // 8
     assert Tuning("sm_90", 132).splitting(1000, 256).most == 1
+
+
+@pytest.mark.parametrize("generation", SHARED_BYTES)
+def test_kv_is_kept_in_e4m3_where_it_can_be_converted(generation: str) -> None:
+    has_it = Tuning(generation, 100).kv_dtypes == ("float8_e4m3fn",)
+    assert has_it == (generation not in ("sm_80", "sm_86"))

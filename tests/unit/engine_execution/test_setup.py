@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.setup import plan_execution, rank_device, resize
 from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
@@ -56,6 +57,7 @@ def test_what_is_left_open_follows_from_model_and_backend(
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 5}, "block_size 5 was asked for"),
+    ({"kv_cache_dtype": "fp4"}, r"must be one of \['auto', 'fp8', 'fp8_e4m3'\], got 'fp4'"),
     ({"dtype": "float8"}, "dtype 'float8' was asked for, the backend has"),
     ({"max_model_len": 257}, "the model was made for 256 tokens; lower it"),
     ({"max_model_len": 161}, "the pool holds 160 tokens; lower it"),
@@ -103,3 +105,38 @@ def test_a_pool_to_be_measured_is_provisional(model: Path, backend: Backend) -> 
 def test_a_share_of_memory_is_a_share(model: Path, share: float) -> None:
     with pytest.raises(ConfigError, match=r"memory_utilization must be in \(0, 1\]"):
         EngineConfig(model, memory_utilization=share)
+
+
+def test_kv_in_a_narrower_type_takes_less_memory(model: Path, backend: Backend) -> None:
+    save_file(
+        {
+            f"model.layers.1.self_attn.{kind}_scale": torch.tensor([value])
+            for kind, value in (("k", 0.25), ("v", 4.0))
+        },
+        model / "model.safetensors",
+    )
+    narrow, wide = (
+        plan_execution(EngineConfig(model, kv_cache_bytes=1 << 20, kv_cache_dtype=name), backend)
+        for name in ("fp8_e4m3", "auto")
+    )
+    assert (narrow.geometry.dtype, narrow.geometry.element_bytes) == ("float8_e4m3fn", 1)
+    assert narrow.pool_size.num_blocks == wide.geometry.element_bytes * wide.pool_size.num_blocks
+    assert narrow.dtype is wide.dtype
+    assert (narrow.kv_scales, wide.kv_scales) == (((1.0, 1.0), (0.25, 4.0)), ())
+
+
+@pytest.mark.parametrize("value", [[0.0], [float("nan")], [1.0, 2.0]])
+def test_a_scale_is_one_positive_number(model: Path, backend: Backend, value: list[float]) -> None:
+    save_file(
+        {"model.layers.0.self_attn.k_scale": torch.tensor(value)}, model / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"self_attn\.k_scale must be one positive number"):
+        plan_execution(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), backend)
+
+
+def test_a_backend_without_narrower_types_refuses_them(model: Path) -> None:
+    null = Registry.discover().select_backend("null")
+    with pytest.raises(
+        ConfigError, match="is float8_e4m3fn; backend 'null' keeps KV in the model's"
+    ):
+        plan_execution(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), null)

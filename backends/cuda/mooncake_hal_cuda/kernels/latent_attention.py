@@ -26,8 +26,9 @@ def latent_attention(
     query_start,
     first,  # of the sequences that this launch is about
     splits,  # per row block, of which a short context leaves some idle
-    scale,  # with log2(e)
     table_stride,
+    scale,  # with log2(e) and the latents' own
+    latent_scale,
     out_strides,  # of tokens and heads
     query_strides,  # the same
     strides,  # of blocks and tokens in the latents, and of both in the rope rows
@@ -63,7 +64,7 @@ def latent_attention(
             running, LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION,
         )  # fmt: skip
     store_rows(
-        out, weights, running, is_row, tokens, heads, out_strides, split, splits,
+        out, weights, running, is_row, tokens, heads, out_strides, latent_scale, split, splits,
         HEADS, LATENT, LATENT_PADDED, IS_SPLIT,
     )  # fmt: skip
 
@@ -92,9 +93,12 @@ def _attend(
     is_token = seen < stop
     dims, rope_dims = tl.arange(0, q.shape[1]), tl.arange(0, q_rope.shape[1])
     is_there = is_token[:, None] & (dims < LATENT)[None, :]
-    latent = tl.load(caches[0] + latent_at[:, None] + dims[None, :], mask=is_there, other=0.0)
+    latent = tl.load(caches[0] + latent_at[:, None] + dims[None, :], mask=is_there, other=0.0).to(
+        q.dtype
+    )
     is_there = is_token[None, :] & (rope_dims < ROPE)[:, None]
     rope = tl.load(caches[1] + rope_at[None, :] + rope_dims[:, None], mask=is_there, other=0.0)
+    rope = rope.to(q.dtype)
     scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
     scores = tl.dot(q_rope, rope, scores, input_precision=PRECISION) * scale
     visible = (seen[None, :] <= positions[:, None]) & is_token[None, :]

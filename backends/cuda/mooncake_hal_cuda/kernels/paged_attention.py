@@ -26,8 +26,9 @@ def paged_attention(
     query_start,
     first,  # of the sequences that this launch is about
     splits,  # per row block, of which a short context leaves some idle
-    scale,  # with log2(e)
     table_stride,
+    scale,  # with log2(e) and the keys' own
+    value_scale,
     out_strides,  # of tokens and heads
     query_strides,  # the same
     key_strides,  # of blocks, tokens and heads
@@ -71,7 +72,7 @@ def paged_attention(
             DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION, True,
         )  # fmt: skip
     store_rows(
-        out, weights, running, is_row, tokens, heads, out_strides, split, splits,
+        out, weights, running, is_row, tokens, heads, out_strides, value_scale, split, splits,
         HEADS, DIM, DIM_PADDED, IS_SPLIT,
     )  # fmt: skip
 
@@ -106,9 +107,9 @@ def _attend(
         is_key &= (seen < stop)[None, :]
         is_value &= (seen < stop)[:, None]
     k = tl.load(caches[0] + k_at[None, :] + dims[:, None], mask=is_key, other=0.0)
-    scores = tl.dot(q, k, input_precision=PRECISION) * scale
+    scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
     if MASKED:
         visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
     v = tl.load(caches[1] + v_at[:, None] + dims[None, :], mask=is_value, other=0.0)
-    return absorb(scores, v, running, PRECISION)
+    return absorb(scores, v.to(q.dtype), running, PRECISION)

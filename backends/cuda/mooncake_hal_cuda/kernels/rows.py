@@ -57,6 +57,7 @@ def store_rows(
     tokens,
     heads,
     out_strides,
+    value_scale,
     split,
     splits,
     HEADS: tl.constexpr,
@@ -66,7 +67,7 @@ def store_rows(
 ):
     """Store the rows' results; of a split with the log2 of its sum of exponentials."""
     sums, top, total = running
-    result = sums / total[:, None]
+    result = sums * (value_scale / total)[:, None]
     dims = tl.arange(0, DIM_PADDED)
     mask = is_row[:, None] & (dims < DIM)[None, :]
     if IS_SPLIT:

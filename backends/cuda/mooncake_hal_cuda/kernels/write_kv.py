@@ -21,6 +21,8 @@ def write_kv(
     value_block_stride,
     value_slot_stride,
     value_cache_head_stride,
+    key_factor,  # one over the plane's scale; only for caches of a narrower type
+    value_factor,  # the same
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -37,12 +39,14 @@ def write_kv(
     _copy(
         key + token * key_token_stride,
         key_cache + block * key_block_stride + inside * key_slot_stride,
-        key_head_stride, key_cache_head_stride, HEADS, HEADS_PADDED, KEY_DIM, KEY_PADDED,
+        key_head_stride, key_cache_head_stride, key_factor,
+        HEADS, HEADS_PADDED, KEY_DIM, KEY_PADDED,
     )  # fmt: skip
     _copy(
         value + token * value_token_stride,
         value_cache + block * value_block_stride + inside * value_slot_stride,
-        value_head_stride, value_cache_head_stride, HEADS, HEADS_PADDED, VALUE_DIM, VALUE_PADDED,
+        value_head_stride, value_cache_head_stride, value_factor,
+        HEADS, HEADS_PADDED, VALUE_DIM, VALUE_PADDED,
     )  # fmt: skip
 
 
@@ -52,6 +56,7 @@ def _copy(
     target,
     source_stride,
     target_stride,
+    factor,
     HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     DIM: tl.constexpr,
@@ -61,4 +66,6 @@ def _copy(
     dims = tl.arange(0, DIM_PADDED)[None, :]
     mask = (heads < HEADS) & (dims < DIM)
     values = tl.load(source + heads * source_stride + dims, mask=mask)
+    if target.dtype.element_ty == tl.float8e4nv:
+        values = tl.clamp(values.to(tl.float32) * factor, -448.0, 448.0).to(tl.float8e4nv)
     tl.store(target + heads * target_stride + dims, values, mask=mask)
