@@ -71,6 +71,19 @@ SMALL: dict[str, Any] = {
 }
 """A shape that runs in milliseconds; the vocabulary is odd on purpose."""
 
+MEDIUM: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+"""About 112 million parameters: what speed is measured with."""
+
 
 def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A transformers model with random weights, in float32 unless ``dtype`` says otherwise.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import random_model, write_checkpoint
+from support.checkpoints import MEDIUM, random_model, write_checkpoint
 from support.figures import Figure, record
 from transformers import PreTrainedModel
 
@@ -22,19 +22,6 @@ from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_hal.registry import Registry
-
-SHAPE = {
-    "vocab_size": 32000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "dtype": "bfloat16",
-}
-"""About 112 million parameters."""
 
 ROUNDS = 5
 DECODE_PROMPT = 64
@@ -53,7 +40,7 @@ class Sides:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
-    model = random_model("llama", **SHAPE)
+    model = random_model("llama", **MEDIUM)
     directory = write_checkpoint(model, tmp_path_factory.mktemp("llama"))
     config = EngineConfig(directory, num_kv_blocks=1024, block_size=BLOCK_SIZE)
     executor = InProcessExecutor(config, Registry.discover().select_backend("cpu"))
