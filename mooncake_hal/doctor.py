@@ -1,7 +1,8 @@
 """``mooncake-hal doctor``: is this deployment going to work, and if a peer can't be reached, where.
 
 Reads the plan of a deployment from ``--instance`` flags or a JSON file, checks it with the same
-rules that instances check at start and in the handshake, and tries every port of a live peer.
+rules that instances check at start and in the handshake, and tries every port of a live peer. What
+this host has for a transport is looked at one thing after the other.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer", action="append", default=[], metavar="URL", help="a live instance to reach"
     )
+    parser.add_argument(
+        "--transport", action="append", default=[], metavar="NAME", help="what this host has for it"
+    )
     parser.add_argument("--secret-file", type=Path, help="the deployment's secret, for --peer")
 
 
@@ -72,10 +76,14 @@ def run(options: argparse.Namespace) -> int:
     if plans:
         findings += examine_plan(plans)
     secret = options.secret_file.read_bytes().strip() if options.secret_file else b""
+    for name in options.transport:
+        findings += examine_transport(name)
     for url in options.peer:
         findings += examine_peer(url, secret)
     if not findings:
-        findings = [Finding("arguments", "nothing to check: give --instance, --file or --peer")]
+        findings = [
+            Finding("arguments", "nothing to check: give --instance, --file, --transport or --peer")
+        ]
     for finding in findings:
         print(finding)  # noqa: T201  # the command's output
     return int(any(finding.problem for finding in findings))
@@ -93,6 +101,21 @@ def examine_plan(plans: list[dict[str, Any]]) -> list[Finding]:
         return [Finding("deployment", str(exc))]
     names = ", ".join(f"{plan.name} ({plan.role})" for plan in deployment.instances)
     return [Finding(f"deployment of {names}: roles, connectors, ports, sizes, hardware")]
+
+
+def examine_transport(name: str) -> list[Finding]:
+    """Look at this host for what a transport needs."""
+    registry = Registry.discover()
+    if name not in registry.transports:
+        known = ", ".join(sorted(registry.transports))
+        return [Finding(f"transport {name}", f"no installed plugin offers it; there are {known}")]
+    spec, _ = registry.transports[name]
+    found = spec.probe()
+    if not found.ok:
+        first = Finding(f"transport {name}", found.reason)
+    else:
+        first = Finding(f"transport {name}: {found.reason}")
+    return [first, *(Finding(check.what, check.problem) for check in spec.examine())]
 
 
 def examine_peer(url: str, secret: bytes) -> list[Finding]:

@@ -6,7 +6,7 @@ look at the machine, only ``load()`` may import torch or a vendor library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,24 @@ class Availability:
 
     ok: bool
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a host was looked at for.
+
+    Args:
+        what: was found, or wanted.
+        problem: None if it is in order; else what is wrong, and what to do.
+    """
+
+    what: str
+    problem: str | None = None
+
+
+def no_checks() -> Sequence[Check]:
+    """What a plugin has to say of a host beyond its probe: nothing."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,8 @@ class TransportSpec:
             zero only if it was named.
         probe: cheap look at what this host has.
         load: import and construct the transport.
+        examine: looks at the host one thing after the other, for ``mooncake-hal doctor``; may run
+            tools and take seconds, and loads nothing.
     """
 
     name: str
@@ -70,3 +90,4 @@ class TransportSpec:
     priority: int
     probe: Callable[[], Availability]
     load: Callable[[], Transport]
+    examine: Callable[[], Sequence[Check]] = no_checks

@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--anonymous", action="store_true", help="memory that the peer can't map (default: it can)"
     )
+    parser.add_argument(
+        "--devices",
+        action="store_true",
+        help="memory of the default backend's first two devices (default: the host's)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as SVG")
 
@@ -82,7 +87,13 @@ def _open(
     except NativeUnavailable as exc:
         _complain(f"memcpy is not measured: {exc.reason}")
     for name in names:
-        mover = transport_mover(name, size, options.connections, mappable=not options.anonymous)
+        mover = transport_mover(
+            name,
+            size,
+            options.connections,
+            mappable=not options.anonymous,
+            on_devices=options.devices,
+        )
         try:
             movers.append(stack.enter_context(mover))
         except (TransferError, RuntimeError) as exc:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -18,6 +18,7 @@ from mooncake_hal.transport import EndpointOptions, Spans
 GIB = float(1 << 30)
 TIMEOUT_S = 120.0
 BUFFERS = "mooncake_hal.testing.transports_buffers:"
+DEVICES = "mooncake_hal.testing.transports_device:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,9 @@ class Mover:
 
 
 @contextmanager
-def transport_mover(name: str, size: int, connections: int, *, mappable: bool) -> Iterator[Mover]:
+def transport_mover(
+    name: str, size: int, connections: int, *, mappable: bool, on_devices: bool = False
+) -> Iterator[Mover]:
     """Open a transport between this process and a child.
 
     Args:
@@ -116,17 +119,21 @@ def transport_mover(name: str, size: int, connections: int, *, mappable: bool) -
         size: bytes of the buffer on each side.
         connections: see ``EndpointOptions``.
         mappable: whether the memory has a descriptor that the peer can map.
+        on_devices: whether it is the default backend's, of its first device and its second.
 
     Raises:
         TransferError: this host can't use it.
     """
     transport = load_transport(name)
-    options = EndpointOptions(secret=b"bench", connections=connections)
-    allocator = BUFFERS + ("mappable" if mappable else "anonymous")
+    host = BUFFERS + ("mappable" if mappable else "anonymous")
+    near, far = (f"{DEVICES}first", f"{DEVICES}second") if on_devices else (host, host)
     with ExitStack() as stack:
-        child = stack.enter_context(PeerProcess(name, allocator, options, size))
-        buffer = resolve(allocator)(size)
-        stack.callback(buffer.close)
+        buffer = stack.enter_context(closing(resolve(near)(size)))
+        options = EndpointOptions(
+            secret=b"bench", connections=connections, device=buffer.region.device
+        )
+        theirs = replace(options, device=_device_of(far))
+        child = stack.enter_context(PeerProcess(name, far, theirs, size))
         buffer.put(np.ones(size, np.uint8))
         endpoint = transport.open(options)
         stack.callback(endpoint.close)
@@ -139,6 +146,12 @@ def transport_mover(name: str, size: int, connections: int, *, mappable: bool) -
             return lambda: move(spans, timeout=TIMEOUT_S).wait()
 
         yield Mover(name, prepare, lambda: float(child.ask(do="cpu")["seconds"]))
+
+
+def _device_of(allocator: str) -> str:
+    """Which device's memory an allocator gives."""
+    with closing(resolve(allocator)(1)) as buffer:
+        return str(buffer.region.device)
 
 
 def compare(

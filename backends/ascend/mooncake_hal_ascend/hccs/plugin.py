@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mooncake_hal.hookspecs import hookimpl
-from mooncake_hal.specs import API_VERSION, Availability, TransportSpec
+from mooncake_hal.specs import API_VERSION, Availability, Check, TransportSpec
 from mooncake_hal.transports.adapter.probing import installed
-from mooncake_hal_ascend import plugin as backend
+from mooncake_hal_ascend import env, plugin as backend
+from mooncake_hal_ascend.machine import look
 
 if TYPE_CHECKING:
     from mooncake_hal.transport import Transport
@@ -55,7 +57,16 @@ def load() -> Transport:
     return load_hccs()
 
 
+def examine() -> Sequence[Check]:
+    """Look at this host's NPUs, settings, ports and tools."""
+    from mooncake_hal_ascend.hccs import env as vendor
+    from mooncake_hal_ascend.hccs.examining import examine as examine_host
+
+    devices = sorted(int(name.removeprefix("davinci")) for name in look().device_files)
+    return examine_host(devices, vendor.vendor_settings(), vendor.transport_settings(), env.root())
+
+
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
     """Offer NPU memory to NPU memory."""
-    return TransportSpec(NAME, API_VERSION, PRIORITY, probe, load)
+    return TransportSpec(NAME, API_VERSION, PRIORITY, probe, load, examine)

@@ -1,0 +1,65 @@
+"""Memory of a backend's devices to move bytes between, for suites and benchmarks of transports.
+
+The backend is the one that ``auto`` stands for; MOONCAKE_HAL_BACKEND names another one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mooncake_hal.backend import Backend
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import MemoryRegion
+
+
+@lru_cache(maxsize=1)
+def _backend() -> Backend:
+    return Registry.discover().select_backend()
+
+
+class DeviceBuffer:
+    """See ``Buffer``: an allocation of the backend's.
+
+    Args:
+        nbytes: size.
+        index: of the device.
+    """
+
+    def __init__(self, nbytes: int, index: int) -> None:
+        self._index = index
+        _backend().runtime.bind_thread(index)
+        self._allocation = _backend().memory.allocate(nbytes, index)
+
+    @property
+    def region(self) -> MemoryRegion:
+        """See ``Buffer``."""
+        return self._allocation.region
+
+    def put(self, content: NDArray[np.uint8]) -> None:
+        """See ``Buffer``."""
+        self._allocation.tensor.copy_(torch.from_numpy(content))
+        _backend().runtime.synchronize(self._index)
+
+    def get(self) -> NDArray[np.uint8]:
+        """See ``Buffer``."""
+        _backend().runtime.synchronize(self._index)
+        return cast("NDArray[np.uint8]", self._allocation.tensor.cpu().numpy().copy())
+
+    def close(self) -> None:
+        """See ``Buffer``."""
+        self._allocation.free()
+
+
+def first(nbytes: int) -> DeviceBuffer:
+    """Allocate on the first device."""
+    return DeviceBuffer(nbytes, 0)
+
+
+def second(nbytes: int) -> DeviceBuffer:
+    """Allocate on the second device; on the first where there is no other."""
+    return DeviceBuffer(nbytes, min(1, len(_backend().runtime.devices()) - 1))
