@@ -26,7 +26,7 @@ def variant(name: str) -> CpuBackend:
     backend = CpuBackend()
     if name == "torch":
         backend.ops = TorchOps()
-        backend.capabilities = replace(backend.capabilities, dtypes=ALL_DTYPES)
+        backend.capabilities = replace(backend.capabilities, dtypes=ALL_DTYPES, graphs=False)
     else:
         flags = [flag for flag in FLAGS if not flag.startswith("-march")]
         backend.ops = NativeOps(load_kernels([*flags, f"-march={name}"]))

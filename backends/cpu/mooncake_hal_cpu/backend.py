@@ -7,7 +7,7 @@ from mooncake_hal.collectives import GroupFactory
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal_cpu.communicator import GlooCommunicator
 from mooncake_hal_cpu.memory import CpuMemory
-from mooncake_hal_cpu.ops import cpu_ops
+from mooncake_hal_cpu.ops import NativeOps, cpu_ops
 from mooncake_hal_cpu.runtime import CpuRuntime
 
 # float16 stays out: no CPU of today multiplies it natively, so it is slower than both others
@@ -23,16 +23,16 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self) -> None:
+        self.ops = cpu_ops()
         self.capabilities = Capabilities(
             dtypes=DTYPES,
             block_sizes=BLOCK_SIZES,
             kv_layouts=tuple(KV_LAYOUTS),
-            graphs=False,
+            graphs=isinstance(self.ops, NativeOps),
             transports=TRANSPORTS,
             kv_dtypes=KV_DTYPES,
         )
         self.runtime = CpuRuntime()
-        self.ops = cpu_ops()
         self.memory = CpuMemory()
         self._groups = GroupFactory(GlooCommunicator)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
@@ -10,6 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from mooncake_hal.backend import GroupSpec
 from mooncake_hal.collectives import GroupCommunicator, ProcessGroup, is_of_one_host
+from mooncake_hal_cpu.tape import play
 
 
 class GlooCommunicator(GroupCommunicator):
@@ -17,6 +19,9 @@ class GlooCommunicator(GroupCommunicator):
 
     def __init__(self, group: GroupSpec, generation: int) -> None:
         super().__init__(group, generation, _join)
+
+    def _run(self, name: str, start: Callable[[ProcessGroup], dist.Work]) -> None:
+        play(super()._run, name, start)
 
 
 def _join(store: Store, group: GroupSpec) -> ProcessGroup:

@@ -19,6 +19,7 @@ from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.errors import NativeUnavailable
 from mooncake_hal.native import warn_fallback
 from mooncake_hal_cpu.kernels import load_kernels
+from mooncake_hal_cpu.tape import play
 from mooncake_hal_cpu.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ class NativeOps(TorchOps):
             (tokens, heads, key_cache.shape[1], dim, value.shape[2]),
             key.element_size(),
         )
-        self._library.write_kv(
+        play(
+            self._library.write_kv,
             key.data_ptr(),
             value.data_ptr(),
             key_cache.data_ptr(),
@@ -96,8 +98,8 @@ class NativeOps(TorchOps):
         if not _fits(query, key_cache, value_cache):
             return super().decode_attention(query, key_cache, value_cache, batch, scale)
         out = torch.empty(query.shape, dtype=query.dtype)
-        context_tokens = sum(batch.host_context_lens[: len(query)])
-        self._library.decode_attention(
+        play(
+            self._library.decode_attention,
             out.data_ptr(),
             query.data_ptr(),
             key_cache.data_ptr(),
@@ -108,7 +110,7 @@ class NativeOps(TorchOps):
             _attention_shape(len(query), query, key_cache),
             scale,
             query.dtype is torch.bfloat16,
-            _threads(context_tokens * key_cache.shape[2] * query.shape[2]),
+            torch.get_num_threads(),
         )
         return out
 
@@ -126,7 +128,8 @@ class NativeOps(TorchOps):
         out = torch.empty(query.shape, dtype=query.dtype)
         first = batch.num_decodes
         tables = batch.block_tables[first:]
-        self._library.prefill_attention(
+        play(
+            self._library.prefill_attention,
             out.data_ptr(),
             query.data_ptr(),
             key_cache.data_ptr(),
@@ -157,9 +160,9 @@ class NativeOps(TorchOps):
         latent_dim = latent_cache.shape[3]
         out = torch.empty((sequences, heads, latent_dim), dtype=query.dtype)
         groups = _head_groups(heads)
-        context_tokens = sum(batch.host_context_lens[:sequences])
         shape = (sequences, heads, groups, latent_dim, latent_cache.shape[1], rope_cache.shape[3])
-        self._library.mla_decode_attention(
+        play(
+            self._library.mla_decode_attention,
             out.data_ptr(),
             query.data_ptr(),
             latent_cache.data_ptr(),
@@ -170,7 +173,7 @@ class NativeOps(TorchOps):
             _int64s(shape),
             scale,
             query.dtype is torch.bfloat16,
-            _threads(context_tokens * query.shape[1] * latent_dim),
+            torch.get_num_threads(),
         )
         return out
 
@@ -180,7 +183,8 @@ class NativeOps(TorchOps):
             return super().rms_norm(x, weight, eps)
         out = torch.empty(x.shape, dtype=x.dtype)
         (outer, inner, dim), strides = _three_dims(x)
-        self._library.rms_norm(
+        play(
+            self._library.rms_norm,
             x.data_ptr(),
             weight.data_ptr(),
             out.data_ptr(),
@@ -202,7 +206,8 @@ class NativeOps(TorchOps):
         if not same or not x.is_contiguous() or not residual.is_contiguous():
             return super().add_rms_norm(x, residual, weight, eps)
         dim = x.shape[-1]
-        self._library.add_rms_norm(
+        play(
+            self._library.add_rms_norm,
             x.data_ptr(),
             residual.data_ptr(),
             weight.data_ptr(),
@@ -223,7 +228,8 @@ class NativeOps(TorchOps):
             return super().rope(query, key, positions, cos_sin)
         tokens, heads = query.shape[:2]
         shape = (tokens, heads, key.shape[1], cos_sin.shape[1])
-        self._library.rope(
+        play(
+            self._library.rope,
             query.data_ptr(),
             key.data_ptr(),
             positions.data_ptr(),
@@ -246,7 +252,8 @@ class NativeOps(TorchOps):
         rows = len(x)
         x = x if x.stride(1) == 1 else x.contiguous()
         out = torch.empty((rows, outputs), dtype=x.dtype)
-        self._library.linear(
+        play(
+            self._library.linear,
             out.data_ptr(),
             x.data_ptr(),
             weight.data_ptr(),
@@ -267,7 +274,8 @@ class NativeOps(TorchOps):
             return super().silu_mul(x)
         rows, width = x.shape
         out = torch.empty((rows, width // 2), dtype=x.dtype)
-        self._library.silu_mul(
+        play(
+            self._library.silu_mul,
             x.data_ptr(),
             out.data_ptr(),
             rows,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mooncake_hal.backend import DeviceInfo, Event, Graph, MemoryInfo
-from mooncake_hal.errors import CapabilityError, DeviceError
+from mooncake_hal.errors import DeviceError
 from mooncake_hal_cpu.facts import (
     cpu_name,
     memory_bytes,
@@ -15,6 +15,7 @@ from mooncake_hal_cpu.facts import (
     reset_peak_resident,
     this_generation,
 )
+from mooncake_hal_cpu.tape import record
 
 
 class CpuEvent:
@@ -74,7 +75,7 @@ class CpuRuntime:
 
     def capture(self, run: Callable[[], None]) -> Graph:
         """See ``Runtime``."""
-        raise CapabilityError("the cpu backend has no graphs; run without graph capture")
+        return record(run)
 
 
 def require_device(index: int) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.quantised import quantised
+from mooncake_hal_cpu.tape import require_live
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch
 # what oneDNN lays weights out for; measured: the choice hardly matters, but 1 is bad for float32
@@ -163,6 +164,7 @@ class TorchOps:
         expert_weights: Tensor,
     ) -> Tensor:
         """See ``Ops``. Tokens are brought into the order of their experts, and back."""
+        require_live("sharing tokens out among experts")
         order = expert_ids.flatten().argsort(stable=True)
         counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
         chosen = x[torch.div(order, expert_ids.shape[1], rounding_mode="floor")]
@@ -197,6 +199,7 @@ def _attend_each(
     scale: float,
     sequences: range,
 ) -> Tensor:
+    require_live("attention in plain torch")
     out = torch.empty_like(query)
     start = 0
     for sequence in sequences:
@@ -236,6 +239,7 @@ def _attend_latents(
     sequences: range,
     kv_scales: tuple[float, float],
 ) -> Tensor:
+    require_live("latent attention in plain torch")
     latent_dim = caches[0].shape[-1]
     out = query.new_empty(*query.shape[:2], latent_dim)
     start = 0

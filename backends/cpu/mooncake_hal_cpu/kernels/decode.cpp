@@ -235,6 +235,16 @@ static void attend_any(const Batch& d, const T* query, const Part& part, float* 
   }
 }
 
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 16;  // of keys; fewer are not worth waking a thread
+
+// One thread for little work. A captured decode is run again with other contexts than it was
+// captured with, so it is the kernel that decides.
+static int worthwhile(const Batch& d, int threads) {
+  int64_t tokens = 0;
+  for (int s = 0; s < d.sequences; s++) tokens += d.contexts[s];
+  return tokens * d.kv_heads * d.head_dim < PARALLEL_ELEMENTS ? 1 : threads;
+}
+
 // Cut the batch into parts, let `attend(part, scores, partial)` compute each, and merge them.
 template <typename T, typename Attend>
 static void decode_with(const Batch& d, T* out, int threads, const Attend& attend) {
@@ -250,7 +260,7 @@ static void decode_with(const Batch& d, T* out, int threads, const Attend& atten
   first_part.push_back(parts.size());
   const size_t size = partial_floats(d);
   const std::unique_ptr<float[]> partials(new float[parts.size() * size]);  // not zeroed
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(worthwhile(d, threads))
   {
     std::vector<float> scores((size_t)group * TILE);
 #pragma omp for schedule(dynamic)
