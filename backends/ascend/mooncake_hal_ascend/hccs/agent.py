@@ -59,11 +59,11 @@ class HccsAgent:
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
         """See ``Agent``."""
-        if not (part.is_read and self._is_staged(part)):
+        if not (part.is_read and self._read_runs(part)):
             self._engine.move(self._target, part)
 
-    def _is_staged(self, part: Slice) -> bool:
-        """Read many small pieces as whole runs, if they are such."""
+    def _read_runs(self, part: Slice) -> bool:
+        """Read many small pieces as whole runs; False, and nothing done, where that is no gain."""
         keys = set(part.local_keys.tolist())
         if self._staging is None or len(keys) > 1:
             return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.transport import MemoryRegion, Spans
-from mooncake_hal_ascend.hccs.runs import Batch, find_runs
+from mooncake_hal_ascend.hccs.runs import Batch, Runs, find_runs
 from mooncake_hal_ascend.runtime import npu
 
 _ELEMENT = torch.int32
@@ -54,15 +54,21 @@ class Staging:
         rows = _rows(target, runs.row_bytes)
         npu.set_device(target.device)
         with self._lock, npu.stream(npu.Stream(target.device)):
-            spread = [npu.Event(), npu.Event()]
-            for number, batch in enumerate(runs.batches(self._buffers[0].numel())):
-                buffer, event = self._buffers[number % 2], spread[number % 2]
-                event.synchronize()
-                read(batch.spans_into(buffer.data_ptr()))
-                _spread(buffer, batch, rows)
-                event.record()
-            npu.current_stream().synchronize()
+            try:
+                self._read_batches(runs, rows, read)
+            finally:  # whoever gives up, too, leaves no memory that still changes
+                npu.current_stream().synchronize()
         return True
+
+    def _read_batches(self, runs: Runs, rows: Tensor, read: Callable[[Spans], None]) -> None:
+        most_bytes = self._buffers[0].numel()
+        is_spread = npu.Event(), npu.Event()
+        for number, batch in enumerate(runs.batches(most_bytes)):
+            buffer, event = self._buffers[number % 2], is_spread[number % 2]
+            event.synchronize()
+            read(batch.spans_into(buffer.data_ptr()))
+            _spread(buffer, batch, rows)
+            event.record()
 
 
 def _rows(memory: Tensor, row_bytes: int) -> Tensor:

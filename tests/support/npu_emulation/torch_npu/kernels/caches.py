@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from torch_npu.kernels.registry import kernel, require
-from torch_npu.kernels.rows import rms_norm
 
 
 @kernel("npu_scatter_pa_kv_cache", takes_nz=True)
@@ -35,33 +34,3 @@ def scatter_pa_kv_cache(
     for new, cache in ((key, key_cache), (value, value_cache)):
         require(cache.shape[2:] == new.shape[1:], f"{tuple(new.shape)} into {tuple(cache.shape)}")
         cache.view(-1, *cache.shape[2:])[slots] = new
-
-
-@kernel("npu_kv_rmsnorm_rope_cache")
-def kv_rmsnorm_rope_cache(
-    kv: Tensor,
-    gamma: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
-    k_cache: Tensor,
-    ckv_cache: Tensor,
-    *,
-    epsilon: float = 1e-5,
-    cache_mode: str = "Norm",
-    is_output_kv: bool = False,
-    **quantisation: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    require(cache_mode == "PA", "the emulation writes plain paged caches: cache_mode='PA'")
-    require(kv.dim() == 4 and kv.shape[1] == 1 and kv.shape[3] == 576, "kv is [tokens, 1, 1, 576]")
-    require(index.dtype == torch.int64, "index is int64")
-    require(not any(each is not None for each in quantisation.values()), "no quantisation here")
-    latent, rope = kv.flatten(0, 2).split((512, 64), -1)
-    normed = rms_norm(latent, gamma, epsilon)[0]
-    pairs = rope.float().unflatten(-1, (32, 2)).transpose(-1, -2).flatten(-2)  # interleaved in
-    first, second = pairs.chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    rotated = pairs * cos.float().flatten(0, 2) + turned * sin.float().flatten(0, 2)
-    for new, cache in ((rotated, k_cache), (normed, ckv_cache)):
-        cache.view(-1, cache.shape[-1])[index] = new.to(cache.dtype)
-    return k_cache, ckv_cache, rotated.to(kv.dtype), normed
