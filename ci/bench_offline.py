@@ -29,18 +29,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.figures import Figure  # noqa: E402  # tests/ is not installed
 
 NUM_REQUESTS = 200
-SHAPE = {
-    "vocab_size": 32000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "dtype": "bfloat16",
-}
-
 SIDE = """
 import json, sys, time
 {imports} LLM, SamplingParams
@@ -121,10 +109,10 @@ def mix(seed: int) -> list[tuple[list[int], int]]:
 
 
 def write_model(folder: Path) -> Path:
-    """A random Llama of about 112 million parameters, with the example's tokenizer."""
-    from support.checkpoints import random_model, write_checkpoint
+    """A random Llama, with the example's tokenizer."""
+    from support.checkpoints import MEDIUM, random_model, write_checkpoint
 
-    write_checkpoint(random_model("llama", **SHAPE), folder)
+    write_checkpoint(random_model("llama", **MEDIUM), folder)
     for source in (ROOT / "examples" / "tiny-llama").glob("token*"):
         (folder / source.name).write_bytes(source.read_bytes())
     return folder
