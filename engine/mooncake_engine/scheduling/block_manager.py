@@ -137,7 +137,10 @@ class BlockManager:
             num_tokens: at most ``room_for_more`` beyond those.
         """
         table = request.block_ids
-        fresh = self.pool.allocate(max(self.blocks_for(num_tokens) - len(table), 0))
+        wanted = -(-num_tokens // self.block_size) - len(table)
+        if wanted <= 0:
+            return NO_GROWTH
+        fresh = self.pool.allocate(wanted)
         assert fresh is not None, "blocks were counted before they were taken"
         growth = Growth(len(table), tuple(fresh))
         table.extend(fresh)
@@ -145,9 +148,10 @@ class BlockManager:
 
     def reclaim(self, request: Request) -> None:
         """Take back what was lent and holds no computed token."""
-        kept = self.blocks_for(request.num_computed)
-        self.pool.release(request.block_ids[kept:])
-        del request.block_ids[kept:]
+        kept = -(-request.num_computed // self.block_size)
+        if kept < len(request.block_ids):
+            self.pool.release(request.block_ids[kept:])
+            del request.block_ids[kept:]
 
     def publish(self, request: Request) -> None:
         """Make full blocks whose KV is there known to later requests."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from mooncake_engine.scheduling.block_manager import NO_GROWTH, BlockCopies, Growth
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_engine.scheduling.request import Request
@@ -101,9 +99,11 @@ class StepBuilder:
         sequence = self._decodes[index]
         at = sequence.new_blocks_at if sequence.new_block_ids else growth.at
         block_ids = sequence.new_block_ids + growth.block_ids
-        self._decodes[index] = msgspec.structs.replace(
-            sequence,
-            new_block_ids=block_ids,
+        self._decodes[index] = ScheduledSequence(
+            sequence.request_id,
+            sequence.start,
+            sequence.count,
+            block_ids,
             new_blocks_at=at if block_ids else None,
             num_drafts=num_drafts,
         )
