@@ -243,3 +243,15 @@ class TestGraphs:
         graph.replay()
         with pytest.raises(RuntimeError, match="was not updated"):
             graph.replay()
+
+    def test_collectives_are_captured(self) -> None:
+        group = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+        alone = group(torch.distributed.HashStore(), 0, 1, group.Options())
+        graph, x, found = npu.NPUGraph(), on_npu(3), torch.empty(3, device="npu")
+        with npu.graph(graph):
+            alone.allgather([[found]], [x]).wait()
+            doubled = found * 2
+        assert found.isnan().all()
+        x.fill_(7)
+        graph.replay()
+        assert doubled.tolist() == [14, 14, 14]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from torch_npu.npu.graphs import put_off
 
 _c10d = torch._C._distributed_c10d
 
@@ -44,30 +47,41 @@ class ProcessGroupHCCL(dist.ProcessGroup):
     def getBackendName(self) -> str:  # torch's name
         return "hccl"
 
-    def allreduce(self, tensors: Any, options: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        return self._gloo.allreduce(_on_host(tensors), options or _c10d.AllreduceOptions())
+        chosen = options or _c10d.AllreduceOptions()
+        return _start(lambda: self._gloo.allreduce(_on_host(tensors), chosen))
 
-    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> dist.Work:
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
         chosen = options or _c10d.AllgatherOptions()
-        return self._gloo.allgather(_on_host(outputs), _on_host(inputs), chosen)
+        return _start(lambda: self._gloo.allgather(_on_host(outputs), _on_host(inputs), chosen))
 
-    def broadcast(self, tensor: Any, options: Any = None) -> dist.Work:
-        chosen = options
+    def broadcast(self, tensor: Any, options: Any = None) -> Any:
+        chosen = _c10d.BroadcastOptions()
         if isinstance(options, int):
-            chosen = _c10d.BroadcastOptions()
             chosen.rootRank = options
         tensors = [tensor] if isinstance(tensor, Tensor) else tensor
-        return self._gloo.broadcast(_on_host(tensors), chosen or _c10d.BroadcastOptions())
+        return _start(lambda: self._gloo.broadcast(_on_host(tensors), chosen))
 
-    def barrier(self, options: Any = None) -> dist.Work:
-        return self._gloo.barrier(_c10d.BarrierOptions())
+    def barrier(self, options: Any = None) -> Any:
+        return _start(lambda: self._gloo.barrier(_c10d.BarrierOptions()))
 
-    def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
-        return self._gloo.send(_on_host(tensors), target, tag)
+    def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
+        return _start(lambda: self._gloo.send(_on_host(tensors), target, tag))
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
-        return self._gloo.recv(_on_host(tensors), source, tag)
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        return _start(lambda: self._gloo.recv(_on_host(tensors), source, tag))
+
+
+class _PutOff:
+    """The work of a collective that was captured: each replay waits for its own."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _start(call: Callable[[], dist.Work]) -> dist.Work | _PutOff:
+    return _PutOff() if put_off(lambda: call().wait()) else call()
 
 
 dist.Backend.register_backend("hccl", ProcessGroupHCCL, devices=["npu"])

@@ -7,6 +7,7 @@ the host that is not page-locked, is refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +48,22 @@ class _Recorded:
                 kept.copy_(fresh)
 
 
+@dataclass
+class _Called:
+    """Something else that a replay does in the ops' midst, such as a collective."""
+
+    call: Callable[[], object]
+
+    def run(self) -> None:
+        self.call()
+
+
 class _Recorder(TorchDispatchMode):
     """Keeps the ops of a capture."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[_Recorded] = []
+        self.ops: list[_Recorded | _Called] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._fresh: list[Tensor] = []
 
@@ -110,7 +121,7 @@ class NPUGraph:
     """See torch_npu.npu.NPUGraph."""
 
     def __init__(self) -> None:
-        self._ops: list[_Recorded] = []
+        self._ops: list[_Recorded | _Called] = []
         self.auto_dispatch_capture = False
         self._is_updated = False
 
@@ -124,7 +135,8 @@ class NPUGraph:
             op.run()
 
     def _updated_ops(self) -> list[_Recorded]:
-        return [op for op in self._ops if op.function._schema.name in UPDATED]
+        ops = [op for op in self._ops if isinstance(op, _Recorded)]
+        return [op for op in ops if op.function._schema.name in UPDATED]
 
     def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
         """Change host lists of the captured attention ops; one dict for all, or one for each."""
@@ -167,6 +179,13 @@ class graph:  # torch_npu's name
         _capturing.pop()
         self._recorder.undo()
         self._graph._ops = self._recorder.ops
+
+
+def put_off(call: Callable[[], object]) -> bool:
+    """Leave a call to the replays, if a capture is under way."""
+    if _capturing:
+        _capturing[-1].ops.append(_Called(call))
+    return bool(_capturing)
 
 
 def graph_pool_handle() -> tuple[int, int]:
