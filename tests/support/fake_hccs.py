@@ -25,7 +25,7 @@ from mooncake_hal.backend import DeviceInfo, Memory, Runtime
 from mooncake_hal.errors import DeviceError
 from mooncake_hal.transport import MemoryRegion
 from mooncake_hal.transports.adapter.transport import AdapterTransport
-from mooncake_hal_ascend.hccs.transport import Loaded, transport_of
+from mooncake_hal_ascend.hccs.transport import MODULES, Loaded, transport_of
 
 DEVICE = "npu:0"
 PAGE = 2 << 20
@@ -295,8 +295,15 @@ def memfabric_module() -> ModuleType:
 
 def load_with(modules: dict[str, ModuleType], generation: str = "A2") -> AdapterTransport:
     """The transport over one host's memory and such engines."""
-    runtime, memory = HostRuntime(generation), HostMemory()
-    return transport_of(Loaded(cast("Runtime", runtime), cast("Memory", memory), modules))
+    runtime, memory = cast("Runtime", HostRuntime(generation)), cast("Memory", HostMemory())
+
+    def import_engine(name: str) -> ModuleType:
+        if name not in found:
+            raise ImportError(f"no fake of {name} is installed")
+        return found[name]
+
+    found = {MODULES[engine]: module for engine, module in modules.items()}
+    return transport_of(Loaded(runtime, memory, import_engine))
 
 
 def load_mooncake() -> AdapterTransport:

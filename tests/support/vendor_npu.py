@@ -6,7 +6,6 @@ Importing this sets the stub up, which has to come before torch-npu is imported.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import sys
 import tempfile
@@ -91,8 +90,7 @@ def load_mooncake() -> AdapterTransport:
     """The transport hccs over mooncake's engine."""
     from mooncake_hal_ascend.hccs.transport import Loaded, transport_of
 
-    found, engine = backend(), importlib.import_module("mooncake.engine")
-    return transport_of(Loaded(found.runtime, found.memory, {"mooncake": engine}))
+    return transport_of(Loaded(backend().runtime, backend().memory))
 
 
 class StubRuntime(HostRuntime):
@@ -107,6 +105,4 @@ def load_mooncake_alone() -> AdapterTransport:
     from mooncake_hal_ascend.hccs.transport import Loaded, transport_of
 
     runtime, memory = cast("Runtime", StubRuntime()), cast("Memory", HostMemory())
-    return transport_of(
-        Loaded(runtime, memory, {"mooncake": importlib.import_module("mooncake.engine")})
-    )
+    return transport_of(Loaded(runtime, memory))

@@ -82,10 +82,11 @@ _override("npu_format_cast", format_cast)
 
 def _meta(overload: Any, args: Any, kwargs: Any) -> Any:
     """What torch-npu's meta kernel says that the result will look like; ``UNKNOWN`` without one."""
-    if not overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
-        return UNKNOWN
     shadows = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
-    return overload(*shadows[0], **shadows[1])
+    try:
+        return overload(*shadows[0], **shadows[1])
+    except NotImplementedError:
+        return UNKNOWN
 
 
 def _compare(name: str, made: Any, wanted: Any) -> None:

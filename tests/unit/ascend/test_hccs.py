@@ -104,7 +104,7 @@ def test_a_variable_that_makes_no_sense_closes_the_transport() -> None:
 
 
 def test_an_engine_that_is_asked_for_and_missing_is_named() -> None:
-    with pytest.raises(TransportUnavailable, match="engine=memfabric is asked for"):
+    with pytest.raises(TransportUnavailable, match="engine=memfabric: memfabric_hybrid does not"):
         fake_hccs.load_mooncake().open(with_options(engine="memfabric"))
 
 

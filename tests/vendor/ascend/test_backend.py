@@ -18,6 +18,7 @@ from mooncake_hal.testing.backends_rows import RowsSuite
 
 class TestRealTorchNpu(BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
     test_graphs_as_promised = None  # CANN captures them
+    test_captured_decodes_follow_their_batch = None  # and these
 
     @pytest.fixture
     def backend(self) -> Backend:

@@ -53,24 +53,23 @@ class Loaded:
     Args:
         runtime: of the backend whose memory is moved.
         memory: that memory.
-        modules: the engines that load here, by name, best first.
-        refusals: why the others do not.
+        import_engine: imports an engine's module. Only that which is used: both bring copies of
+            the same libraries.
         stage: makes an endpoint's buffers for reads of many small pieces out of a flat uint8
             tensor; None where no kernel can spread them.
     """
 
     runtime: Runtime
     memory: Memory
-    modules: Mapping[str, ModuleType]
-    refusals: tuple[str, ...] = ()
+    import_engine: Callable[[str], ModuleType] = importlib.import_module
     stage: Callable[[Tensor], Staging] | None = None
 
 
 def load() -> AdapterTransport:
-    """Load the backend and the engines that are installed.
+    """Load the backend; which engine it takes, and whether that loads, is seen when it is opened.
 
     Raises:
-        TransportUnavailable: the backend does not load, or no engine does.
+        TransportUnavailable: the backend does not load.
     """
     from mooncake_hal_ascend.plugin import load as load_backend
 
@@ -78,19 +77,11 @@ def load() -> AdapterTransport:
         backend = load_backend()
     except BackendUnavailable as exc:
         raise TransportUnavailable(NAME, exc.reason) from exc
-    modules, refusals = {}, []
-    for name, module in MODULES.items():
-        try:
-            modules[name] = importlib.import_module(module)
-        except ImportError as exc:
-            refusals.append(f"{module} does not load: {exc}")
-    if not modules:
-        raise TransportUnavailable(NAME, "; ".join(refusals))
     from mooncake_hal_ascend.hccs.staging import Staging
 
     memory = cast("AscendMemory", backend.memory)
     stage = partial(Staging, tensor_at=memory.tensor_at)
-    return transport_of(Loaded(backend.runtime, memory, modules, tuple(refusals), stage))
+    return transport_of(Loaded(backend.runtime, memory, stage=stage))
 
 
 def transport_of(loaded: Loaded) -> AdapterTransport:
@@ -107,7 +98,7 @@ def configure(loaded: Loaded, options: EndpointOptions) -> Engine:
             or the NPU does not say where it stands.
     """
     settings = settings_of_endpoint(options.extra, env.transport_settings())
-    engine = _chosen(loaded, settings)
+    engine, module = _import_engine(loaded, settings)
     device = _device_index(loaded.runtime, options.device)
     generation = loaded.runtime.devices()[device].generation
     vendor = env.vendor_settings()
@@ -116,17 +107,18 @@ def configure(loaded: Loaded, options: EndpointOptions) -> Engine:
     except HalError as exc:
         raise TransportUnavailable(NAME, str(exc)) from exc
     place = locate(generation, device, _reach(engine, settings), vendor)
-    return _assemble(loaded, engine, place, device, options)
+    return _assemble(loaded, (engine, module), place, device, options)
 
 
-def _chosen(loaded: Loaded, settings: HccsSettings) -> str:
-    if settings.engine == "auto":
-        return next(iter(loaded.modules))
-    if settings.engine not in loaded.modules:
-        raise TransportUnavailable(
-            NAME, f"engine={settings.engine} is asked for; {'; '.join(loaded.refusals)}"
-        )
-    return settings.engine
+def _import_engine(loaded: Loaded, settings: HccsSettings) -> tuple[str, ModuleType]:
+    """Import the engine that is asked for, or the first that loads; returns its name too."""
+    refusals = []
+    for name in MODULES if settings.engine == "auto" else (settings.engine,):
+        try:
+            return name, loaded.import_engine(MODULES[name])
+        except ImportError as exc:
+            refusals.append(f"{MODULES[name]} does not load: {exc}")
+    raise TransportUnavailable(NAME, f"engine={settings.engine}: {'; '.join(refusals)}")
 
 
 def _reach(engine: str, settings: HccsSettings) -> str:
@@ -180,8 +172,13 @@ def _prepare(
 
 
 def _assemble(
-    loaded: Loaded, engine: str, place: Place, device: int, options: EndpointOptions
+    loaded: Loaded,
+    chosen: tuple[str, ModuleType],  # the engine's name, and its module
+    place: Place,
+    device: int,
+    options: EndpointOptions,
 ) -> Engine:
+    engine, module = chosen
     allocation = loaded.memory.allocate(ARENA_BYTES + STAGING_BYTES, device)
     arena = Arena(allocation, ARENA_BYTES)
     staging = loaded.stage(allocation.tensor[ARENA_BYTES:]) if loaded.stage else None
@@ -194,7 +191,6 @@ def _assemble(
 
     def shared(serves: bool) -> SharedEngine:
         def start() -> VendorEngine:
-            module = loaded.modules[engine]
             if engine == "mooncake":
                 return MooncakeVendor(module, host)
             return MemfabricVendor(module, host, device, serves=serves, over_roce=over_roce)
