@@ -17,7 +17,7 @@ from support.triton_interpreter import repair
 
 from mooncake_hal.backend import DeviceInfo
 from mooncake_hal.native import compile_c
-from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion
+from mooncake_hal.transport import MemoryRegion
 from mooncake_hal_cpu.backend import CpuBackend
 from mooncake_hal_cuda.copying.copier import Addresses, Copier
 from mooncake_hal_cuda.driver import CudaDriver
@@ -78,17 +78,10 @@ class InterpretedCopier(Copier):
             self._driver.copy(target, source, size, self._stream)
 
 
-class EmulatedIpc(IpcTransport):
-    """``cuda_ipc`` of the emulated device, whose tensors torch takes for the CPU's."""
-
-    def open(self, options: EndpointOptions) -> Endpoint:
-        return super().open(replace(options, device="cuda:0"))
-
-
 def load_ipc() -> IpcTransport:
-    """See ``EmulatedIpc``."""
+    """The ``cuda_ipc`` transport of the emulated device."""
     repair()
-    return EmulatedIpc(emulated_driver(), InterpretedCopier)
+    return IpcTransport(emulated_driver(), InterpretedCopier)
 
 
 def load_staged() -> StagedTransport:

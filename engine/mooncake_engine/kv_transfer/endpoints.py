@@ -24,24 +24,18 @@ class RankEndpoints:
     Args:
         config: names the transports wanted, and the deployment's secret.
         backend: knows which ones can move its memory.
-        device: index of the rank's device.
-        region: the rank's KV pool.
+        region: the rank's KV pool, which says where it lies.
 
     Raises:
         ConfigError: a transport that was asked for can't be used here, or none can.
     """
 
-    def __init__(
-        self, config: KVTransferConfig, backend: Backend, device: int, region: MemoryRegion
-    ) -> None:
+    def __init__(self, config: KVTransferConfig, backend: Backend, region: MemoryRegion) -> None:
         self._peers: dict[tuple[str, int], Peer] = {}
         self._connecting: dict[tuple[str, int], threading.Lock] = {}
         self._lock = threading.Lock()
-        options = EndpointOptions(
-            host=config.host,
-            secret=config.secret.encode(),
-            device=str(backend.runtime.device(device)),
-        )
+        secret = config.secret.encode()
+        options = EndpointOptions(host=config.host, secret=secret, device=region.device)
         forced = config.transports
         try:
             self._transports = Transports.open(

@@ -46,7 +46,7 @@ class PullWorker:
         self._timeout_s = config.transfer_timeout_s
         pool = context.pool
         self._placement = KVPlacement(pool.shard, pool.layout)
-        self._endpoints = RankEndpoints(config, context.backend, context.device, pool.region)
+        self._endpoints = RankEndpoints(config, context.backend, pool.region)
         self._sources: dict[str, _Source] = {}
         self._former: list[_Source] = []  # given up; their last loads may still be ending
         self._loads: dict[str, _RunningLoad] = {}

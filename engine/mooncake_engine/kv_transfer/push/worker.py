@@ -47,7 +47,7 @@ class PushWorker:
         self._timeout_s = config.transfer_timeout_s
         pool = context.pool
         self._layers = (pool.shard.layer_start, pool.shard.layer_stop)
-        self._transports = RankEndpoints(config, context.backend, context.device, pool.region)
+        self._transports = RankEndpoints(config, context.backend, pool.region)
         self._lock = threading.Lock()
         self._sessions: dict[str, PushSession] = {}
         self._lanes: dict[str, PushLane] = {}
