@@ -5,7 +5,8 @@ PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check bench install test-rdma test-adapters test-grid \
     test-faults test-proxy test-proxy-vllm bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
-    test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated wheels
+    test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
+    test-ascend-contract wheels
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -89,6 +90,9 @@ bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and its matrix
 test-ascend-emulated:  ## the Ascend backend on an emulated NPU, alone and as prefill and decode
 	@ci/install dev
 	@ci/test-ascend-emulated $(ARGS)
+
+test-ascend-contract:  ## the real torch-npu, transfer engines and triton-ascend, without an NPU
+	@ci/test-ascend-contract $(ARGS)
 
 test-ascend:  ## needs an Ascend NPU; says so if there is none
 	@ci/install dev

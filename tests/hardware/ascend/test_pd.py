@@ -1,0 +1,39 @@
+"""Prefill and decode apart on NPUs over hccs: the CPU's tokens, by both connectors."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.npu import FEW, ON_NPU, OVER_HCCS, clear_cases, cpu
+from support.pd import ask, ask_pair, instance, pair
+from support.push import ask_pushed, push_pair
+
+pytestmark = [pytest.mark.ascend, pytest.mark.timeout(600)]
+TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
+
+
+def test_the_npu_says_what_the_cpu_says() -> None:
+    async def main() -> None:
+        async with cpu(TINY_LLAMA) as on_cpu, instance(TINY_LLAMA, **ON_NPU) as on_npu:
+            for case in await clear_cases(on_cpu):
+                assert (await ask(on_npu, case.prompt, FEW)).tokens == case.tokens
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["pulled", "pushed"])
+def test_prefill_and_decode_apart(how: str) -> None:
+    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+
+    async def main() -> None:
+        async with cpu(TINY_LLAMA) as on_cpu, make(TINY_LLAMA, **OVER_HCCS) as both:
+            cases = await clear_cases(on_cpu, (17, 300))
+            for case in cases:
+                assert (await send(both, case.prompt, FEW)).tokens == case.tokens
+            assert both.decode.stat("loads") == len(cases)
+            assert both.decode.stat("load_failures") == 0
+            await both.check_clean()
+
+    asyncio.run(main())
