@@ -32,6 +32,18 @@ class Shares(NamedTuple):
     starts: list[int]
     counts: list[int]
 
+    def add(self, row: int, start: int, count: int) -> None:
+        """Tokens of one sequence."""
+        self.rows.append(row)
+        self.starts.append(start)
+        self.counts.append(count)
+
+    def add_single_tokens(self, row: int, start: int, count: int) -> None:
+        """Tokens of one sequence that stand for one sequence each."""
+        self.rows.extend([row] * count)
+        self.starts.extend(range(start, start + count))
+        self.counts.extend([1] * count)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardInputs:
@@ -56,7 +68,7 @@ class StepInputs:
     Args:
         token_ids, positions, attention: see ``ForwardInputs``.
         sampled_rows: [n] int64, last token of each sequence that samples, once more for each
-            sibling, or with its drafts behind it; None if that is every token, in order.
+            sibling, or the guesses behind it; None if that is every token, in order.
         sampling: the requests that sample, siblings behind the one whose logits they share.
     """
 
@@ -78,23 +90,23 @@ def make_inputs(
     """Lay out the sequences of a plan; their tables already hold the step's new blocks.
 
     Args:
-        sequences: of the plan; those that run one token, drafts included, come first.
+        sequences: of the plan.
         states: the sequences' requests.
         requests: all of them.
         block_size: tokens per block.
         device: of the tensors.
         drafts: guesses to run behind the last tokens of requests, by id.
     """
-    guessed = [_guessed(sequence, drafts) for sequence in sequences] if drafts else None
     starts = [sequence.start for sequence in sequences]
     counts = [sequence.count for sequence in sequences]
-    token_ids = _token_ids(states, starts, counts, guessed)
-    if guessed:
-        counts = [count + len(more) for count, more in zip(counts, guessed, strict=True)]
-    shares = Shares([state.row for state in states], starts, counts)
-    forward = lay_out(shares, token_ids, requests.tables, block_size, device)
+    token_ids = _token_ids(states, starts, counts)
     num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
-    rows = _sampled_rows(forward.last_rows, num_sampled, guessed)
+    shares = Shares([state.row for state in states], starts, counts)
+    if drafts:
+        guessed = [_guessed(sequence, drafts) for sequence in sequences]
+        shares, token_ids, num_sampled = _insert_guesses(shares, token_ids, num_sampled, guessed)
+    forward = lay_out(shares, token_ids, requests.tables, block_size, device)
+    rows = _sampled_rows(forward.last_rows, num_sampled)
     return StepInputs(
         token_ids=forward.token_ids,
         positions=forward.positions,
@@ -144,6 +156,26 @@ def lay_out(
     )
 
 
+def _insert_guesses(
+    shares: Shares, token_ids: list[int], num_sampled: list[int], guessed: list[list[int]]
+) -> tuple[Shares, list[int], list[int]]:
+    """The same with each guess as a sequence of its own behind the one that it continues: so they
+    attend by the kernels that are made for single tokens. All of them sample."""
+    more = Shares([], [], [])
+    tokens: list[int] = []
+    sampled: list[int] = []
+    first = 0
+    for row, start, count, num, guesses in zip(*shares, num_sampled, guessed, strict=True):
+        more.add(row, start, count)
+        tokens += token_ids[first : first + count]
+        first += count
+        sampled.append(num)
+        more.add_single_tokens(row, start + count, len(guesses))
+        tokens += guesses
+        sampled += [1] * len(guesses)
+    return more, tokens, sampled
+
+
 def _guessed(sequence: ScheduledSequence, drafts: Mapping[str, Draft]) -> list[int]:
     draft = drafts.get(sequence.request_id)
     return [] if draft is None else draft.token_ids
@@ -180,43 +212,21 @@ def _slots(
     return slots
 
 
-def _token_ids(
-    states: Sequence[RequestState],
-    starts: list[int],
-    counts: list[int],
-    guessed: list[list[int]] | None,
-) -> list[int]:
+def _token_ids(states: Sequence[RequestState], starts: list[int], counts: list[int]) -> list[int]:
     tokens: list[int] = []
-    for index, (state, start, count) in enumerate(zip(states, starts, counts, strict=True)):
+    for state, start, count in zip(states, starts, counts, strict=True):
         if count == 1:
             tokens.append(state.token_ids[start])
         else:
             tokens += state.token_ids[start : start + count]
-        if guessed:
-            tokens += guessed[index]
     return tokens
 
 
-def _sampled_rows(
-    last_rows: NDArray[np.int64], num_sampled: list[int], guessed: list[list[int]] | None
-) -> NDArray[np.int64] | None:
-    if guessed:
-        num_drafts = [len(tokens) for tokens in guessed]
-        rows = np.repeat(last_rows, np.add(num_sampled, num_drafts))
-        return rows - np.array(_steps_back(num_sampled, num_drafts), dtype=np.int64)
+def _sampled_rows(last_rows: NDArray[np.int64], num_sampled: list[int]) -> NDArray[np.int64] | None:
     is_every_token = last_rows[-1] == len(num_sampled) - 1
     if is_every_token and all(count == 1 for count in num_sampled):
         return None
     return np.repeat(last_rows, num_sampled)
-
-
-def _steps_back(num_sampled: list[int], num_drafts: list[int]) -> list[int]:
-    """How far each sampled row is from its sequence's last one: siblings share that, and a
-    sequence with drafts samples before each of them, too."""
-    steps: list[int] = []
-    for sampled, drafts in zip(num_sampled, num_drafts, strict=True):
-        steps += range(drafts, -1, -1) if drafts else [0] * sampled
-    return steps
 
 
 def _samplers(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mooncake_engine.execution.request_state import RequestState
+from mooncake_engine.execution.speculation.continuation import Draft
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.plan import ScheduledSequence
 
@@ -43,7 +44,7 @@ def score_prompts(
     hidden: Tensor,
     sequences: Sequence[ScheduledSequence],
     states: Sequence[RequestState],
-    num_rows: Sequence[int],
+    drafts: Mapping[str, Draft],
     to_logits: Callable[[Tensor], Tensor],
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
     """Log probabilities of the prompt tokens that follow those of this step, where asked for.
@@ -51,21 +52,22 @@ def score_prompts(
     Args:
         hidden: [tokens, hidden] of the whole step, sequence after sequence.
         sequences, states: the step's.
-        num_rows: of ``hidden``, per sequence: with drafts, more than it has tokens.
+        drafts: what ran behind the sequences' own tokens, by request id.
         to_logits: [rows, hidden] to [rows, vocab]; every rank calls it equally often.
     """
     scores: dict[str, tuple[TokenLogprobs, ...]] = {}
     if all(state.sampling.prompt_logprobs is None for state in states):
         return scores
     row = 0
-    for sequence, state, total in zip(sequences, states, num_rows, strict=True):
+    for sequence, state in zip(sequences, states, strict=True):
         count = _num_scored(sequence, state)
         if count:
             rows = hidden[row : row + count]
             targets = state.token_ids[sequence.start + 1 : sequence.start + 1 + count]
             num_top = state.sampling.prompt_logprobs or 0
             scores[state.request_id] = _score(rows, targets, num_top, to_logits)
-        row += total
+        draft = drafts.get(sequence.request_id)
+        row += sequence.count + (0 if draft is None else len(draft.guesses))
     return scores
 
 

@@ -20,7 +20,6 @@ from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.execution.speculation.checking import (
     check_drafts,
-    decodes_first,
     draft_tokens,
 )
 from mooncake_engine.execution.speculation.continuation import Draft
@@ -33,7 +32,7 @@ class Batch(NamedTuple):
     """What a step runs.
 
     Args:
-        sequences: those that run one token, drafts included, come first.
+        sequences: the plan's.
         states: their requests.
         drafts: guesses behind the last tokens of requests, by id.
     """
@@ -114,8 +113,7 @@ class ModelRunner:
         states = [self._state_of(sequence) for sequence in plan.sequences]
         if self._proposer is None:
             return Batch(plan.sequences, states, NO_DRAFTS)
-        drafts = draft_tokens(self._proposer, plan, states)
-        return Batch(*decodes_first(plan.sequences, states, drafts), drafts)
+        return Batch(plan.sequences, states, draft_tokens(self._proposer, plan, states))
 
     def _state_of(self, sequence: ScheduledSequence) -> RequestState:
         state = self._requests[sequence.request_id]
@@ -139,8 +137,7 @@ class ModelRunner:
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
         """What comes of the hidden rows: [tokens, hidden]."""
-        num_rows = inputs.attention.host_query_lens
-        scores = score_prompts(hidden, batch.sequences, batch.states, num_rows, self._model.logits)
+        scores = score_prompts(hidden, *batch, self._model.logits)
         tokens = self._sample(hidden, inputs, batch.drafts)
         drafted = {name: len(draft.guesses) for name, draft in batch.drafts.items()}
         failed = failures(inputs.sampling)

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from mooncake_engine.execution.batch import StepInputs, make_inputs
 from mooncake_engine.execution.request_state import BlockTables, RequestTable
+from mooncake_engine.execution.speculation.continuation import follow
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence
 
@@ -59,6 +60,31 @@ def test_a_batch_of_decodes_samples_every_row() -> None:
     assert inputs.sampled_rows is None
     assert inputs.attention.num_decodes == 5
     assert inputs.token_ids.tolist() == [2, 3, 4, 5, 6]
+
+
+def test_guesses_are_sequences_of_their_own_behind_their_requests() -> None:
+    table = RequestTable(4, 8, 100, CPU)
+    admit(table, "guessed", range(10, 16), (7, 2))
+    admit(table, "plain", range(30, 33), (4,))
+    admit(table, "prompt", range(50, 53), (6,))
+    sequences = [
+        ScheduledSequence("guessed", 5, 1, num_drafts=4),
+        ScheduledSequence("plain", 2, 1, num_drafts=4),
+        ScheduledSequence("prompt", 0, 3),
+    ]
+    draft = follow(table["guessed"], [77, 78])
+    assert draft is not None
+    states = [table[sequence.request_id] for sequence in sequences]
+    inputs = make_inputs(sequences, states, table, 4, CPU, {"guessed": draft})
+    assert inputs.token_ids.tolist() == [15, 77, 78, 32, 50, 51, 52]
+    assert inputs.positions.tolist() == [5, 6, 7, 2, 0, 1, 2]
+    assert inputs.attention.num_decodes == 4
+    assert inputs.attention.context_lens.tolist() == [6, 7, 8, 3, 3]
+    assert inputs.attention.slot_mapping.tolist() == [9, 10, 11, 18, 24, 25, 26]
+    assert inputs.attention.block_tables[:3].tolist() == [[7, 2]] * 3
+    assert inputs.sampled_rows is not None
+    assert inputs.sampled_rows.tolist() == [0, 1, 2, 3, 6]
+    assert [state.request_id for state in inputs.sampling] == ["guessed", "plain", "prompt"]
 
 
 @given(st.data())

@@ -12,7 +12,7 @@ from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.execution.speculation.acceptance import Guess, count_accepted
 from mooncake_engine.execution.speculation.continuation import Draft
 from mooncake_engine.execution.speculation.proposer import Proposer, Wanted
-from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan
+from mooncake_engine.scheduling.plan import SampledToken, StepPlan
 
 
 def draft_tokens(
@@ -25,19 +25,6 @@ def draft_tokens(
         if sequence.num_drafts
     ]
     return proposer.propose(wanted) if wanted else {}
-
-
-def decodes_first(
-    sequences: Sequence[ScheduledSequence],
-    states: Sequence[RequestState],
-    drafts: Mapping[str, Draft],
-) -> tuple[list[ScheduledSequence], list[RequestState]]:
-    """The step's sequences, those of one token before those of more, drafts included."""
-    pairs = sorted(
-        zip(sequences, states, strict=True),
-        key=lambda pair: pair[0].count > 1 or pair[0].request_id in drafts,
-    )
-    return [sequence for sequence, _ in pairs], [state for _, state in pairs]
 
 
 def check_drafts(

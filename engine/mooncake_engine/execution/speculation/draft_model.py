@@ -15,10 +15,13 @@ from mooncake_engine.execution.request_state import BlockTables, RequestState, S
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.execution.speculation.acceptance import Guess
 from mooncake_engine.execution.speculation.continuation import Draft, continue_with
-from mooncake_engine.execution.speculation.draft_kv import DraftKV
+from mooncake_engine.execution.speculation.draft_kv import DraftKV, Stretch
 from mooncake_engine.execution.speculation.proposer import Wanted
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.context import ForwardContext
+
+_FEW = 8
+"""So many tokens of a sequence attend one by one, which is faster than as a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +40,14 @@ class DraftModel:
     max_tokens: int
     max_positions: int
 
-    def run(self, inputs: ForwardInputs) -> Tensor:
-        """Logits behind each sequence's last token: [sequences, vocab] float32."""
+    def run(self, inputs: ForwardInputs, rows: Sequence[int]) -> Tensor:
+        """Logits behind some of the tokens: [rows, vocab] float32."""
         kv = {index: self.pool.layer(index) for index in range(self.pool.shard.layers)}
         context = ForwardContext(inputs.attention, kv)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, context)
-        return self.model.logits(hidden[torch.from_numpy(inputs.last_rows).to(hidden.device)])
+        if not rows:
+            return hidden[:0]
+        return self.model.logits(hidden[torch.tensor(rows, device=hidden.device)])
 
 
 @dataclass(slots=True, eq=False)
@@ -127,22 +132,27 @@ class DraftModelProposer:
             budget -= claim.stop - claim.start
             if claim.start < claim.stop:
                 claims.append((branch, claim))
-        # sequences of one token first, as in every batch
-        claims.sort(key=lambda pair: pair[1].stop - pair[1].start != 1)
         if not claims:
             return [], torch.empty(0)
-        shares = Shares(
-            [branch.state.row for branch, _ in claims],
-            [claim.start for _, claim in claims],
-            [claim.stop - claim.start for _, claim in claims],
-        )
-        tokens = [
-            token for branch, claim in claims for token in branch.state.token_ids[slice(*claim)]
-        ]
-        logits = self._run(shares, tokens)
-        is_complete = [claim.stop == len(branch.state.token_ids) for branch, claim in claims]
-        done = [branch for (branch, _), ok in zip(claims, is_complete, strict=True) if ok]
-        return done, logits[torch.tensor(is_complete, device=logits.device)]
+        # single tokens first, as in every batch
+        claims.sort(key=lambda pair: pair[1].stop - pair[1].start > _FEW)
+        return self._run_claims(claims)
+
+    def _run_claims(
+        self, claims: Sequence[tuple[_Branch, Stretch]]
+    ) -> tuple[list[_Branch], Tensor]:
+        shares, tokens = Shares([], [], []), []
+        done, last_rows = [], []
+        for branch, (start, stop) in claims:
+            if stop - start <= _FEW:
+                shares.add_single_tokens(branch.state.row, start, stop - start)
+            else:
+                shares.add(branch.state.row, start, stop - start)
+            tokens += branch.state.token_ids[start:stop]
+            if stop == len(branch.state.token_ids):
+                done.append(branch)
+                last_rows.append(len(tokens) - 1)
+        return done, self._run(shares, tokens, last_rows)
 
     def _run_guesses(self, branches: Sequence[_Branch]) -> Tensor:
         """Run each branch's last guess; logits behind it."""
@@ -154,10 +164,9 @@ class DraftModelProposer:
             [len(branch.state.token_ids) + len(branch.guesses) - 1 for branch in branches],
             [1] * len(branches),
         )
-        return self._run(shares, tokens)
+        return self._run(shares, tokens, range(len(tokens)))
 
-    def _run(self, shares: Shares, token_ids: Sequence[int]) -> Tensor:
+    def _run(self, shares: Shares, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
         pool = self._draft.pool
-        return self._draft.run(
-            lay_out(shares, token_ids, self._tables, pool.block_size, pool.device)
-        )
+        inputs = lay_out(shares, token_ids, self._tables, pool.block_size, pool.device)
+        return self._draft.run(inputs, rows)
