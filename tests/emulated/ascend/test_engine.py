@@ -54,6 +54,16 @@ def test_one_instance(models: dict[str, Path], family: str, options: dict[str, A
     asyncio.run(main())
 
 
+def test_kv_takes_what_a_profiling_run_leaves() -> None:
+    async def main() -> None:
+        options = {**ON_NPU, "num_kv_blocks": None, "memory_utilization": 0.02}
+        async with cpu(TINY_LLAMA) as on_cpu, instance(TINY_LLAMA, **options) as on_npu:
+            [case] = await clear_cases(on_cpu, (129,))
+            assert (await ask(on_npu, case.prompt, FEW)).tokens == case.tokens
+
+    asyncio.run(main())
+
+
 def test_two_ranks_over_hccl(models: dict[str, Path]) -> None:
     async def main() -> None:
         model = models["mixtral"]

@@ -30,7 +30,13 @@ def scatter_pa_kv_cache(
     slots = slot_mapping.long()
     size = key_cache.shape[0] * key_cache.shape[1]
     require(bool(((slots >= 0) & (slots < size)).all()), f"slots lie in [0, {size})")
-    require(slots.unique().numel() == slots.numel(), "a slot is written twice")
     for new, cache in ((key, key_cache), (value, value_cache)):
         require(cache.shape[2:] == new.shape[1:], f"{tuple(new.shape)} into {tuple(cache.shape)}")
         cache.view(-1, *cache.shape[2:])[slots] = new
+        cache.view(-1, *cache.shape[2:])[_written_twice(slots)] = float("nan")
+
+
+def _written_twice(slots: Tensor) -> Tensor:
+    """What lies in such a slot is not promised."""
+    found, counts = slots.unique(return_counts=True)
+    return found[counts > 1]
