@@ -14,6 +14,8 @@ import threading
 
 PAGE = 2 << 20
 MOST_REGIONS = 256
+ANSWER_S = 3.0
+"""How long a stopped process is waited for, as the engine's own deadline would."""
 REFUSED = -1
 _MOST_PIECES = 1024  # UIO_MAXIOV
 _SET_PTRACER, _ANYBODY = 0x59616D61, -1
@@ -42,7 +44,8 @@ class TransferEngine:
             return REFUSED
         _libc.prctl(_SET_PTRACER, _ANYBODY, 0, 0, 0)  # refused where the kernel does not ask
         self._listener = socket.create_server((local_hostname, 0))
-        threading.Thread(target=self._answer, args=(self._listener,), daemon=True).start()
+        known = (self._listener, self._lock, self._regions)  # not self: it ends with its last user
+        threading.Thread(target=_answer, args=known, daemon=True).start()
         return 0
 
     def get_rpc_port(self) -> int:
@@ -79,7 +82,7 @@ class TransferEngine:
     ) -> int:
         host, _, port = target.rpartition(":")
         try:
-            with socket.create_connection((host, int(port)), timeout=30) as asking:
+            with socket.create_connection((host, int(port)), timeout=ANSWER_S) as asking:
                 found = json.loads(asking.makefile().readline())
         except (OSError, ValueError):
             return REFUSED
@@ -94,20 +97,22 @@ class TransferEngine:
                 return REFUSED
         return 0
 
-    def _answer(self, listener: socket.socket) -> None:
-        """Tell whoever connects who this is and what it may touch."""
+    def __del__(self) -> None:
+        if self._listener is not None:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+
+def _answer(listener: socket.socket, lock: threading.Lock, regions: dict[int, int]) -> None:
+    """Tell whoever connects who this is and what it may touch, until the engine is gone."""
+    with listener:
         while True:
             try:
                 asking, _ = listener.accept()
             except OSError:
                 return
-            with asking, self._lock:
-                facts = {"pid": os.getpid(), "regions": self._regions}
+            with asking, lock:
+                facts = {"pid": os.getpid(), "regions": regions}
                 asking.sendall(json.dumps(facts).encode() + b"\n")
-
-    def __del__(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
 
 
 def _holds(regions: dict[int, int], starts: list[int], sizes: list[int]) -> bool:

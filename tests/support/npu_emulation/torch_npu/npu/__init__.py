@@ -19,7 +19,11 @@ from torch_npu.npu.graphs import (  # noqa: F401  # torch.npu's names
 _device = torch.ops.npu_emulation
 Where = Any  # what torch takes for a device: None, an index, a name, a torch.device
 
-_SOC_VERSIONS = {"A2": (220, "Ascend910B3"), "A3": (250, "Ascend910_9392")}
+_SOC_VERSIONS = {
+    "A2": (222, "Ascend910B3"),
+    "A3": (251, "Ascend910_9392"),
+    "310P": (202, "Ascend310P3"),
+}
 
 
 def _soc() -> tuple[int, str]:
