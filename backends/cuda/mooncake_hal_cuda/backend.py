@@ -8,6 +8,8 @@ from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
 from mooncake_hal.collectives import GroupFactory
 from mooncake_hal.errors import BackendUnavailable, CapabilityError
 from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal_cuda import env
+from mooncake_hal_cuda.choosing import NAMES
 from mooncake_hal_cuda.communicator import NcclCommunicator
 from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.memory import CudaMemory
@@ -39,7 +41,7 @@ class CudaBackend:
             tuning = Tuning(devices[0].generation, processors)
         except CapabilityError as exc:
             raise BackendUnavailable(self.name, str(exc)) from exc
-        self.ops = CudaOps(tuning)
+        self.ops = CudaOps(tuning, env.attention(NAMES))
         self.capabilities = Capabilities(
             dtypes=DTYPES,
             block_sizes=BLOCK_SIZES,

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import os
 
+from mooncake_hal.errors import HalError
+
 
 def hides_all_devices() -> bool:
     """Whether CUDA_VISIBLE_DEVICES is set to show none: empty, or beginning with ``-1``."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     return value is not None and value.strip().split(",")[0] in ("", "-1")
+
+
+def attention(names: tuple[str, ...]) -> str:
+    """MOONCAKE_HAL_CUDA_ATTENTION: what attention runs on, the first of ``names`` by default.
+
+    Raises:
+        HalError: it is none of them.
+    """
+    value = os.environ.get("MOONCAKE_HAL_CUDA_ATTENTION", names[0])
+    if value not in names:
+        raise HalError(f"MOONCAKE_HAL_CUDA_ATTENTION={value!r} must be one of {list(names)}")
+    return value

@@ -14,12 +14,14 @@ from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch, Drawing
 from mooncake_hal_cuda import experts
-from mooncake_hal_cuda.attention import Attention, attend_grouped, attend_latent
+from mooncake_hal_cuda.attention import Attention, attend_latent
+from mooncake_hal_cuda.choosing import OURS, Chooser
 from mooncake_hal_cuda.kernels.move_blocks import move_blocks
 from mooncake_hal_cuda.kernels.rms_norm import rms_norm
 from mooncake_hal_cuda.kernels.rope import rope
 from mooncake_hal_cuda.kernels.silu_mul import silu_mul
 from mooncake_hal_cuda.kernels.write_kv import write_kv
+from mooncake_hal_cuda.libraries import GroupedAttention
 from mooncake_hal_cuda.sampling import draw
 from mooncake_hal_cuda.tuning import WIDTH, Tuning, power_of_two
 
@@ -32,10 +34,12 @@ class CudaOps:
 
     Args:
         tuning: of the device that the process computes on.
+        attention: one of ``choosing.NAMES``: what attention with grouped heads runs on.
     """
 
-    def __init__(self, tuning: Tuning) -> None:
+    def __init__(self, tuning: Tuning, attention: str = OURS) -> None:
         self._tuning = tuning
+        self._attend = GroupedAttention(tuning, Chooser(attention))
         self._kv_scales = (1.0, 1.0)
 
     def with_kv_scales(self, first: float, second: float) -> CudaOps:
@@ -89,7 +93,7 @@ class CudaOps:
         """See ``Ops``."""
         caches = (key_cache, value_cache)
         call = Attention.of_decodes(query, caches, batch, scale, self._kv_scales)
-        return attend_grouped(call, self._tuning)
+        return self._attend(call)
 
     def prefill_attention(
         self,
@@ -102,7 +106,7 @@ class CudaOps:
         """See ``Ops``."""
         caches = (key_cache, value_cache)
         call = Attention.of_prompts(query, caches, batch, scale, self._kv_scales)
-        return attend_grouped(call, self._tuning)
+        return self._attend(call)
 
     def mla_decode_attention(
         self,

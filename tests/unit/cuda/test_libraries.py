@@ -1,0 +1,71 @@
+"""Calls of libraries' attention: results where the CPU has it, signatures where it has not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mooncake_hal.reference.ops import ReferenceOps
+from mooncake_hal.registry import Registry
+from mooncake_hal.testing.backends_data import Shape, make_case
+from mooncake_hal.testing.backends_ops import assert_same
+
+pytest.importorskip("triton", reason="needs triton: ci/install dev installs it on Linux")
+
+from mooncake_hal_cuda.attention import Attention
+from mooncake_hal_cuda.libraries import by_sdpa, by_varlen, trial_call
+
+LENGTHS = ((1, 20), (5, 5), (3, 40), (33, 130), (1, 1))
+SCALES = (1.0, 1.0)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (14, 2), (4, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sdpa_over_gathered_kv(heads: tuple[int, int], dtype: str) -> None:
+    backend = Registry.discover().select_backend("cpu")
+    case = make_case(backend, Shape(dtype, heads=heads[0], kv_heads=heads[1]), LENGTHS)
+    try:
+        query, caches = case.query[case.batch.num_decodes :], (case.kv.key, case.kv.value)
+        found = by_sdpa(Attention.of_prompts(query, caches, case.batch, 0.125, SCALES))
+        wanted = ReferenceOps().prefill_attention(query, *caches, case.batch, 0.125)
+        assert_same(found, wanted, dtype)
+        del caches
+    finally:
+        case.kv.free()
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_a_trial_is_a_busy_step_over_caches_of_the_same_strides(is_decode: bool) -> None:
+    backend = Registry.discover().select_backend("cpu")
+    case = make_case(backend, Shape(layout="BHLPT"), ((1, 20), (7, 7)))
+    try:
+        of = Attention.of_decodes if is_decode else Attention.of_prompts
+        query = case.query[:1] if is_decode else case.query[1:]
+        trial = trial_call(of(query, (case.kv.key, case.kv.value), case.batch, 0.125, SCALES))
+        assert [c.stride() for c in trial.caches] == [case.kv.key.stride(), case.kv.value.stride()]
+        assert trial.batch.host_context_lens == (2048,) * trial.sequences
+        assert len(trial.query) == trial.sequences * trial.new_tokens >= 16
+        assert int(trial.batch.block_tables.max()) < len(trial.caches[0])
+        attend = ReferenceOps().decode_attention if is_decode else ReferenceOps().prefill_attention
+        wanted = attend(trial.query, *trial.caches, trial.batch, 0.125)
+        assert_same(by_sdpa(trial), wanted, "float32")
+    finally:
+        case.kv.free()
+
+
+def test_varlen_takes_the_call_as_it_is() -> None:
+    """On tensors without memory: torch checks names, shapes and types, and computes nothing."""
+    backend = Registry.discover().select_backend("cpu")
+    case = make_case(backend, Shape("bfloat16"), LENGTHS)
+    try:
+        caches = tuple(cache.to("meta") for cache in (case.kv.key, case.kv.value))
+        names = ("query_start", "context_lens", "block_tables", "slot_mapping")
+        batch = replace(
+            case.batch, **{name: getattr(case.batch, name).to("meta") for name in names}
+        )
+        query = case.query[case.batch.num_decodes :].to("meta")
+        call = Attention.of_prompts(query, caches, batch, 0.125, SCALES)
+        assert by_varlen(call).shape == query.shape
+    finally:
+        case.kv.free()
