@@ -64,6 +64,23 @@ def test_kv_takes_what_a_profiling_run_leaves() -> None:
     asyncio.run(main())
 
 
+def test_blocks_are_copied_and_swapped_through_pinned_memory() -> None:
+    """Two answers to each of two prompts that nearly fill a block: no room for second blocks."""
+
+    async def main() -> None:
+        options = {**ON_NPU, "num_kv_blocks": 6, "swap_space_bytes": 8 << 20}
+        async with cpu(TINY_LLAMA) as on_cpu, instance(TINY_LLAMA, **options) as on_npu:
+            cases = await clear_cases(on_cpu, (125, 126))
+            twice = [case for case in cases for _ in range(2)]
+            asked = [ask(on_npu, each.prompt, FEW, group=str(len(each.prompt))) for each in twice]
+            found = await asyncio.gather(*asked)
+            assert [each.tokens for each in found] == [case.tokens for case in twice]
+            assert on_npu.engine.stats().num_swap_outs > 0
+            await on_npu.check_clean()
+
+    asyncio.run(main())
+
+
 def test_two_ranks_over_hccl(models: dict[str, Path]) -> None:
     async def main() -> None:
         model = models["mixtral"]
