@@ -65,16 +65,16 @@ class Worker:
         tokens: dict[str, tuple[SampledToken, ...]] = {}
         for sequence in plan.sequences:
             self._run(sequence)
-        drafted = {}
+        guessed = {}
         for index, sequence in enumerate(plan.sequences):
             if sequence.is_sampling:
                 for name in (sequence.request_id, *sequence.siblings):
                     tokens[name] = (self._sample(name),)
-            if sequence.num_drafts:
-                num_accepted = (self.num_accepted + index) % (sequence.num_drafts + 1)
+            if sequence.num_guesses:
+                num_accepted = (self.num_accepted + index) % (sequence.num_guesses + 1)
                 tokens[sequence.request_id] += self._guess(sequence, num_accepted)
-                drafted[sequence.request_id] = sequence.num_drafts
-        return StepResult(plan.step, tokens, drafted=drafted)
+                guessed[sequence.request_id] = sequence.num_guesses
+        return StepResult(plan.step, tokens, guessed=guessed)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for block, host in plan.swap_outs:
@@ -116,9 +116,9 @@ class Worker:
         name, stop = sequence.request_id, sequence.start + sequence.count
         sampled = tuple([self._sample(name) for _ in range(num_right)])
         right = self._tokens[name][: stop + num_right]
-        wrong = [WRONG] * (sequence.num_drafts - num_right)
+        wrong = [WRONG] * (sequence.num_guesses - num_right)
         self._write(self._tables[name], [*right, *wrong], stop)
-        self.num_computed += sequence.num_drafts
+        self.num_computed += sequence.num_guesses
         return sampled
 
     def _write(self, table: Sequence[int], tokens: Sequence[int], start: int) -> None:

@@ -28,13 +28,13 @@ def largest_steps(config: EngineConfig, setup: ExecutionSetup) -> list[StepPlan]
     speculation = config.speculation
     if speculation is None:
         return [prompts]
-    num_drafts = speculation.num_speculative_tokens
-    num_seqs = max(1, config.max_num_batched_tokens // (1 + num_drafts))
-    drafted = [
-        ScheduledSequence(prompt.request_id, prompt.count, 1, num_drafts=num_drafts)
+    num_guesses = speculation.num_speculative_tokens
+    num_seqs = max(1, config.max_num_batched_tokens // (1 + num_guesses))
+    guessed = [
+        ScheduledSequence(prompt.request_id, prompt.count, 1, num_guesses=num_guesses)
         for prompt in prompts.sequences[:num_seqs]
     ]
-    return [prompts, StepPlan(1, sequences=tuple(drafted))]
+    return [prompts, StepPlan(1, sequences=tuple(guessed))]
 
 
 def _largest_prompts(config: EngineConfig, setup: ExecutionSetup) -> StepPlan:

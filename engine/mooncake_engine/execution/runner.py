@@ -139,9 +139,9 @@ class ModelRunner:
         """What comes of the hidden rows: [tokens, hidden]."""
         scores = score_prompts(hidden, *batch, self._model.logits)
         tokens = self._sample(hidden, inputs, batch.drafts)
-        drafted = {name: len(draft.guesses) for name, draft in batch.drafts.items()}
+        guessed = {name: len(draft.guesses) for name, draft in batch.drafts.items()}
         failed = failures(inputs.sampling)
-        return CompletedStep(StepResult(plan.step, tokens, scores, failed, drafted))
+        return CompletedStep(StepResult(plan.step, tokens, scores, failed, guessed))
 
     def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         rows = hidden if inputs.sampled_rows is None else hidden[inputs.sampled_rows]

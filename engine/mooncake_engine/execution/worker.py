@@ -219,15 +219,15 @@ class Worker:
         """
         room = min(self._setup.pool_size.block_size, self._setup.max_model_len)
         speculation = self._ground.config.speculation
-        most_drafts = speculation.num_speculative_tokens if speculation else 0
-        num_drafts = min(most_drafts, max(room - 2, 0))
-        length = room - 1 - num_drafts
+        most_guesses = speculation.num_speculative_tokens if speculation else 0
+        num_guesses = min(most_guesses, max(room - 2, 0))
+        length = room - 1 - num_guesses
         if length < 1:
             return
         sampling = SamplingParams(temperature=0.0)
         admitted = AdmittedRequest(_WARM_UP, (0,) * length, length, sampling, 0, (0,))
         prompt = ScheduledSequence(_WARM_UP, 0, length)
-        decode = ScheduledSequence(_WARM_UP, length, 1, num_drafts=num_drafts)
+        decode = ScheduledSequence(_WARM_UP, length, 1, num_guesses=num_guesses)
         self._runner.run(StepPlan(0, admitted=(admitted,), sequences=(prompt,)))
         if not self._ground.groups.place.is_last_stage:
             self._runner.learn({_WARM_UP: (0,)})

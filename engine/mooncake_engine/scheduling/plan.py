@@ -48,9 +48,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         new_block_ids: blocks to append to its block table before the step.
         is_sampling: whether a token is sampled after the last one.
         new_blocks_at: where in its table they go; None is at its end. Blocks from there on are its
-            own no more: one that was copied on write, or some that were lent for drafts.
+            own no more: one that was copied on write, or some that were lent for guesses.
         siblings: requests that sample from the same logits; all their tokens so far are the same.
-        num_drafts: so many tokens at most may be guessed after the last one and run with it; the
+        num_guesses: so many tokens at most may be guessed after the last one and run with it; the
             table has room for them.
     """
 
@@ -61,7 +61,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     is_sampling: bool = True
     new_blocks_at: int | None = None
     siblings: tuple[str, ...] = ()
-    num_drafts: int = 0
+    num_guesses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step runs at most."""
-        return sum(sequence.count + sequence.num_drafts for sequence in self.sequences)
+        return sum(sequence.count + sequence.num_guesses for sequence in self.sequences)
 
     @property
     def reads_freed_blocks(self) -> bool:
@@ -110,14 +110,14 @@ class StepResult:
 
     Args:
         step: the plan's.
-        tokens: of every sequence that sampled: the drafts that were accepted, and one more.
+        tokens: of every sequence that sampled: the guesses that were accepted, and one more.
         prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
         failed: requests that can't go on, and why; their tokens mean nothing.
-        drafted: how many tokens were guessed, where any were.
+        guessed: how many tokens were guessed, where any were.
     """
 
     step: int
     tokens: dict[str, tuple[SampledToken, ...]]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    drafted: dict[str, int] = field(default_factory=dict)
+    guessed: dict[str, int] = field(default_factory=dict)

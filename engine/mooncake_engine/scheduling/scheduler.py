@@ -241,7 +241,7 @@ class Scheduler:
         if sequence.is_sampling:
             request.num_promised -= 1
             self._take_tokens(request, request.spec.request_id, result)
-            if sequence.num_drafts:
+            if sequence.num_guesses:
                 self.speculation.settle(request, sequence, result)
 
     def _take_tokens(self, request: Request, name: str, result: StepResult) -> None:

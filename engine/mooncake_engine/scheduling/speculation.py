@@ -33,19 +33,19 @@ class Speculation:
         for index, sequence in enumerate(step.decodes):
             request = requests[sequence.request_id]
             room = min(step.budget, self._blocks.room_for_more(request))
-            num_drafts = min(self._useful(request), room)
-            if num_drafts > 0:
-                growth = self._blocks.lend(request, len(request.token_ids) + num_drafts)
-                step.draft(index, num_drafts, growth)
+            num_guesses = min(self._useful(request), room)
+            if num_guesses > 0:
+                growth = self._blocks.lend(request, len(request.token_ids) + num_guesses)
+                step.draft(index, num_guesses, growth)
 
     def settle(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """A sequence that was allowed drafts has run, and the request has its tokens."""
         if request.block_ids:  # it has not ended
             self._blocks.reclaim(request)
-        num_drafted = result.drafted.get(sequence.request_id, 0)
-        if num_drafted:
+        num_guessed = result.guessed.get(sequence.request_id, 0)
+        if num_guessed:
             self._num_drafts += 1
-            self._num_draft_tokens += num_drafted
+            self._num_draft_tokens += num_guessed
         for position in range(len(result.tokens[sequence.request_id]) - 1):
             self._accepted_at[position] += 1
 

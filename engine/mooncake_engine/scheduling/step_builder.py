@@ -88,12 +88,12 @@ class StepBuilder:
         """The sequences that run one token and sample after it, so far."""
         return self._decodes
 
-    def draft(self, index: int, num_drafts: int, growth: Growth) -> None:
+    def draft(self, index: int, num_guesses: int, growth: Growth) -> None:
         """Let one of the ``decodes`` guess tokens ahead.
 
         Args:
             index: which.
-            num_drafts: how many tokens at most.
+            num_guesses: how many tokens at most.
             growth: blocks lent for them, behind those that the sequence has gained already.
         """
         sequence = self._decodes[index]
@@ -105,9 +105,9 @@ class StepBuilder:
             sequence.count,
             block_ids,
             new_blocks_at=at if block_ids else None,
-            num_drafts=num_drafts,
+            num_guesses=num_guesses,
         )
-        self.budget -= num_drafts
+        self.budget -= num_guesses
 
     def copy(self, growth: Growth) -> None:
         """Copy the block that a table no longer shares, if it is so."""

@@ -6,18 +6,18 @@ from support.scheduling import EOS, Bench, token_of
 
 from mooncake_engine.messages import FinishReason, SpeculationStats
 
-NUM_DRAFTS = 3
+NUM_GUESSES = 3
 
 
 def test_accepted_drafts_come_together() -> None:
-    bench = Bench(num_speculative_tokens=NUM_DRAFTS)
+    bench = Bench(num_speculative_tokens=NUM_GUESSES)
     bench.add("a", range(10, 16), max_tokens=12)
     _, updates = bench.step()
     assert [update.token_ids for update in updates] == [(7,)]
     bench.worker.num_accepted = 2
     plan, updates = bench.step()
-    assert plan.sequences[0].num_drafts == NUM_DRAFTS
-    assert plan.num_tokens == 1 + NUM_DRAFTS
+    assert plan.sequences[0].num_guesses == NUM_GUESSES
+    assert plan.num_tokens == 1 + NUM_GUESSES
     assert [update.token_ids for update in updates] == [(7, 7, 7)]
     assert bench.step()[0].sequences[0].start == 9
     stats = bench.scheduler.speculation.stats()
@@ -25,12 +25,12 @@ def test_accepted_drafts_come_together() -> None:
 
 
 def test_no_drafts_before_an_answer_has_begun_nor_beyond_its_end() -> None:
-    bench = Bench(num_speculative_tokens=NUM_DRAFTS)
+    bench = Bench(num_speculative_tokens=NUM_GUESSES)
     bench.add("a", [10], max_tokens=5)
-    assert [bench.step()[0].sequences[0].num_drafts for _ in range(5)] == [0, 3, 2, 1, 0]
-    bench = Bench(num_speculative_tokens=NUM_DRAFTS, max_model_len=9)
+    assert [bench.step()[0].sequences[0].num_guesses for _ in range(5)] == [0, 3, 2, 1, 0]
+    bench = Bench(num_speculative_tokens=NUM_GUESSES, max_model_len=9)
     bench.add("b", range(10, 16), max_tokens=50)
-    assert [bench.step()[0].sequences[0].num_drafts for _ in range(3)] == [0, 1, 0]
+    assert [bench.step()[0].sequences[0].num_guesses for _ in range(3)] == [0, 1, 0]
     assert bench.scheduler.num_running == 0
 
 
@@ -47,12 +47,13 @@ def test_blocks_lent_for_rejected_drafts_are_free_after_the_step() -> None:
 
 
 def test_drafts_wait_behind_prompts() -> None:
-    bench = Bench(num_speculative_tokens=NUM_DRAFTS, max_num_batched_tokens=8)
+    bench = Bench(num_speculative_tokens=NUM_GUESSES, max_num_batched_tokens=8)
     bench.add("a", range(10, 14), max_tokens=20)
     bench.step()
     bench.add("b", range(20, 31), arrival=1.0)
     shares = [
-        [(s.request_id, s.count, s.num_drafts) for s in bench.step()[0].sequences] for _ in range(3)
+        [(s.request_id, s.count, s.num_guesses) for s in bench.step()[0].sequences]
+        for _ in range(3)
     ]
     assert shares == [
         [("a", 1, 0), ("b", 7, 0)],

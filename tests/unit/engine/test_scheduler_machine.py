@@ -32,7 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, HOST_BLOCKS]),
         watermark=st.sampled_from([0.0, 0.1]),
         prefix_caching=st.booleans(),
-        num_drafts=st.sampled_from([0, 1, 5]),
+        num_guesses=st.sampled_from([0, 1, 5]),
         flights=st.sampled_from([(1, False), (1, True), (2, False), (2, True), (3, True)]),
     )
     def begin(
@@ -40,7 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks: int,
         watermark: float,
         prefix_caching: bool,
-        num_drafts: int,
+        num_guesses: int,
         flights: tuple[int, bool],
     ) -> None:
         self.bench = Bench(
@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=MAX_SEQS,
             max_num_batched_tokens=BUDGET,
             watermark=watermark,
-            num_speculative_tokens=0 if flights[1] else num_drafts,
+            num_speculative_tokens=0 if flights[1] else num_guesses,
             depth=flights[0],
             feeds_forward=flights[1],
         )

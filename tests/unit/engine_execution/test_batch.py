@@ -68,8 +68,8 @@ def test_guesses_are_sequences_of_their_own_behind_their_requests() -> None:
     admit(table, "plain", range(30, 33), (4,))
     admit(table, "prompt", range(50, 53), (6,))
     sequences = [
-        ScheduledSequence("guessed", 5, 1, num_drafts=4),
-        ScheduledSequence("plain", 2, 1, num_drafts=4),
+        ScheduledSequence("guessed", 5, 1, num_guesses=4),
+        ScheduledSequence("plain", 2, 1, num_guesses=4),
         ScheduledSequence("prompt", 0, 3),
     ]
     draft = follow(table["guessed"], [77, 78])

@@ -20,9 +20,9 @@ def draft_tokens(
 ) -> dict[str, Draft]:
     """Guesses for the plan's sequences that may have some, by request id."""
     wanted = [
-        Wanted(state, sequence.num_drafts)
+        Wanted(state, sequence.num_guesses)
         for sequence, state in zip(plan.sequences, states, strict=True)
-        if sequence.num_drafts
+        if sequence.num_guesses
     ]
     return proposer.propose(wanted) if wanted else {}
 
