@@ -192,14 +192,12 @@ def _heed(
 ) -> None:
     """Make the weights depend on the guesses, in place; ``rows`` says whose each is."""
     indexes = [index for index, row in enumerate(rows) if row in guesses]
-    numbers = [
-        uniform(states[row].seed, states[row].num_output_tokens, Stream.TEST)
-        for row in rows
-        if row in guesses
-    ]
-    found = [guesses[row] for row in rows if row in guesses]
-    if found:
-        weights[indexes] = heed_guesses(weights[indexes], found, numbers)
+    if not indexes:
+        return
+    tested = [rows[index] for index in indexes]
+    numbers = _numbers([states[row] for row in tested], [Stream.TEST] * len(tested))
+    found = [guesses[row] for row in tested]
+    weights[indexes] = heed_guesses(weights[indexes], found, numbers)
 
 
 def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
