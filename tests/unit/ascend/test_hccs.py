@@ -192,6 +192,17 @@ def test_agents_share_an_engine_and_its_regions() -> None:
         shared.register(buffer.region)
 
 
+def test_an_endpoint_closes_whatever_its_engine_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = fake_hccs.load_mooncake().open(OPTIONS)
+    buffer = NpuBuffer(4096)
+    endpoint.register(buffer.region)
+    monkeypatch.setattr(fake_hccs.HixlEngine, "unregister_memory", lambda self, address: 103900)
+    endpoint.close()
+    assert "the engine keeps memory that was withdrawn: mooncake did not" in caplog.text
+
+
 def test_the_arena_gives_slots_back() -> None:
     arena = Arena(HostMemory().allocate(1024, 0), 1024)
     held = [arena.scratch(32), arena.scratch(32)]

@@ -6,6 +6,7 @@ one, and memory that several of them registered is registered once.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from mooncake_hal.transport import MemoryRegion
 from mooncake_hal.transports.adapter.agent import Slice
 from mooncake_hal_ascend.hccs.settings import NAME
 from mooncake_hal_ascend.hccs.vendor import VendorEngine
+
+logger = logging.getLogger(__name__)
 
 MAX_REGIONS = 256
 """HIXL takes no more per process; the arena is one of them."""
@@ -97,10 +100,14 @@ class SharedEngine:
         whole = self._whole(region)
         with self._lock:
             self._counts[whole.address] -= 1
-            if self._counts[whole.address] == 0:
-                del self._counts[whole.address]
-                self._bind_thread()
+            if self._counts[whole.address]:
+                return
+            del self._counts[whole.address]
+            self._bind_thread()
+            try:
                 self._running().unregister(whole.address)
+            except TransferError as exc:  # what is closed goes on closing
+                logger.warning("%s: the engine keeps memory that was withdrawn: %s", NAME, exc)
 
     def move(self, session: str, part: Slice) -> None:
         """See ``Agent``; several threads at once."""
