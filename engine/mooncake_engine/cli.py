@@ -148,6 +148,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests)
     add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
     add("--async-scheduling", action="store_true", help="schedule a step while the last one runs")
+    add("--enforce-eager", action="store_true", help="no graphs of decode steps")
     add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
     add(
         "--speculative-method",
@@ -237,6 +238,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         max_queued_requests=args.max_queued_requests,
         prefix_caching=not args.no_prefix_caching,
         async_scheduling=args.async_scheduling,
+        enforce_eager=args.enforce_eager,
         kv_transfer=kv_transfer,
         speculative_config=speculative_config(args),
         threads=args.threads,

@@ -165,6 +165,7 @@ class EngineConfig:
         max_queued_requests: requests that may wait before new ones are refused.
         prefix_caching: keep and reuse the KV of finished prompts.
         async_scheduling: while a step runs, schedule the next one, before the tokens are known.
+        enforce_eager: launch every op of every step, where steps of decodes could be replayed.
         kv_transfer: how KV moves; None for an instance that works alone.
         speculative_config: how tokens are guessed ahead; None for not at all. A prefill instance,
             which samples one token per request, leaves it to its decode instances.
@@ -196,6 +197,7 @@ class EngineConfig:
     max_queued_requests: int = 1024
     prefix_caching: bool = True
     async_scheduling: bool = False
+    enforce_eager: bool = False
     kv_transfer: KVTransferConfig | None = None
     speculative_config: SpeculativeConfig | None = None
     threads: int = 0

@@ -258,7 +258,8 @@ def make_facts(
 ) -> ExecutorFacts:
     """Put together what is fixed since loading; ranks that measured agree on their pool's size."""
     if setup.is_provisional:
-        setup = resize(config, setup, ranks[0].layout.num_blocks)
+        num_scratch_blocks = setup.pool_size.num_scratch_blocks
+        setup = resize(config, setup, ranks[0].layout.num_blocks - num_scratch_blocks)
     return ExecutorFacts(
         model=setup.model,
         geometry=setup.geometry,

@@ -15,7 +15,7 @@ from torch import Tensor
 from mooncake_engine.execution.batch import StepInputs
 from mooncake_engine.execution.block_mover import BlockMover
 from mooncake_engine.execution.kv_pool import KVPool
-from mooncake_engine.execution.model_stage import ModelStage
+from mooncake_engine.execution.model_stage import Stage
 from mooncake_engine.execution.pending import CompletedStep, PendingStep
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.runner import Batch, ModelRunner
@@ -112,7 +112,7 @@ class FeedForwardRunner(ModelRunner):
 
     def __init__(
         self,
-        model: ModelStage,
+        model: Stage,
         pool: KVPool,
         requests: RequestTable,
         sampler: Sampler,

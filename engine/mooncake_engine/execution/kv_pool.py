@@ -23,11 +23,18 @@ DEFAULT_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """How many blocks of how many tokens, and how many more in host memory."""
+    """How many blocks of how many tokens, how many more in host memory, and behind the blocks, how
+    many that no request ever has."""
 
     num_blocks: int
     block_size: int
     num_host_blocks: int = 0
+    num_scratch_blocks: int = 0
+
+    @property
+    def num_blocks_in_all(self) -> int:
+        """On the device."""
+        return self.num_blocks + self.num_scratch_blocks
 
 
 class KVPool:
@@ -57,8 +64,10 @@ class KVPool:
     ) -> None:
         self.geometry = geometry
         self.shard = shard
-        relative = make_layout(layout_name, geometry, shard, size.num_blocks, size.block_size)
-        nbytes = layout_bytes(geometry, shard, size.num_blocks, size.block_size)
+        self.num_blocks = size.num_blocks  # of requests; the layout has the scratch blocks, too
+        num_blocks = size.num_blocks_in_all
+        relative = make_layout(layout_name, geometry, shard, num_blocks, size.block_size)
+        nbytes = layout_bytes(geometry, shard, num_blocks, size.block_size)
         self._allocation = backend.memory.allocate(nbytes, device)
         self.layout: KVLayout = relative.shifted(self._allocation.region.address)
         elements = self._allocation.tensor[:nbytes].view(torch_dtype(geometry.dtype))
@@ -78,14 +87,15 @@ class KVPool:
         return self.planes[0][0].device
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self.layout.num_blocks
-
-    @property
     def block_size(self) -> int:
         """Tokens per block."""
         return self.layout.block_size
+
+    @property
+    def layers(self) -> dict[int, tuple[Tensor, ...]]:
+        """The planes of each held layer, by its number in the model."""
+        first = self.shard.layer_start
+        return {first + index: self.layer(index) for index in range(self.shard.layers)}
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """The planes of one held layer, each ``[num_blocks, block_size, heads, dim]``."""

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.models.layers import Placement
 from mooncake_hal.backend import Communicator
+
+
+class Stage(Protocol):
+    """What runs a rank's share of a model."""
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, context: ForwardContext
+    ) -> Tensor | None:
+        """Run a step's tokens; hidden rows [tokens, hidden] on the last stage, else None.
+
+        Args:
+            token_ids: [tokens] int64; only the first stage looks at their values.
+            positions: [tokens] int64.
+            context: where their KV is.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] to [rows, vocab] float32; on the last stage."""
+        ...
 
 
 class ModelStage:
@@ -39,13 +61,7 @@ class ModelStage:
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: ForwardContext
     ) -> Tensor | None:
-        """Run a step's tokens; hidden rows [tokens, hidden] on the last stage, else None.
-
-        Args:
-            token_ids: [tokens] int64; only the first stage looks at their values.
-            positions: [tokens] int64.
-            context: where their KV is.
-        """
+        """See ``Stage``."""
         if self._pipeline is None:
             return self._model.forward(token_ids, positions, context)
         entry = token_ids
@@ -59,5 +75,5 @@ class ModelStage:
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] to [rows, vocab] float32; on the last stage."""
+        """See ``Stage``."""
         return self._model.logits(hidden)

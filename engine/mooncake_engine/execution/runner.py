@@ -14,7 +14,7 @@ from mooncake_engine.execution.extension import LayerDone
 from mooncake_engine.execution.grammar_masks import failures
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.logprobs import score_prompts
-from mooncake_engine.execution.model_stage import ModelStage
+from mooncake_engine.execution.model_stage import Stage
 from mooncake_engine.execution.pending import CompletedStep, PendingStep
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
@@ -56,7 +56,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: ModelStage,
+        model: Stage,
         pool: KVPool,
         requests: RequestTable,
         sampler: Sampler,
@@ -69,8 +69,7 @@ class ModelRunner:
         self._sampler = sampler
         self._mover = mover
         self._proposer = proposer
-        first = pool.shard.layer_start
-        self._kv = {first + index: pool.layer(index) for index in range(pool.shard.layers)}
+        self._kv = pool.layers
 
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         """Do what the plan says, and wait until it is done."""

@@ -10,6 +10,7 @@ import torch
 
 from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.decode_graphs import scratch_blocks
 from mooncake_engine.execution.kv_pool import (
     PoolSize,
     choose_layout,
@@ -102,12 +103,17 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     kv_dtype = _choose_kv_dtype(config, backend)
     geometry = kv_geometry(model, kv_dtype or dtype)
     _require_latents(geometry, backend)
-    num_host_blocks = config.swap_space_bytes // largest_block(config, (geometry,))
+    provisional = PoolSize(
+        _provisional_blocks(config),
+        config.block_size,
+        num_host_blocks=config.swap_space_bytes // largest_block(config, (geometry,)),
+        num_scratch_blocks=scratch_blocks(config, backend),
+    )
     setup = ExecutionSetup(
         model=model,
         dtype=dtype,
         geometry=geometry,
-        pool_size=PoolSize(_provisional_blocks(config), config.block_size, num_host_blocks),
+        pool_size=provisional,
         layout_name=choose_layout(config, capabilities.kv_layouts),
         max_model_len=_choose_length(config, model, model.max_positions),
         is_provisional=True,
@@ -155,10 +161,11 @@ def resize(config: EngineConfig, setup: ExecutionSetup, num_blocks: int) -> Exec
     Raises:
         ConfigError: the longest sequence that was asked for does not fit.
     """
-    num_host_blocks = min(setup.pool_size.num_host_blocks, num_blocks)
+    size = setup.pool_size
+    num_host_blocks = min(size.num_host_blocks, num_blocks)
     return replace(
         setup,
-        pool_size=PoolSize(num_blocks, config.block_size, num_host_blocks),
+        pool_size=replace(size, num_blocks=num_blocks, num_host_blocks=num_host_blocks),
         max_model_len=_choose_length(config, setup.model, num_blocks * config.block_size),
         is_provisional=False,
     )

@@ -10,6 +10,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.block_mover import BlockMover
+from mooncake_engine.execution.decode_graphs import DecodeGraphs
 from mooncake_engine.execution.device_sampling import sampling_ops
 from mooncake_engine.execution.extension import (
     ExtensionContext,
@@ -18,7 +19,7 @@ from mooncake_engine.execution.extension import (
 )
 from mooncake_engine.execution.feed_forward import FeedForwardRunner, TokenFeed
 from mooncake_engine.execution.kv_pool import KVPool, blocks_in
-from mooncake_engine.execution.model_stage import ModelStage
+from mooncake_engine.execution.model_stage import ModelStage, Stage
 from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.execution.profiling import largest_steps, measure_peak, memory_for_kv
 from mooncake_engine.execution.rank_place import RankGroups
@@ -114,6 +115,7 @@ class Worker:
         placement = self._ground.placement(setup)
         model = build_model(setup.model, placement, setup.max_model_len)
         load_weights(model, config.model, handlers.progress)
+        self._graphs: DecodeGraphs | None = None
         self._draft = self._load_draft(setup, handlers.progress)
         stage = ModelStage(model, placement, setup.model.hidden_size, groups.pipeline)
         self._setup = self._measured(setup, stage) if setup.is_provisional else setup
@@ -138,7 +140,8 @@ class Worker:
         nbytes = memory_for_kv(config, runtime, index, peak_bytes)
         shards = [ground.groups.place.shard(geometry) for geometry in setup.geometries]
         num_blocks = blocks_in(nbytes, config, block_bytes(config, setup.geometries, shards))
-        return resize(config, setup, ground.groups.least(num_blocks, ground.device))
+        num_blocks = ground.groups.least(num_blocks, ground.device)
+        return resize(config, setup, num_blocks - setup.pool_size.num_scratch_blocks)
 
     def _build_runner(self, setup: ExecutionSetup, model: ModelStage) -> tuple[KVPool, ModelRunner]:
         ground = self._ground
@@ -159,7 +162,11 @@ class Worker:
         num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
         mover = BlockMover(pool, num_host_blocks, backend.ops, device)
         sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
-        parts = (model, pool, requests, sampler, mover)
+        stage: Stage = model
+        if size.num_scratch_blocks and not setup.is_provisional:
+            room = (config.max_num_seqs, setup.max_blocks)
+            stage = self._graphs = DecodeGraphs(model, pool, backend.runtime, *room)
+        parts = (stage, pool, requests, sampler, mover)
         if config.feeds_forward:
             make_event = partial(backend.runtime.event, index)
             feed = TokenFeed(config.max_num_seqs, device, make_event, config.steps_in_flight)
@@ -213,10 +220,14 @@ class Worker:
         return self._runner.launch(plan, layer_done)
 
     def warm_up(self) -> None:
-        """Run a prompt and a decode once, so that the first request pays for no compilation.
+        """Compile and capture whatever the first requests would have to wait for."""
+        self._run_once()
+        is_own_memory = self._ground.device.type != "cpu"  # of which KV leaves just what is needed
+        if self._graphs is not None and is_own_memory:
+            self._graphs.capture()
 
-        Writes into block 0, which no request holds yet.
-        """
+    def _run_once(self) -> None:
+        """A prompt and a decode, into block 0, which no request holds yet."""
         room = min(self._setup.pool_size.block_size, self._setup.max_model_len)
         speculation = self._ground.config.speculation
         most_guesses = speculation.num_speculative_tokens if speculation else 0
