@@ -207,8 +207,9 @@ class Scheduler:
             requests = iter(flight.requests)
             for sequence in plan.sequences:
                 self._land(next(requests), sequence, result)
-                for _ in sequence.siblings:
-                    self._land(next(requests), sequence, result)
+                if sequence.siblings:
+                    for _ in sequence.siblings:
+                        self._land(next(requests), sequence, result)
         return self._answers.take_updates()
 
     def take_updates(self) -> list[TokenUpdate]:
@@ -240,15 +241,13 @@ class Scheduler:
             self._answers.report_scores(request, sequence.start, scores)
         if sequence.is_sampling:
             request.num_promised -= 1
-            self._take_tokens(request, request.spec.request_id, result)
+            name = request.spec.request_id
+            if name in result.failed:
+                self._answers.fail(request, result.failed[name])
+            else:
+                self._answers.append(request, result.tokens[name])
             if sequence.num_guesses:
                 self.speculation.settle(request, sequence, result)
-
-    def _take_tokens(self, request: Request, name: str, result: StepResult) -> None:
-        if name in result.failed:
-            self._answers.fail(request, result.failed[name])
-        else:
-            self._answers.append(request, result.tokens[name])
 
     # --- running ---------------------------------------------------------------------------
 
@@ -266,10 +265,15 @@ class Scheduler:
         return self._preemption.num_preemptions == before
 
     def _continue_single(self, request: Request, step: StepBuilder) -> None:
-        count = self._count(request, step.budget)
-        if not count:
+        # as _count does, without a call: this runs for every decode
+        start = request.num_computed + request.num_in_flight
+        num_promised = request.num_promised
+        count = min(len(request.token_ids) + num_promised - start, step.budget)
+        if not count or (num_promised and not self._runs_ahead(request)):
             return
-        while (growth := self.blocks.grow(request, request.num_scheduled + count)) is None:
+        if request.state is not RequestState.RUNNING:
+            return
+        while (growth := self.blocks.grow(request, start + count)) is None:
             if not self._make_room_for(request.group, step):
                 return
             if request.state is not RequestState.RUNNING:
@@ -277,16 +281,16 @@ class Scheduler:
         step.add(request, count, growth)
 
     def _count(self, request: Request, budget: int) -> int:
-        """How many tokens of a request run next; none after the one that certainly is its last, or
-        where the workers don't know themselves what a step in flight samples."""
-        if request.state is not RequestState.RUNNING:
+        """How many tokens of a request run next."""
+        is_ready = not request.num_promised or self._runs_ahead(request)
+        if not is_ready or request.state is not RequestState.RUNNING:
             return 0
-        num_tokens = len(request.token_ids)
-        if request.num_promised:
-            num_tokens += request.num_promised
-            if not self.limits.feeds_forward or num_tokens >= request.max_num_tokens:
-                return 0
-        return min(num_tokens - request.num_computed - request.num_in_flight, budget)
+        return min(request.num_pending, budget)
+
+    def _runs_ahead(self, request: Request) -> bool:
+        """Whether a request runs on before it is known what a step in flight samples: not where the
+        workers don't know it themselves, nor after the token that certainly is its last."""
+        return self.limits.feeds_forward and request.num_tokens < request.max_num_tokens
 
     def _make_room_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Have somebody give way, whom no step in flight runs: else nothing is planned until all of
