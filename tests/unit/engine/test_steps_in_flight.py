@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from support.scheduling import Bench, token_of
 
+from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_engine.scheduling.request import RequestState
@@ -12,8 +16,8 @@ from mooncake_engine.scheduling.request import RequestState
 PROMPT = list(range(10))
 
 
-def ahead(num_blocks: int = 32, *, feeds_forward: bool = True, **options: object) -> Bench:
-    return Bench(num_blocks, depth=2, feeds_forward=feeds_forward, **options)  # type: ignore[arg-type]
+def ahead(num_blocks: int = 32, *, feeds_forward: bool = True, **options: Any) -> Bench:
+    return Bench(num_blocks, depth=2, feeds_forward=feeds_forward, **options)
 
 
 def who(plan: StepPlan) -> list[tuple[str, int, int]]:
@@ -43,6 +47,28 @@ def test_the_answers_are_the_same(num_blocks: int, depth: int) -> None:
     answers = [bench.run() for bench in benches]
     assert answers[0] == answers[1]
     assert all(bench.num_free == num_blocks for bench in benches)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "feeds_forward"),
+    [
+        ({}, 1, False),
+        ({"async_scheduling": True}, 2, True),
+        ({"pp_size": 2}, 3, False),
+        ({"pp_size": 2, "async_scheduling": True}, 3, False),
+        (
+            {
+                "speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM),
+                "async_scheduling": True,
+            },
+            1,
+            False,
+        ),
+    ],
+)
+def test_what_goes_together(options: dict[str, Any], steps: int, feeds_forward: bool) -> None:
+    config = EngineConfig(Path(), **options)
+    assert (config.steps_in_flight, config.feeds_forward) == (steps, feeds_forward)
 
 
 def test_a_token_is_run_before_it_is_known() -> None:
