@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from mooncake_hal.errors import TransferError
+from mooncake_hal.errors import TransferCancelled, TransferError
+from mooncake_hal.transport import Spans
 from mooncake_hal_cuda.copying import worker
-from mooncake_hal_cuda.copying.worker import parts_of
-from mooncake_hal_cuda.staged.messages import STAGING_BYTES, Gather, packed, pieces_of
+from mooncake_hal_cuda.copying.copier import Copies, HostCopier
+from mooncake_hal_cuda.copying.worker import Job, Underway, parts_of
+from mooncake_hal_cuda.staged.messages import SLOT_BYTES, Gather, packed, pieces_of
 from mooncake_hal_cuda.staged.peer import joined
 
 
@@ -52,7 +56,7 @@ def test_what_is_packed_on_both_sides_is_one_span() -> None:
         (numbers(1, 2), numbers(3), "different or odd sizes"),
         (numbers(), numbers(), "different or odd sizes"),
         (numbers(1), numbers(0), "must have 1 to"),
-        (numbers(1), numbers(STAGING_BYTES + 1), "must have 1 to"),
+        (numbers(1), numbers(SLOT_BYTES + 1), "must have 1 to"),
         (numbers(1, 2), numbers(2**63, 2**63), "must have 1 to"),
     ],
 )
@@ -60,4 +64,58 @@ def test_a_call_with_other_pieces_is_refused(
     addresses: np.ndarray, nbytes: np.ndarray, words: str
 ) -> None:
     with pytest.raises(TransferError, match=words):
-        pieces_of(Gather(addresses.tobytes(), nbytes.tobytes()))
+        pieces_of(Gather(addresses.tobytes(), nbytes.tobytes(), 0))
+
+
+def test_a_slot_that_is_not_there_is_refused() -> None:
+    one = numbers(1).tobytes()
+    with pytest.raises(TransferError, match="there are 2 slots, slot 2 was asked for"):
+        pieces_of(Gather(one, one, 2))
+
+
+class Line:
+    """Notes what happens to parts; the part that begins at ``fails_at`` does not arrive."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.told: list[str] = []
+        self.stop: Callable[[], None] = lambda: None
+        self._fails_at = fails_at
+
+    def __call__(self, part: Spans, deadline: float, copier: Copies) -> Underway:
+        name = int(part.local[0])
+        self.told.append(f"begin {name}")
+        self.stop()
+
+        def finish() -> None:
+            if name == self._fails_at:
+                raise TransferError("lost")
+            self.told.append(f"finish {name}")
+
+        return Underway(finish, lambda: self.told.append(f"drain {name}"))
+
+
+def job_of(line: Line) -> Job:
+    parts = numbers(0, 1, 2)
+    return Job(Spans(parts, parts, numbers(10, 10, 10)), 10, 60.0, line, frozenset())
+
+
+def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
+    line = Line()
+    job_of(line).run(HostCopier())
+    assert line.told == ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
+
+
+def test_what_is_underway_when_a_part_is_lost_is_drained() -> None:
+    line = Line(fails_at=0)
+    with pytest.raises(TransferError, match="lost"):
+        job_of(line).run(HostCopier())
+    assert line.told == ["begin 0", "begin 1", "drain 1"]
+
+
+def test_a_stopped_transfer_is_drained() -> None:
+    line = Line()
+    job = job_of(line)
+    line.stop = job.is_stopped.set
+    with pytest.raises(TransferCancelled):
+        job.run(HostCopier())
+    assert line.told == ["begin 0", "drain 0"]

@@ -16,7 +16,7 @@ from mooncake_hal.transports.regions import RegionIndex, check_spans
 from mooncake_hal.transports.splitting import cut
 from mooncake_hal.transports.transfers import DONE
 from mooncake_hal_cuda.copying.copier import Copies
-from mooncake_hal_cuda.copying.worker import Job, Worker
+from mooncake_hal_cuda.copying.worker import Job, Underway, Worker
 
 
 class CopyingPeer:
@@ -73,10 +73,10 @@ class CopyingPeer:
         for job in touched:
             job.transfer.abort(RegionRevoked(f"region {key} was revoked in mid-transfer"))
 
-    def _read(self, part: Spans, deadline: float, copier: Copies) -> None:
+    def _read(self, part: Spans, deadline: float, copier: Copies) -> Underway | None:
         raise NotImplementedError
 
-    def _write(self, part: Spans, deadline: float, copier: Copies) -> None:
+    def _write(self, part: Spans, deadline: float, copier: Copies) -> Underway | None:
         raise NotImplementedError
 
     def _let_go(self) -> None:

@@ -6,7 +6,9 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,11 +23,28 @@ logger = logging.getLogger(__name__)
 PART_PIECES = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class Underway:
+    """A part that is on its way.
+
+    Args:
+        finish: waits for it, and does what is left to do; raises TransferError.
+        drain: gives it up; nothing of it moves when this returns.
+    """
+
+    finish: Callable[[], None]
+    drain: Callable[[], None]
+
+
 class Move(Protocol):
     """Moves a part of a transfer."""
 
-    def __call__(self, part: Spans, deadline: float, copier: Copies) -> None:
-        """Return when it has been moved; raises TransferError."""
+    def __call__(self, part: Spans, deadline: float, copier: Copies) -> Underway | None:
+        """Move it, or set it on its way: the next part begins before that one is finished.
+
+        Raises:
+            TransferError: nothing of it moves any more.
+        """
         ...
 
 
@@ -66,14 +85,27 @@ class Job:
         Raises:
             TransferError: it was stopped, is late, or the peer's memory is gone.
         """
-        for begin, end in parts_of(self._spans.nbytes, self._most_bytes):
-            if self.is_stopped.is_set():
-                raise TransferCancelled("stopped before it was done")
-            if time.monotonic() > self.transfer.deadline:
-                raise self.transfer.late()
-            arrays = (self._spans.local, self._spans.remote, self._spans.nbytes)
-            part = Spans(*(array[begin:end] for array in arrays))
-            self._move(part, self.transfer.deadline, copier)
+        underway: deque[Underway] = deque()
+        try:
+            for begin, end in parts_of(self._spans.nbytes, self._most_bytes):
+                if (begun := self._begin(slice(begin, end), copier)) is not None:
+                    underway.append(begun)
+                if len(underway) > 1:
+                    underway.popleft().finish()
+            if underway:
+                underway.popleft().finish()
+        finally:
+            for left in underway:
+                left.drain()
+
+    def _begin(self, pieces: slice, copier: Copies) -> Underway | None:
+        if self.is_stopped.is_set():
+            raise TransferCancelled("stopped before it was done")
+        if time.monotonic() > self.transfer.deadline:
+            raise self.transfer.late()
+        arrays = (self._spans.local, self._spans.remote, self._spans.nbytes)
+        part = Spans(*(array[pieces] for array in arrays))
+        return self._move(part, self.transfer.deadline, copier)
 
 
 class Worker:

@@ -98,7 +98,7 @@ class StagedDriver:
             addresses, nbytes = pieces_of(call)
             self._local.locate(addresses, nbytes)
             move = staging.gather if isinstance(call, Gather) else staging.scatter
-            move(copier, addresses, nbytes)
+            move(copier, addresses, nbytes, call.slot)
         return b""
 
     def departed(self, session: Session) -> None:

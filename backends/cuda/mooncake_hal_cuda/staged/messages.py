@@ -10,10 +10,12 @@ from mooncake_hal.transports.handshake import UNREADABLE, decode
 from mooncake_hal_cuda.copying.copier import Addresses
 
 NAME = "staged"
-VERSION = 1
+VERSION = 2
 
-STAGING_BYTES = 16 << 20
-"""Of a peer on either side; a transfer's parts are no larger."""
+SLOTS = 2
+"""Of a peer's staging on either side: one is packed or unpacked while the other one travels."""
+SLOT_BYTES = 8 << 20
+"""A transfer's parts are no larger."""
 
 
 class EndpointFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -33,17 +35,19 @@ class OpenStaging(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather", forbid_unknown_fields=True):
-    """Call: pack pieces of device memory into the staging; uint64 arrays as bytes."""
+    """Call: pack pieces of device memory into a slot; uint64 arrays as bytes."""
 
     addresses: bytes
     nbytes: bytes
+    slot: int
 
 
 class Scatter(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_fields=True):
-    """Call: unpack the staging into pieces of device memory; uint64 arrays as bytes."""
+    """Call: unpack a slot into pieces of device memory; uint64 arrays as bytes."""
 
     addresses: bytes
     nbytes: bytes
+    slot: int
 
 
 class Staging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,14 +73,16 @@ def pieces_of(call: Gather | Scatter) -> tuple[Addresses, Addresses]:
     """(addresses, lengths) of a call.
 
     Raises:
-        TransferError: they are no pieces, or more than the staging holds.
+        TransferError: they are no pieces, or more than a slot holds, or there is no such slot.
     """
+    if not 0 <= call.slot < SLOTS:
+        raise TransferError(f"{NAME}: there are {SLOTS} slots, slot {call.slot} was asked for")
     if len(call.addresses) != len(call.nbytes) or len(call.nbytes) % 8 or not call.nbytes:
         raise TransferError(f"{NAME}: a call with arrays of different or odd sizes")
     arrays = (np.frombuffer(data, np.uint64).copy() for data in (call.addresses, call.nbytes))
     addresses, nbytes = arrays
-    if not nbytes.all() or nbytes.max() > STAGING_BYTES or nbytes.sum() > STAGING_BYTES:
-        raise TransferError(f"{NAME}: pieces must have 1 to {STAGING_BYTES} bytes together")
+    if not nbytes.all() or nbytes.max() > SLOT_BYTES or nbytes.sum() > SLOT_BYTES:
+        raise TransferError(f"{NAME}: pieces must have 1 to {SLOT_BYTES} bytes together")
     return addresses, nbytes
 
 

@@ -14,9 +14,10 @@ from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import decode, encode
 from mooncake_hal_cuda.copying.copier import Addresses, Copies
 from mooncake_hal_cuda.copying.peer import CopyingPeer
-from mooncake_hal_cuda.copying.worker import Worker
+from mooncake_hal_cuda.copying.worker import Underway, Worker
 from mooncake_hal_cuda.staged.messages import (
-    STAGING_BYTES,
+    SLOT_BYTES,
+    SLOTS,
     Gather,
     OpenStaging,
     Scatter,
@@ -42,9 +43,19 @@ class Path:
     ours: PinnedBuffer | None
     theirs: int | None
 
+    def spans(self, part: Spans, slot: int) -> Spans:
+        """What of it the connection moves: between slots where memory is staged."""
+        local, remote = part.local, part.remote
+        if self.ours is not None:
+            local = packed(self.ours.slot(slot), part.nbytes)
+        if self.theirs is not None:
+            remote = packed(self.theirs + slot * SLOT_BYTES, part.nbytes)
+        return joined(local, remote, part.nbytes)
+
 
 class StagedPeer(CopyingPeer):
-    """Moves parts of up to STAGING_BYTES: packs, sends, unpacks.
+    """Moves parts of up to SLOT_BYTES: packs, sends, unpacks. While one is sent, the one before
+    it is unpacked, or the one after it packed.
 
     Args:
         session: the control connection; closed with it.
@@ -56,42 +67,53 @@ class StagedPeer(CopyingPeer):
     def __init__(
         self, session: Session, local: AttachedRegions, worker: Worker, path: Path
     ) -> None:
-        super().__init__(session, local, worker, STAGING_BYTES)
+        super().__init__(session, local, worker, SLOT_BYTES)
         self._path = path
+        self._next_slot = 0
 
-    def _read(self, part: Spans, deadline: float, copier: Copies) -> None:
+    def _read(self, part: Spans, deadline: float, copier: Copies) -> Underway:
         self._locate(part, deadline)
-        path, remote, local = self._path, part.remote, part.local
-        if path.theirs is not None:
-            self._call(Gather, part, deadline)
-            remote = packed(path.theirs, part.nbytes)
-        if path.ours is not None:
-            local = packed(path.ours.address, part.nbytes)
-        spans = joined(local, remote, part.nbytes)
-        path.inner.read(spans, timeout=_left(deadline)).wait()
-        if path.ours is not None:
-            path.ours.scatter(copier, part.local, part.nbytes)
+        slot, ours = self._take_slot(), self._path.ours
+        if self._path.theirs is not None:
+            self._call(Gather, part, slot, deadline)
+        spans = self._path.spans(part, slot)
+        transfer = self._path.inner.read(spans, timeout=_left(deadline))
 
-    def _write(self, part: Spans, deadline: float, copier: Copies) -> None:
+        def finish() -> None:
+            transfer.wait()
+            if ours is not None:
+                ours.scatter(copier, part.local, part.nbytes, slot)
+
+        return Underway(finish, transfer.cancel)
+
+    def _write(self, part: Spans, deadline: float, copier: Copies) -> Underway:
         self._locate(part, deadline)
-        path, remote, local = self._path, part.remote, part.local
-        if path.ours is not None:
-            path.ours.gather(copier, local, part.nbytes)
-            local = packed(path.ours.address, part.nbytes)
-        if path.theirs is not None:
-            remote = packed(path.theirs, part.nbytes)
-        spans = joined(local, remote, part.nbytes)
-        path.inner.write(spans, timeout=_left(deadline)).wait()
-        if path.theirs is not None:
-            self._call(Scatter, part, deadline)
+        slot, ours = self._take_slot(), self._path.ours
+        if ours is not None:
+            ours.gather(copier, part.local, part.nbytes, slot)
+        spans = self._path.spans(part, slot)
+        transfer = self._path.inner.write(spans, timeout=_left(deadline))
+
+        def finish() -> None:
+            transfer.wait()
+            if self._path.theirs is not None:
+                self._call(Scatter, part, slot, deadline)
+
+        return Underway(finish, transfer.cancel)
+
+    def _take_slot(self) -> int:
+        """The slot whose part was finished before the last one began."""
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % SLOTS
+        return slot
 
     def _let_go(self) -> None:
         self._path.inner.close()
         if self._path.ours is not None:
             self._path.ours.close()
 
-    def _call(self, kind: type[Gather | Scatter], part: Spans, deadline: float) -> None:
-        call = kind(part.remote.tobytes(), part.nbytes.tobytes())
+    def _call(self, kind: type[Gather | Scatter], part: Spans, slot: int, deadline: float) -> None:
+        call = kind(part.remote.tobytes(), part.nbytes.tobytes(), slot)
         try:
             self._session.call(encode(call), _left(deadline))
         except (PeerLost, TransferTimeout):

@@ -10,7 +10,7 @@ import torch
 from mooncake_hal.transport import Endpoint, MemoryRegion
 from mooncake_hal_cuda.copying.copier import Addresses, Copier, Copies, MakeCopier
 from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.staged.messages import STAGING_BYTES, packed
+from mooncake_hal_cuda.staged.messages import SLOT_BYTES, SLOTS, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,28 @@ class PinnedBuffer:
 
     @classmethod
     def allocate(cls, gpu: Gpu, inner: Endpoint) -> PinnedBuffer:
-        """STAGING_BYTES of it; raises DeviceError or OutOfMemory."""
+        """All slots of it; raises DeviceError or OutOfMemory."""
+        nbytes = SLOTS * SLOT_BYTES
         with ExitStack() as undo:
             gpu.driver.bind(gpu.index)
-            address = gpu.driver.allocate_host(STAGING_BYTES)
+            address = gpu.driver.allocate_host(nbytes)
             undo.callback(gpu.driver.free_host, address)
-            key = inner.register(MemoryRegion(address, STAGING_BYTES))
+            key = inner.register(MemoryRegion(address, nbytes))
             undo.callback(inner.revoke, key)
             return cls(address, undo.pop_all())
 
-    def gather(self, copier: Copies, addresses: Addresses, nbytes: Addresses) -> None:
-        """Pack pieces of device memory into it."""
-        copier.copy(packed(self.address, nbytes), addresses, nbytes)
+    def slot(self, number: int) -> int:
+        """Where a slot begins."""
+        return self.address + number * SLOT_BYTES
+
+    def gather(self, copier: Copies, addresses: Addresses, nbytes: Addresses, slot: int) -> None:
+        """Pack pieces of device memory into a slot."""
+        copier.copy(packed(self.slot(slot), nbytes), addresses, nbytes)
         copier.drain()
 
-    def scatter(self, copier: Copies, addresses: Addresses, nbytes: Addresses) -> None:
-        """Unpack it into pieces of device memory."""
-        copier.copy(addresses, packed(self.address, nbytes), nbytes)
+    def scatter(self, copier: Copies, addresses: Addresses, nbytes: Addresses, slot: int) -> None:
+        """Unpack a slot into pieces of device memory."""
+        copier.copy(addresses, packed(self.slot(slot), nbytes), nbytes)
         copier.drain()
 
     def close(self) -> None:
