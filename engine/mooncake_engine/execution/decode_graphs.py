@@ -23,6 +23,10 @@ from mooncake_hal.errors import CapabilityError
 
 logger = logging.getLogger(__name__)
 
+_MOST_ON_HOST = 32
+"""Sequences in a graph on a CPU: its graphs share no memory, and in larger steps Python's part is
+small."""
+
 
 def uses_graphs(config: EngineConfig, backend: Backend) -> bool:
     """Whether decode steps are captured: where the backend can, of models in one stage, on
@@ -31,9 +35,17 @@ def uses_graphs(config: EngineConfig, backend: Backend) -> bool:
     return backend.capabilities.graphs and is_decoding and not config.enforce_eager
 
 
+def largest_graph(config: EngineConfig, backend: Backend) -> int:
+    """Sequences in the largest step that is captured; larger ones are launched."""
+    is_host = backend.runtime.device(config.device).type == "cpu"
+    return min(config.max_num_seqs, _MOST_ON_HOST) if is_host else config.max_num_seqs
+
+
 def scratch_blocks(config: EngineConfig, backend: Backend) -> int:
     """Blocks with a slot for each sequence that a step may be short of."""
-    return -(-config.max_num_seqs // config.block_size) if uses_graphs(config, backend) else 0
+    if not uses_graphs(config, backend):
+        return 0
+    return -(-largest_graph(config, backend) // config.block_size)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -97,7 +109,7 @@ class DecodeGraphs:
         stage: the whole model.
         pool: its KV, with ``scratch_blocks`` at the end.
         runtime: captures.
-        max_num_seqs: the largest step's.
+        max_num_seqs: of the largest graph.
         max_blocks: of the longest sequence.
     """
 

@@ -10,7 +10,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.block_mover import BlockMover
-from mooncake_engine.execution.decode_graphs import DecodeGraphs
+from mooncake_engine.execution.decode_graphs import DecodeGraphs, largest_graph
 from mooncake_engine.execution.device_sampling import sampling_ops
 from mooncake_engine.execution.extension import (
     ExtensionContext,
@@ -164,7 +164,7 @@ class Worker:
         sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
         stage: Stage = model
         if size.num_scratch_blocks and not setup.is_provisional:
-            room = (config.max_num_seqs, setup.max_blocks)
+            room = (largest_graph(config, backend), setup.max_blocks)
             stage = self._graphs = DecodeGraphs(model, pool, backend.runtime, *room)
         parts = (stage, pool, requests, sampler, mover)
         if config.feeds_forward:

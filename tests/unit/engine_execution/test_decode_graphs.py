@@ -15,6 +15,7 @@ from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.decode_graphs import (
     DecodeGraphs,
     graph_sizes,
+    largest_graph,
     scratch_blocks,
     uses_graphs,
 )
@@ -199,6 +200,7 @@ def test_who_uses_graphs() -> None:
     backend.capabilities = replace(backend.capabilities, graphs=True)
     assert uses_graphs(config, backend)
     assert scratch_blocks(config, backend) == 2
+    assert largest_graph(replace(config, max_num_seqs=256), backend) == 32
     kv = KVTransferConfig()
     for without in (
         replace(config, enforce_eager=True),
