@@ -2,9 +2,9 @@
 
     python ci/bench_offline.py [--rounds 3]
 
-Each side is a process that loads the model once; they take turns, and the best round of each
-counts. Installs vLLM under .cache/ the first time. Prints one line; exit 0 if ours is at least as
-fast, 1 if not, 77 where vLLM can't be run.
+Each side is a process that loads the model once. They take turns, held still between these since
+vLLM's workers poll, and the best round of each counts. Installs vLLM under .cache/ the first time.
+Prints one line; exit 0 if ours is at least as fast, 1 if not, 77 where vLLM can't be run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.figures import Figure  # noqa: E402  # tests/ is not installed
 
 NUM_REQUESTS = 200
+
 SIDE = """
 import json, sys, time
 {imports} LLM, SamplingParams
@@ -122,7 +124,7 @@ def write_model(folder: Path) -> Path:
 def side(
     python: Path, script: str, where: tuple[Path, Path, Path]
 ) -> Iterator[subprocess.Popen[str]]:
-    """One side, loaded and warm; it ends with the block."""
+    """One side, loaded, warm, and held still; it ends with the block."""
     folder, model, work = where
     program = folder / f"side-{len(script)}.py"
     program.write_text(script)
@@ -137,22 +139,23 @@ def side(
     }
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [str(python), str(program), str(model), str(work)]
-    with subprocess.Popen(command, env=environment, **pipes) as process:
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
         try:
             read_until(process, "ready")
+            os.killpg(process.pid, signal.SIGSTOP)
             yield process
         finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def ask(process: subprocess.Popen[str]) -> tuple[float, int]:
     """Seconds and output tokens of one round."""
     assert process.stdin is not None
+    os.killpg(process.pid, signal.SIGCONT)
     process.stdin.write("go\n")
     process.stdin.flush()
     seconds, tokens = json.loads(read_until(process, "["))
+    os.killpg(process.pid, signal.SIGSTOP)
     return seconds, tokens
 
 
