@@ -114,6 +114,17 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *KV_CACHE_DTYPES),
         help="type that KV is kept in; auto: the model's own",
     )
+    add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
+    add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
+    add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
+    add("--log-level", default="info", choices=_LOG_LEVELS)
+    _add_memory_options(parser)
+    _add_scheduling_options(parser)
+    _add_speculation_options(parser)
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")
     add("--kv-cache-bytes", type=_byte_count, metavar="N[K|M|G]", help="memory for KV")
     add(
@@ -130,6 +141,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="host memory per rank for preempted groups of sequences; default: 1",
     )
+
+
+def _add_scheduling_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--watermark",
         type=float,
@@ -149,7 +164,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
     add("--async-scheduling", action="store_true", help="schedule a step while the last one runs")
     add("--enforce-eager", action="store_true", help="no graphs of decode steps")
-    add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
+
+
+def _add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--speculative-method",
         choices=[method.value for method in SpeculativeMethod],
@@ -159,9 +177,6 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--num-speculative-tokens", type=int, help="guesses per request and step; default: 4")
     add("--prompt-lookup-min", type=int, help="tokens that must occur again; default: 2")
     add("--prompt-lookup-max", type=int, help="tokens that are compared; default: 5")
-    add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
-    add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
-    add("--log-level", default="info", choices=_LOG_LEVELS)
 
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
