@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mooncake_hal.backend import Communicator, GroupSpec
-from mooncake_hal.errors import DeviceError
+from mooncake_hal.errors import CapabilityError, DeviceError
 from mooncake_hal.solo import SoloCommunicator
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -159,6 +159,58 @@ class GroupCommunicator:
             f"{name}: rank {self.rank} of {self.world_size} lost the group, or a rank took "
             f"longer than {self._group.timeout_s:g} s: {cause}"
         )
+
+
+class Accelerator(Protocol):
+    """What torch has for a kind of device: ``torch.cuda``, ``torch.npu``."""
+
+    def device_count(self) -> int:
+        """How many this process sees."""
+        ...
+
+    def current_stream(self) -> torch.Stream:
+        """What work of this thread is enqueued on."""
+        ...
+
+
+class DeviceCommunicator(GroupCommunicator):
+    """One rank of a group of devices, on the one that is current when it is made.
+
+    A collective is enqueued on the current stream, and does not wait for it: it can be captured in
+    a graph. Only ``barrier`` waits.
+
+    Args:
+        group, generation, make: see ``GroupCommunicator``.
+        name: of the library.
+        accelerator: its devices.
+
+    Raises:
+        CapabilityError: ranks of one host outnumber its devices, which such libraries refuse.
+    """
+
+    def __init__(
+        self,
+        group: GroupSpec,
+        generation: int,
+        make: MakeGroup,
+        *,
+        name: str,
+        accelerator: Accelerator,
+    ) -> None:
+        count = accelerator.device_count()
+        if is_of_one_host(group) and group.world_size > count:
+            raise CapabilityError(
+                f"{name} needs a device for each of {group.world_size} ranks, "
+                f"this host shows {count}"
+            )
+        self._accelerator = accelerator
+        super().__init__(group, generation, make)
+
+    def barrier(self) -> None:
+        """See ``Communicator``."""
+        stream = self._accelerator.current_stream()
+        self.all_reduce(torch.ones(1, device=stream.device))
+        stream.synchronize()
 
 
 class GroupFactory:
