@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mooncake_hal.errors import PeerLost, TransferCancelled, TransferTimeout
+from mooncake_hal.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
 from mooncake_hal.hookspecs import hookimpl
 from mooncake_hal.specs import API_VERSION, Availability, TransportSpec
 from mooncake_hal.transport import (
@@ -30,6 +30,7 @@ from mooncake_hal.transport import (
     Transport,
 )
 from mooncake_hal.transports.shm.plugin import load as load_shm
+from mooncake_hal.transports.splitting import split_spans
 
 NAME = "gated"
 ENTRY_POINTS = f"[mooncake_hal]\n{NAME} = support.pd_transport\n"
@@ -60,6 +61,8 @@ class Gate:
 
     ``num_held`` reads wait at a closed gate; ``spoils`` changes what a read has brought;
     ``num_failures`` reads to come fail, ``num_stuck`` never end; each takes ``delay_s`` at least.
+    With ``can_revoke`` False a write has begun before it is held, and what is left of one that
+    fails is out of anybody's reach until ``land``.
     """
 
     def __init__(self) -> None:
@@ -81,6 +84,9 @@ class Gate:
             self.num_stuck = 0
             self.num_held = 0
             self.delay_s = 0.0
+            self.can_revoke = True
+            self.num_landed = 0
+            self._flying: list[tuple[int, bytes]] = []
             self._changed.notify_all()
 
     def open(self) -> None:
@@ -109,6 +115,19 @@ class Gate:
             is_cut=0.04 <= kind < 0.08,
             is_stuck=0.08 <= kind < 0.10,
         )
+
+    def let_fly(self, rest: Spans) -> None:
+        """Nobody waits for this part of a write any more, and nobody can stop it."""
+        pieces = zip(rest.local.tolist(), rest.remote.tolist(), rest.nbytes.tolist(), strict=True)
+        for local, remote, nbytes in pieces:
+            self._flying.append((remote, ctypes.string_at(local, nbytes)))
+
+    def land(self) -> None:
+        """What failed writes had sent to an instance of this process arrives."""
+        flying, self._flying = self._flying, []
+        for address, content in flying:
+            ctypes.memmove(address, content, len(content))
+            self.num_landed += 1
 
     def wake(self) -> None:
         """A held read was cancelled: it should look."""
@@ -143,13 +162,18 @@ GATE = Gate()
 
 class GatedTransfer:
     """A transfer that begins when somebody waits for it and the gate is open; ``brought`` is what
-    a read changes here, and can be spoilt."""
+    a read changes here, and can be spoilt; ``flying`` what arrives later if a write fails."""
 
     def __init__(
-        self, begin: Callable[[], Transfer], brought: Spans | None, timeout: float
+        self,
+        begin: Callable[[], Transfer],
+        brought: Spans | None,
+        timeout: float,
+        flying: Spans | None = None,
     ) -> None:
         self._begin = begin
         self._brought = brought
+        self._flying = flying
         self._deadline = time.monotonic() + timeout
         self._is_cancelled = False
         self._ended = threading.Event()
@@ -163,7 +187,7 @@ class GatedTransfer:
         self._is_begun = True
         fate = GATE.draw_fate()
         try:
-            GATE.pass_through(fate, self._deadline, lambda: self._is_cancelled)
+            self._pass(fate)
             self._begin().wait()
             if self._brought is not None and (GATE.spoils or fate.is_cut):
                 spoil(self._brought)
@@ -174,6 +198,14 @@ class GatedTransfer:
             if self._state is TransferState.PENDING:
                 self._state = TransferState.FAILED
             self._ended.set()
+
+    def _pass(self, fate: Fate) -> None:
+        try:
+            GATE.pass_through(fate, self._deadline, lambda: self._is_cancelled)
+        except TransferError:
+            if self._flying is not None:
+                GATE.let_fly(self._flying)
+            raise
 
     def cancel(self) -> None:
         self._is_cancelled = True
@@ -200,7 +232,11 @@ class GatedPeer:
         return GatedTransfer(lambda: self._inner.read(spans, timeout=timeout), spans, timeout)
 
     def write(self, spans: Spans, *, timeout: float) -> Transfer:
-        return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), None, timeout)
+        if GATE.can_revoke:
+            return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), None, timeout)
+        sent, rest = split_spans(spans, 2)
+        self._inner.write(sent, timeout=timeout).wait()
+        return GatedTransfer(lambda: self._inner.write(rest, timeout=timeout), None, timeout, rest)
 
     def close(self) -> None:
         self._inner.close()
@@ -241,7 +277,7 @@ class GatedTransport:
 
     @property
     def can_revoke(self) -> bool:
-        return self._inner.can_revoke
+        return GATE.can_revoke and self._inner.can_revoke
 
     def open(self, options: EndpointOptions) -> Endpoint:
         return GatedEndpoint(self._inner.open(options))

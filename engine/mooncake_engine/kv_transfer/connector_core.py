@@ -14,11 +14,12 @@ from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.kv_transfer.base import ConnectorSetup, RankEndpointFacts, Topology
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import ConnectorFailed
-from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts, model_fingerprint
+from mooncake_engine.kv_transfer.facts import InstanceFacts, model_fingerprint
 from mooncake_engine.kv_transfer.io_loop import IoLoop
 from mooncake_engine.kv_transfer.params import Holder
 from mooncake_engine.kv_transfer.peers import CheckFit, PeerBook, Ranks
 from mooncake_engine.kv_transfer.protocol import AnyMessage
+from mooncake_engine.kv_transfer.rank_messages import RankReady
 from mooncake_engine.kv_transfer.side_channel import SideChannelServer
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class ConnectorCore(ABC):
         self._config = config
         self._ranks = ranks
         self._check_fit = check_fit
-        self._rank_facts: dict[int, RankFacts] = {}
+        self._readiness: dict[int, RankReady] = {}
         self._ranks_ready = threading.Event()
         self._loop = IoLoop("kv-connector", lambda exc: setup.sink(ConnectorFailed(exc)))
         self._is_started = False
@@ -60,13 +61,14 @@ class ConnectorCore(ABC):
         """Answer a peer; quick, and raises nothing but HandshakeRefused. Loop thread."""
 
     @abstractmethod
-    async def _drain(self) -> None:
-        """End what must not go on after the side channel has fallen silent. Loop thread."""
+    async def _drain(self) -> bool:
+        """End what must not go on after the side channel has fallen silent; False if something
+        does. Loop thread."""
 
-    def _rank_is_ready(self, rank: int, facts: RankFacts) -> None:
+    def _rank_is_ready(self, rank: int, ready: RankReady) -> None:
         """A rank has opened its transports. Any thread."""
-        self._rank_facts[rank] = facts
-        if len(self._rank_facts) == self._setup.config.num_ranks:
+        self._readiness[rank] = ready
+        if len(self._readiness) == self._setup.config.num_ranks:
             self._ranks_ready.set()
 
     def start(self) -> None:
@@ -74,7 +76,7 @@ class ConnectorCore(ABC):
         try:
             if not self._ranks_ready.wait(START_TIMEOUT_S):
                 raise ConfigError(
-                    f"{len(self._rank_facts)} of {self._setup.config.num_ranks} ranks opened their "
+                    f"{len(self._readiness)} of {self._setup.config.num_ranks} ranks opened their "
                     f"transports within {START_TIMEOUT_S:g} s"
                 )
             self._loop.run(self._open(), START_TIMEOUT_S)
@@ -128,7 +130,14 @@ class ConnectorCore(ABC):
             setup.config.block_size,
             config.lease_s,
         )
-        context = SideContext(self._facts(), config.lease_s, setup.sink, self._loop.spawn)
+        context = SideContext(
+            self._facts(),
+            config.lease_s,
+            setup.sink,
+            self._loop.spawn,
+            can_revoke=all(ready.can_revoke for ready in self._readiness.values()),
+            landing_s=config.transfer_timeout_s,
+        )
         for task in (*self._open_sides(context), server.serve()):
             self._loop.spawn(task)
         logger.info("KV side channel on %s port %d", config.host, server.port)
@@ -142,11 +151,14 @@ class ConnectorCore(ABC):
             setup.geometry,
             setup.config.block_size,
             setup.hardware,
-            tuple(self._rank_facts[rank] for rank in range(setup.config.num_ranks)),
+            tuple(self._readiness[rank].facts for rank in range(setup.config.num_ranks)),
         )
 
     async def _shut(self) -> None:
-        await self._drain()
+        if not await self._drain():
+            # A port that nobody listens on says that nobody writes: keep it until the process ends.
+            logger.error("writes to peers have not ended; their blocks stay reserved until we do")
+            return
         self._peers.close()
         self._server.close()
         self._context.destroy(linger=0)

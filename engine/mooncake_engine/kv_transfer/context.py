@@ -24,6 +24,8 @@ class SideContext:
         sink: hears of what ended.
         spawn: runs a task on the connector's loop; its failure is the engine's.
         clock: seconds, monotonic.
+        can_revoke: whether a write ends with its writer, by every transport of this instance.
+        landing_s: how long one may outlast its writer where it does not end with it.
     """
 
     facts: InstanceFacts
@@ -31,3 +33,5 @@ class SideContext:
     sink: EventSink
     spawn: Spawn
     clock: Callable[[], float] = time.monotonic
+    can_revoke: bool = True
+    landing_s: float = 0.0

@@ -53,6 +53,11 @@ class RankEndpoints:
         """What peers connect to, by transport, best first."""
         return self._transports.addresses
 
+    @property
+    def can_revoke(self) -> bool:
+        """Whether each of these transports stops what is in flight; see ``Transport``."""
+        return self._transports.can_revoke
+
     def peer(self, engine_id: str, rank: int, addresses: dict[str, bytes]) -> Peer:
         """The connection to a peer's rank, made at first use by the best common transport.
 

@@ -137,11 +137,17 @@ class Pushed(Message, frozen=True):
 
 
 class PushFailed(Message, frozen=True):
-    """Nothing more will be written, all is drained, and it is not complete."""
+    """Nothing more will be sent, and it is not complete.
+
+    Args:
+        may_land: a write failed under way. All is drained on this side; where the transport can't
+            revoke, what had been sent may change the peer's memory yet.
+    """
 
     request_id: str
     writer: Writer
     reason: str
+    may_land: bool = False
 
 
 class Inquire(Message, frozen=True):

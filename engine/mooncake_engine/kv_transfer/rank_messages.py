@@ -21,6 +21,12 @@ class ForgetPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core, once: what I hold, where, and how to reach me."""
+    """Rank to core, once: what I hold, where, and how to reach me.
+
+    Args:
+        facts: all that.
+        can_revoke: whether every transport that peers may use stops what is in flight.
+    """
 
     facts: RankFacts
+    can_revoke: bool

@@ -192,6 +192,36 @@ def test_an_aborted_prefill_tells_the_decode_instance(model: Path, gate: Gate) -
     run(model, scenario, prompt=LONG, prefill={"max_num_batched_tokens": 1}, **GATED)
 
 
+def test_what_a_stalled_write_had_sent_lands_in_nobodys_blocks(model: Path, gate: Gate) -> None:
+    """P stalls in the middle of a layer, over what nobody can stop, and gives up; the client has
+    left; the rest arrives while D decodes another prompt."""
+    other = prompt_of(150, seed=1)
+    longer = replace(GREEDY, max_tokens=40)
+    gate.can_revoke = False
+
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, other, longer)).tokens
+        patient, impatient = {"transfer_timeout_s": 600.0}, {"transfer_timeout_s": 0.5}
+        async with push_pair(model, prefill=impatient, decode=patient, **GATED) as both:
+            gate.close()
+            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            await wait_until(lambda: gate.num_held > 0, 10)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await both.prefill.check_clean()
+            assert both.decode.stat("reservations") == 1
+            assert both.decode.engine.stats().kv_cache_usage > 0
+            gate.open()
+            found = await ask_pushed(both, other, longer, lambda update: gate.land())
+            assert gate.num_landed > 0
+            assert found.tokens == expected
+            assert both.decode.stat("reservations") == 1
+            both.decode.core.check_integrity()
+
+    asyncio.run(main())
+
+
 def test_a_prefill_instance_that_shuts_down_leaves_nothing_behind(model: Path, gate: Gate) -> None:
     async def main() -> None:
         async with instance(model) as single:

@@ -49,7 +49,7 @@ class MooncakeConnector(ConnectorCore):
         if isinstance(decoded, LoadReport):
             self._loop.call(self._loads.report, rank, decoded)
         elif isinstance(decoded, RankReady):
-            self._rank_is_ready(rank, decoded.facts)
+            self._rank_is_ready(rank, decoded)
 
     def _open_sides(self, context: SideContext) -> list[Coroutine[Any, Any, None]]:
         self._prefill = PrefillSide(context)
@@ -59,8 +59,9 @@ class MooncakeConnector(ConnectorCore):
     def _handle(self, message: AnyMessage) -> AnyMessage:
         return self._prefill.handle(message)
 
-    async def _drain(self) -> None:
+    async def _drain(self) -> bool:
         """Reads are ours, and end with the ranks; what peers read of ours they don't use."""
+        return True
 
     def stats(self) -> dict[str, float]:
         """See ``Connector``."""

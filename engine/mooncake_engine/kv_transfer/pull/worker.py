@@ -52,7 +52,7 @@ class PullWorker:
         self._loads: dict[str, _RunningLoad] = {}
         self._endings = ThreadPoolExecutor(1, f"kv-end-{context.rank}")  # never behind a load
         facts = RankFacts(pool.shard, pool.layout, self._endpoints.addresses)
-        context.emit(encode(RankReady(facts)))
+        context.emit(encode(RankReady(facts, self._endpoints.can_revoke)))
 
     def receive(self, message: bytes) -> None:
         """See ``WorkerExtension``."""

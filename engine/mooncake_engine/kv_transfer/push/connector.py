@@ -56,7 +56,7 @@ class MooncakeLayerwiseConnector(ConnectorCore):
         if isinstance(decoded, PushReport):
             self._loop.call(self._prefill.report, rank, decoded)
         elif isinstance(decoded, RankReady):
-            self._rank_is_ready(rank, decoded.facts)
+            self._rank_is_ready(rank, decoded)
 
     def _open_sides(self, context: SideContext) -> list[Coroutine[Any, Any, None]]:
         self._group.tell_all(MeetRanks(context.facts.ranks))
@@ -72,8 +72,8 @@ class MooncakeLayerwiseConnector(ConnectorCore):
             return self._prefill.standing(message)
         return self._decode.handle(message)
 
-    async def _drain(self) -> None:
-        await self._prefill.drain(self._config.transfer_timeout_s)
+    async def _drain(self) -> bool:
+        return await self._prefill.drain(self._config.transfer_timeout_s)
 
     def stats(self) -> dict[str, float]:
         """See ``Connector``."""

@@ -92,6 +92,8 @@ class PushDecodeSide:
         self.counts = ReceiveCounts()
         self._facts = context.facts
         self._lease_s = context.lease_s
+        self._can_revoke = context.can_revoke
+        self._landing_s = context.landing_s
         self._sink = context.sink
         self._spawn = context.spawn
         self._clock = context.clock
@@ -101,11 +103,12 @@ class PushDecodeSide:
         self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
         self._writers: OrderedDict[str, InstanceFacts] = OrderedDict()
         self._started: dict[str, float] = {}
+        self._landing: dict[str, tuple[float, str]] = {}  # free from when on, and why it failed
 
     @property
     def num_reserved(self) -> int:
-        """Reservations that have not ended."""
-        return len(self._table)
+        """Requests whose blocks a writer may still change."""
+        return len(self._table) + len(self._landing)
 
     # --- from the scheduler ------------------------------------------------------------------
 
@@ -188,7 +191,8 @@ class PushDecodeSide:
     def _failed(self, message: PushFailed) -> LeaseStatus:
         name = message.request_id
         if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
-            self._finish(name, f"the prefill instance gave up: {message.reason}")
+            may_land = message.may_land and not self._can_revoke
+            self._vacate(name, f"the prefill instance gave up: {message.reason}", may_land=may_land)
         return self._table.ending(name, message.writer)
 
     def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
@@ -236,6 +240,7 @@ class PushDecodeSide:
         for group in silent.values():
             self._spawn(self._look_for(group))
         self._give_up_overlong()
+        self._free_landed()
 
     def _give_up_overlong(self) -> None:
         """A writer that lives and does not get on is not waited for, either."""
@@ -247,7 +252,15 @@ class PushDecodeSide:
             if self._table.revoke(request_id, now):
                 self._finish(request_id, reason)
             else:
-                self._give_up(request_id, reason)
+                self._give_up(request_id, reason, "that instance answers or is dead")
+
+    def _free_landed(self) -> None:
+        """What had been sent when its writer failed or died has arrived by now, or never will."""
+        now = self._clock()
+        for request_id, (free_at, reason) in list(self._landing.items()):
+            if free_at <= now:
+                del self._landing[request_id]
+                self._sink(LoadEnded(request_id, reason))
 
     async def _look_for(self, group: list[Granted]) -> None:
         """Ask one instance for what it should have said; a dead one frees its blocks."""
@@ -256,7 +269,7 @@ class PushDecodeSide:
             standing = await self._inquire(group[0][1], names)
         except PeerGone as exc:
             for held, writer in group:
-                self._drained(held, writer, str(exc))
+                self._bury(held, writer, str(exc), is_dead=True)
         except KVTransferError as exc:
             logger.info("nothing is known of %d pushes: %s", len(group), exc)
             for held, writer in group:
@@ -273,13 +286,19 @@ class PushDecodeSide:
                 self._table.renew([held.request_id], self._clock())
             else:
                 reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
-                self._drained(held, writer, reason)
+                self._bury(held, writer, reason, is_dead=False)
 
-    def _drained(self, held: Reservation, writer: Writer, reason: str) -> None:
-        """Nobody writes there any more, and it is not complete; unless it ended meanwhile."""
+    def _bury(self, held: Reservation, writer: Writer, reason: str, *, is_dead: bool) -> None:
+        """A writer has ended without a word; unless it said one meanwhile."""
         if self._table.get(held.request_id) is held:
             self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
-            self._finish(held.request_id, reason)
+            outlives = is_dead and self._has_processes(writer)
+            self._vacate(held.request_id, reason, may_land=outlives or not self._can_revoke)
+
+    def _has_processes(self, writer: Writer) -> bool:
+        """Whether ranks of it are processes of their own: they end with it, but not before it."""
+        facts = self._writers.get(writer.engine_id)
+        return facts is None or len(facts.ranks) > 1
 
     def _lose_patience(self, held: Reservation, writer: Writer) -> None:
         """Of a writer that is silent for too long the request is freed, not the blocks."""
@@ -289,16 +308,21 @@ class PushDecodeSide:
         if now - held.last_heard > self._lease_s:
             self._table.revoke(held.request_id, now)
             reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
-            self._give_up(held.request_id, reason)
+            self._give_up(held.request_id, reason, "that instance answers or is dead")
 
     # --- endings -----------------------------------------------------------------------------
 
-    def _give_up(self, request_id: str, reason: str) -> None:
-        logger.warning(
-            "request %s: %s; its blocks are kept until that instance answers or is dead",
-            request_id,
-            reason,
-        )
+    def _vacate(self, request_id: str, reason: str, *, may_land: bool) -> None:
+        """No more is sent. The request is freed; its blocks too, once nothing can arrive there."""
+        if may_land and self._landing_s:
+            self._landing[request_id] = self._clock() + self._landing_s, reason
+            limit = f"what had been sent can't arrive any more, {self._landing_s:g} s from now"
+            self._give_up(request_id, reason, limit)
+        else:
+            self._finish(request_id, reason)
+
+    def _give_up(self, request_id: str, reason: str, until: str) -> None:
+        logger.warning("request %s: %s; its blocks are kept until %s", request_id, reason, until)
         self._account(request_id, is_failure=True)
         self._sink(LoadEnded(request_id, reason, is_drained=False))
 

@@ -31,6 +31,7 @@ class PushSession:
     Args:
         request_id: which.
         progress: what is due; guarded by the worker's lock.
+        may_land: a write failed under way; what it had sent may arrive at the peer yet.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class PushSession:
     written_pass: int = 0
     seconds: float = 0.0
     error: str | None = None
+    may_land: bool = False
     has_ended: bool = False
     is_reported: bool = False
 
@@ -195,6 +197,7 @@ class PushLane:
             item.transfer.wait()
         except HalError as exc:
             item.transfer.cancel()
+            item.session.may_land = True
             self._fail(item.session, exc)
         else:
             item.session.count(item.pass_number, item.reader, item.nbytes)

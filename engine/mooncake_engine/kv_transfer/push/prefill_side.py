@@ -287,16 +287,18 @@ class PushPrefillSide:
 
     # --- the end -----------------------------------------------------------------------------
 
-    async def drain(self, timeout_s: float) -> None:
-        """Stop everything, and wait until no rank writes and the peers know, or so long."""
+    async def drain(self, timeout_s: float) -> bool:
+        """Stop everything, and wait until no rank writes and the peers know, or so long; whether
+        no rank writes."""
         for request_id, send in list(self._sends.items()):
             self._fail(request_id, send, "the prefill instance shuts down")
         give_up = self._clock() + timeout_s
         while self._clock() < give_up:
             if all(send.is_told for send in self._sends.values()):
-                return
+                return True
             await asyncio.sleep(0.01)
         logger.warning("%d pushes had not ended at shutdown", len(self._sends))
+        return all(self._is_drained(send) for send in self._sends.values())
 
 
 def _start_order(request_id: str, send: _Send) -> StartPush:
@@ -316,7 +318,8 @@ def _ending(send: _Send) -> Callable[[int], Pushed | PushFailed]:
     name = send.remote.request_id
     if send.error is not None:
         reason = send.error
-        return lambda ticket: PushFailed(ticket, name, send.writer, reason)
+        may_land = any(report.may_land for report in send.reports.values())
+        return lambda ticket: PushFailed(ticket, name, send.writer, reason, may_land)
     assert send.first_token is not None, "ranks are done only after the prefill"
     token = send.first_token
     written = tuple(

@@ -59,19 +59,21 @@ class EndPush(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushReport(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core, once per request: it is drained; nothing more will be written.
+    """Rank to core, once per request: it is drained; nothing more will be sent.
 
     Args:
         request_id: whose.
         error: None if every byte of this rank's share was written.
         written: bytes by the peer's rank.
         seconds: spent in transfers.
+        may_land: a write failed under way; what it had sent may arrive yet.
     """
 
     request_id: str
     error: str | None
     written: dict[int, int]
     seconds: float
+    may_land: bool = False
 
 
 ToRank = MeetRanks | ConnectPeer | ForgetPeer | StartPush | StopPush | EndPush

@@ -54,7 +54,7 @@ class PushWorker:
         self._peers: dict[str, tuple[RankFacts, ...]] = {}
         self._siblings: tuple[RankFacts, ...] = ()
         facts = RankFacts(pool.shard, pool.layout, self._transports.addresses)
-        context.emit(encode(RankReady(facts)))
+        context.emit(encode(RankReady(facts, self._transports.can_revoke)))
 
     # --- from the core -----------------------------------------------------------------------
 
@@ -217,7 +217,11 @@ class PushWorker:
         if not session.is_reported:
             session.is_reported = True
             report = PushReport(
-                session.request_id, session.error, dict(session.written), session.seconds
+                session.request_id,
+                session.error,
+                dict(session.written),
+                session.seconds,
+                session.may_land,
             )
             self._context.emit(encode(report))
         if session.has_ended:

@@ -39,6 +39,7 @@ from mooncake_hal.kv.layout import make_layout
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
 TOKEN_BYTES = 2 * 4 * 32 * 4
+LANDING_S = 20.0
 ONE = Writer("p-1", "a", "127.0.0.1", 1)
 TWO = Writer("p-2", "b", "127.0.0.1", 2)
 TOKEN = PushedToken(5, (-0.5, ((5, -0.5), (6, -1.5))), 16)
@@ -56,14 +57,20 @@ def facts(engine_id: str, tp_size: int = 1) -> InstanceFacts:
 class Desk:
     """A decode side whose tasks run when told, and whose events are kept."""
 
-    def __init__(self, tp_size: int = 1) -> None:
+    def __init__(self, tp_size: int = 1, *, can_revoke: bool = True) -> None:
         self.events: list[Event] = []
         self.tasks: list[Coroutine[Any, Any, None]] = []
         self.is_writer_dead = False
         self.standing: Standing | None = None
         self.now = 0.0
         context = SideContext(
-            facts("d"), 6.0, self.events.append, self._keep, clock=lambda: self.now
+            facts("d"),
+            6.0,
+            self.events.append,
+            self._keep,
+            can_revoke=can_revoke,
+            landing_s=LANDING_S,
+            clock=lambda: self.now,
         )
         self.side = PushDecodeSide(context, self._inquire)
         self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size)))
@@ -85,8 +92,8 @@ class Desk:
     def pushed(self, *written: tuple[int, int, int], writer: Writer = ONE) -> LeaseStatus:
         return self.say(Pushed(3, "r", writer, written, TOKEN))
 
-    def failed(self, writer: Writer = ONE) -> LeaseStatus:
-        return self.say(PushFailed(4, "r", writer, "broken"))
+    def failed(self, writer: Writer = ONE, *, may_land: bool = False) -> LeaseStatus:
+        return self.say(PushFailed(4, "r", writer, "broken", may_land))
 
     def look_around(self, now: float) -> list[str | None]:
         """Look, and see to what that starts; the errors of what ended."""
@@ -245,6 +252,70 @@ def test_a_dead_writer_frees_its_blocks(desk: Desk) -> None:
     assert desk.look_around(2.9) == []
     assert desk.look_around(3.0) == ["prefill instance p-1 is gone"]
     assert all(event.is_drained for event in desk.events if isinstance(event, LoadEnded))
+
+
+def drains(desk: Desk) -> list[bool]:
+    return [event.is_drained for event in desk.events if isinstance(event, LoadEnded)]
+
+
+def test_what_a_failed_writer_had_sent_is_waited_for_where_nothing_stops_it() -> None:
+    desk = Desk(can_revoke=False)
+    desk.load()
+    desk.open()
+    assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
+    assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
+    assert drains(desk) == [False]
+    assert desk.look_around(LANDING_S - 0.1) == []
+    assert desk.side.num_reserved == 1
+    assert desk.look_around(LANDING_S) == ["the prefill instance gave up: broken"]
+    assert drains(desk) == [False, True]
+    assert desk.side.num_reserved == 0
+    assert desk.side.counts.failures == 1
+
+
+@pytest.mark.parametrize(("can_revoke", "may_land"), [(True, True), (False, False)])
+def test_where_nothing_can_arrive_any_more_blocks_are_free_at_once(
+    can_revoke: bool, may_land: bool
+) -> None:
+    desk = Desk(can_revoke=can_revoke)
+    desk.load()
+    desk.open()
+    desk.failed(may_land=may_land)
+    assert drains(desk) == [True]
+
+
+def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
+    desk = Desk(can_revoke=False)
+    desk.load()
+    desk.open()
+    desk.side.cancel("r")
+    desk.failed(may_land=True)
+    assert drains(desk) == [False]
+    desk.look_around(LANDING_S)
+    assert drains(desk) == [False, True]
+
+
+@pytest.mark.parametrize(("tp_size", "can_revoke"), [(1, False), (2, True)])
+def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, can_revoke: bool) -> None:
+    """Where nothing stops it; and where its ranks are processes that may not be dead yet."""
+    desk = Desk(tp_size, can_revoke=can_revoke)
+    desk.load()
+    desk.open()
+    desk.is_writer_dead = True
+    assert desk.look_around(3.0) == ["prefill instance p-1 is gone"]
+    assert drains(desk) == [False]
+    assert desk.open() is LeaseStatus.EXPIRED
+    desk.look_around(3.0 + LANDING_S)
+    assert drains(desk) == [False, True]
+
+
+def test_what_was_written_whole_needs_no_waiting() -> None:
+    desk = Desk(can_revoke=False)
+    desk.load()
+    desk.open()
+    desk.side.cancel("r")
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
+    assert drains(desk) == [True]
 
 
 def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> None:
