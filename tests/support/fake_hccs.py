@@ -12,7 +12,7 @@ import ctypes
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from mooncake_hal.backend import DeviceInfo, Memory, Runtime
 from mooncake_hal.errors import DeviceError
 from mooncake_hal.transport import MemoryRegion
 from mooncake_hal.transports.adapter.transport import AdapterTransport
+from mooncake_hal_ascend.hccs.spreading import Spreader, Wait
 from mooncake_hal_ascend.hccs.transport import MODULES, Loaded, transport_of
 
 DEVICE = "npu:0"
@@ -37,6 +38,7 @@ _current = threading.local()
 _engines: weakref.WeakValueDictionary[str, HixlEngine | MemfabricEngine] = (
     weakref.WeakValueDictionary()
 )
+_allocations: weakref.WeakValueDictionary[int, TensorAllocation] = weakref.WeakValueDictionary()
 _ports = itertools.count(15000)
 
 
@@ -65,7 +67,23 @@ class HostMemory:
         whole = torch.zeros(nbytes + PAGE, dtype=torch.uint8)
         start = -whole.data_ptr() % PAGE
         tensor = whole[start : start + nbytes]
-        return TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes, DEVICE), tensor)
+        made = TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes, DEVICE), tensor)
+        _allocations[made.region.address] = made
+        return made
+
+
+def tensor_at(address: int) -> torch.Tensor | None:
+    """All of the allocation that begins at an address; see ``TensorAt``."""
+    found = _allocations.get(address)
+    return None if found is None else found.tensor
+
+
+class HostStream:
+    """See ``SideStream``: what is enqueued is done."""
+
+    def run(self, work: Callable[[], None], device: torch.device) -> Wait:
+        work()
+        return lambda: None
 
 
 class NpuBuffer:
@@ -303,7 +321,7 @@ def load_with(modules: dict[str, ModuleType], generation: str = "A2") -> Adapter
         return found[name]
 
     found = {MODULES[engine]: module for engine, module in modules.items()}
-    return transport_of(Loaded(runtime, memory, import_engine))
+    return transport_of(Loaded(runtime, memory, import_engine, Spreader(tensor_at, HostStream())))
 
 
 def load_mooncake() -> AdapterTransport:

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_hal.transport import MemoryRegion, Spans
+from mooncake_hal.transports.control.session import Session
+from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.splitting import limit_spans, split_spans
 
 
@@ -132,6 +134,27 @@ class HostScratch:
         return self._bytes.tobytes()
 
 
+class Attendant(Protocol):
+    """Does here what a peer's agents ask for; no two of its methods are called at once."""
+
+    def answer(self, session: Session, payload: bytes, local: AttachedRegions) -> bytes:
+        """Answer a call.
+
+        Args:
+            session: the peer's.
+            payload: what it asks, in the engine's own encoding.
+            local: our regions; none is withdrawn before this returns.
+
+        Raises:
+            TransferError: it can't be done; the peer is told why.
+        """
+        ...
+
+    def departed(self, session: Session) -> None:
+        """That peer is gone: free what was held for it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """An engine, as one endpoint uses it.
@@ -139,23 +162,26 @@ class Engine:
     Args:
         name: of the transport.
         protocol: what the engine speaks; both ends must speak the same.
-        open_agent: starts an agent; with True one that serves peers. Raises TransportUnavailable.
+        open_agent: starts an agent: that which drives a session's peer; with None, that which
+            serves peers. Raises TransportUnavailable.
         max_pieces: pieces in a slice.
         max_bytes: bytes in a slice, roughly; bounds how long a cancelled transfer drains.
         place: where it stands, for those that not every peer reaches; see ``EngineFacts``.
         scratch: allocates a few bytes that it can reach, by which two engines prove themselves.
             What is dropped is free again.
         scratch_device: the device of that memory.
+        attendant: does what the agents of peers ask for; None if they ask nothing.
     """
 
     name: str
     protocol: str
-    open_agent: Callable[[bool], Agent]
+    open_agent: Callable[[Session | None], Agent]
     max_pieces: int
     max_bytes: int = 16 << 20
     place: bytes = b""
     scratch: Callable[[int], Scratch] = HostScratch
     scratch_device: str = "cpu"
+    attendant: Attendant | None = None
 
     def scratch_region(self, scratch: Scratch, nbytes: int) -> MemoryRegion:
         """Describe such memory as what agents register."""

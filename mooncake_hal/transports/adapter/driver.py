@@ -57,7 +57,7 @@ class AdapterDriver:
         self._regions: dict[int, MemoryRegion] = {}
         self._peers: list[AdapterPeer] = []
         self._lock = threading.Lock()
-        self._agent = engine.open_agent(True)
+        self._agent = engine.open_agent(None)
         try:
             self._token = engine.scratch(TOKEN_BYTES)
             self._description = self._describe()
@@ -91,19 +91,26 @@ class AdapterDriver:
             self._agent.deregister(key)
 
     def answer(self, session: Session, payload: bytes) -> bytes:
-        """See ``Driver``: says how to reach the engine."""
-        if payload != DESCRIBE:
+        """See ``Driver``: says how to reach the engine, and hands on what its agents ask for."""
+        if payload == DESCRIBE:
+            return self._description
+        attendant = self._engine.attendant
+        if attendant is None:
             raise TransferError(f"a peer may ask {DESCRIBE!r}, not {payload[:40]!r}")
-        return self._description
+        with self._lock:  # which a withdrawal waits for
+            return attendant.answer(session, payload, self._local)
 
     def departed(self, session: Session) -> None:
-        """See ``Driver``: nothing is held for a peer."""
+        """See ``Driver``."""
+        if self._engine.attendant is not None:
+            with self._lock:
+                self._engine.attendant.departed(session)
 
     def dial(self, session: Session, facts: bytes, timeout: float) -> AdapterPeer:
         """See ``Driver``: starts an agent, and proves that it reaches the peer's memory."""
         deadline = time.monotonic() + timeout
         description = decode_told(session.call(DESCRIBE, timeout), Description)
-        link = Link(self._engine, description, self._regions.get, session.regions.attachments)
+        link = Link(self._engine, description, self._regions.get, session)
         try:
             link.prove(deadline)
         except BaseException:

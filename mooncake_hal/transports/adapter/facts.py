@@ -10,7 +10,7 @@ import msgspec
 from mooncake_hal.errors import PeerLost, TransferError
 from mooncake_hal.transports.handshake import UNREADABLE
 
-VERSION = 2
+VERSION = 3
 
 DESCRIBE = b"describe"
 """The one call: the answer is a Description."""

@@ -12,6 +12,7 @@ from mooncake_hal.errors import RegionRevoked, TransferError, TransportUnavailab
 from mooncake_hal.transport import MemoryRegion, Spans
 from mooncake_hal.transports.adapter.agent import Agent, Engine, Slice
 from mooncake_hal.transports.adapter.facts import Description
+from mooncake_hal.transports.control.session import Session
 
 TOKEN_KEY = 0
 """The peer's token; keys of regions begin with 1."""
@@ -27,7 +28,7 @@ class Link:
         engine: starts it.
         description: the peer's.
         region: our region of a key; None if it is revoked.
-        attachments: what the peer says of its regions, by key; empty for those revoked.
+        session: to the peer.
     """
 
     def __init__(
@@ -35,12 +36,12 @@ class Link:
         engine: Engine,
         description: Description,
         region: Callable[[int], MemoryRegion | None],
-        attachments: Callable[[list[int]], list[bytes]],
+        session: Session,
     ) -> None:
         self._engine = engine
         self._description = description
         self._region = region
-        self._attachments = attachments
+        self._session = session
         self._agent: Agent | None = None
         self._registered: set[int] = set()
         self._learnt: set[int] = set()
@@ -97,7 +98,7 @@ class Link:
 
     def _opened(self) -> Agent:
         if self._agent is None:
-            self._agent = self._engine.open_agent(False)
+            self._agent = self._engine.open_agent(self._session)
             self._agent.meet(self._description.agent)
         return self._agent
 
@@ -111,7 +112,8 @@ class Link:
                 agent.register(key, region)
                 self._registered.add(key)
         fresh = [key for key in np.unique(part.remote_keys).tolist() if key not in self._learnt]
-        for key, attachment in zip(fresh, self._attachments(fresh), strict=True):
+        attachments = self._session.regions.attachments(fresh)
+        for key, attachment in zip(fresh, attachments, strict=True):
             if not attachment:
                 raise RegionRevoked(f"region {key} of the peer has been revoked")
             agent.learn(key, attachment)

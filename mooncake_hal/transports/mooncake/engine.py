@@ -12,6 +12,7 @@ from mooncake_hal.errors import TransferError, TransportUnavailable
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports.adapter.agent import Engine, Slice
 from mooncake_hal.transports.adapter.transport import AdapterTransport, chosen_settings
+from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.mooncake.plugin import NAME
 
 SETTINGS = {"protocol": "tcp", "devices": ""}
@@ -62,7 +63,7 @@ def configure(module: ModuleType, options: EndpointOptions) -> Engine:
         os.environ.setdefault("MC_FORCE_TCP", "1")  # else it takes a NIC whatever it is told
     host = options.advertise_host or options.host
 
-    def open_agent(serves: bool) -> MooncakeAgent:
+    def open_agent(session: Session | None) -> MooncakeAgent:
         return MooncakeAgent(module, host, protocol, devices)
 
     return Engine(NAME, protocol, open_agent, MAX_PIECES)

@@ -24,6 +24,7 @@ from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports.adapter.agent import Engine, Slice
 from mooncake_hal.transports.adapter.facts import decode_told
 from mooncake_hal.transports.adapter.transport import AdapterTransport, chosen_settings
+from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.handshake import encode
 from mooncake_hal.transports.nixl.plugin import NAME
 
@@ -89,8 +90,8 @@ def configure(bindings: ModuleType, options: EndpointOptions) -> Engine:
     """
     backend = chosen_settings(NAME, options.extra, SETTINGS)["backend"]
 
-    def open_agent(serves: bool) -> NixlAgent:
-        return NixlAgent(bindings, backend, serves)
+    def open_agent(session: Session | None) -> NixlAgent:
+        return NixlAgent(bindings, backend, serves=session is None)
 
     return Engine(NAME, backend, open_agent, MAX_PIECES)
 

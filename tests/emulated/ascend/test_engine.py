@@ -10,10 +10,11 @@ import pytest
 from support.npu import FEW, ON_NPU, OVER_HCCS, clear_cases, cpu, write_family
 from support.pd import ask, ask_pair, instance, make_config, pair, start, write_model
 from support.push import ask_pushed, push_pair
+from torch import Tensor
 
 from mooncake_engine.errors import ConfigError
-from mooncake_hal.transport import Spans
-from mooncake_hal_ascend.hccs.runs import Batch
+from mooncake_hal_ascend.hccs.runs import U64
+from mooncake_hal_ascend.hccs.spreading import Spreader, Wait
 
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 FAMILIES = ("llama", "mixtral", "deepseek_v3")
@@ -21,7 +22,6 @@ ALONE: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 64}]
 """Prompts whole, and in chunks beside other prompts' decodes."""
 APART = [
     *((how, family, (1, 1)) for how in ("pulled", "pushed") for family in FAMILIES),
-    ("pulled", "llama", (2, 1)),
     ("pulled", "deepseek_v3", (2, 2)),
     ("pushed", "mixtral", (2, 1)),
     ("pushed", "llama", (2, 2)),
@@ -113,27 +113,30 @@ def test_prefill_and_decode_apart(
     asyncio.run(main())
 
 
-def test_stripes_are_read_as_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks' heads become one's: a transfer per block, and not per token."""
-    lengths: list[tuple[int, int]] = []
-    spread = Batch.spans_into
+@pytest.mark.parametrize("how", ["pulled", "pushed"])
+def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks' heads become one's: not a token crosses by itself, the NPU spreads them all."""
+    num_tokens: list[int] = []
+    spread = Spreader.spread
 
-    def counted(batch: Batch, address: int) -> Spans:
-        lengths.append((len(batch.remote), len(batch.rows)))
-        return spread(batch, address)
+    def counted(spreader: Spreader, buffer: Tensor, places: U64, sizes: U64, base: int) -> Wait:
+        num_tokens.append(len(places))
+        return spread(spreader, buffer, places, sizes, base)
 
-    monkeypatch.setattr(Batch, "spans_into", counted)
+    monkeypatch.setattr(Spreader, "spread", counted)
+    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
 
     async def main() -> None:
         sides = {"prefill": {"tp_size": 2}, "decode": {"tp_size": 1}}
-        async with cpu(TINY_LLAMA) as on_cpu, pair(TINY_LLAMA, **sides, **OVER_HCCS) as both:
-            [case] = await clear_cases(on_cpu, (300,))
-            assert (await ask_pair(both, case.prompt, FEW)).tokens == case.tokens
+        async with cpu(TINY_LLAMA) as on_cpu, make(TINY_LLAMA, **sides, **OVER_HCCS) as both:
+            for case in await clear_cases(on_cpu, (17, 300)):
+                assert (await send(both, case.prompt, FEW)).tokens == case.tokens
+            assert both.decode.stat("load_failures") == 0
+            await both.check_clean()
 
     asyncio.run(main())
     planes_of_ranks = 2 * 4 * 2
-    assert sum(rows for _, rows in lengths) == planes_of_ranks * 300
-    assert sum(runs for runs, _ in lengths) <= planes_of_ranks * 3
+    assert sum(num_tokens) == planes_of_ranks * (17 + 300)
 
 
 def test_fewer_ranks_for_prefill_are_refused() -> None:

@@ -11,7 +11,9 @@ import torch
 from mooncake_hal.backend import Allocation, Memory
 from mooncake_hal.testing.backends import load_backend
 from mooncake_hal.transport import Spans
+from mooncake_hal_ascend.hccs.spreading import Spreader
 from mooncake_hal_ascend.hccs.staging import Staging
+from mooncake_hal_ascend.hccs.streams import NpuSideStream
 from mooncake_hal_ascend.memory import AscendMemory
 
 BLOCKS, TOKENS, PIECE = 40, 128, 256
@@ -49,7 +51,7 @@ def test_stripes_are_spread_and_the_rest_is_left(
             buffers.tensor[at : at + size].copy_(source[remote : remote + size])
 
     buffers = memory.allocate(buffers_bytes, 0)
-    staging = Staging(buffers.tensor, memory.tensor_at)
+    staging = Staging(buffers.tensor, Spreader(memory.tensor_at, NpuSideStream()))
     assert staging.read(target.region, spans, read)
     assert len(moves) == -(-STRIPE_BYTES // (buffers_bytes // 2))
     assert set(moves) == {1}  # the peer's blocks lie behind each other
@@ -65,7 +67,8 @@ def test_memory_of_somebody_else_is_read_piece_by_piece(
     place = np.arange(TOKENS, dtype=np.uint64) * np.uint64(PIECE)
     base = np.uint64(target.region.address)
     spans = Spans(place * np.uint64(2) + base, place, np.full(TOKENS, PIECE, np.uint64))
-    staging = Staging(torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), lambda _: None)
+    nothing_known = Spreader(lambda _: None, NpuSideStream())
+    staging = Staging(torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), nothing_known)
     assert not staging.read(target.region, spans, lambda _: pytest.fail("it was read"))
 
 

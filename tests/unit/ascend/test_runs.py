@@ -1,4 +1,4 @@
-"""Reads by whole runs: what is read and where its rows go is what the pieces say."""
+"""Pieces by whole runs: what is moved and where its rows go is what the pieces say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from mooncake_hal.transport import Spans
-from mooncake_hal_ascend.hccs.runs import Runs, find_runs
+from mooncake_hal_ascend.hccs.runs import Runs, find_runs, row_bytes, rows_of
 
 BASE, REMOTE = 1 << 40, 1 << 30
 
@@ -23,17 +23,20 @@ def stripes(num_blocks: int, tokens: int, piece: int, ranks: int, mine: int) -> 
     )
 
 
+def found(spans: Spans, most_bytes: int) -> Runs | None:
+    return find_runs(spans.remote, spans.local, spans.nbytes, BASE, most_bytes)
+
+
 def carry_out(runs: Runs, buffer_bytes: int, there: np.ndarray, here: np.ndarray) -> None:
-    """Read and spread in memory."""
-    rows = here.reshape(-1, runs.row_bytes)
+    """Move and spread in memory."""
     for batch in runs.batches(buffer_bytes):
         buffer = np.zeros(buffer_bytes, np.uint8)
-        spans = batch.spans_into(0)
-        for local, remote, size in zip(spans.local, spans.remote, spans.nbytes, strict=True):
-            at = int(remote) - REMOTE
-            buffer[int(local) : int(local + size)] = there[at : at + int(size)]
-        count = len(batch.rows)
-        rows[batch.rows] = buffer[: count * runs.row_bytes].reshape(count, runs.row_bytes)
+        for at, start, size in zip(batch.in_buffer(0), batch.starts, batch.run_bytes, strict=True):
+            begin = int(start) - REMOTE
+            buffer[int(at) : int(at + size)] = there[begin : begin + int(size)]
+        row = row_bytes(batch.places, batch.sizes, BASE)
+        places = rows_of(batch.places, batch.sizes, BASE, row)
+        here.reshape(-1, row)[places] = buffer[: len(places) * row].reshape(-1, row)
 
 
 @given(
@@ -49,7 +52,7 @@ def test_every_byte_lands_where_its_piece_says(
     mine = data.draw(st.integers(0, ranks - 1))
     spans = stripes(num_blocks, tokens, piece, ranks, mine)
     buffer_bytes = data.draw(st.sampled_from([piece, 3 * piece, 4096, 1 << 20]))
-    runs = find_runs(spans, BASE, max(buffer_bytes, piece))
+    runs = found(spans, max(buffer_bytes, piece))
     assert runs is not None
     there = np.random.default_rng(0).integers(0, 256, num_blocks * tokens * piece, np.uint8)
     here = np.zeros(num_blocks * tokens * ranks * piece, np.uint8)
@@ -62,11 +65,11 @@ def test_every_byte_lands_where_its_piece_says(
 
 
 def test_a_block_is_one_run() -> None:
-    runs = find_runs(stripes(1, 128, 256, 2, 1), BASE, 1 << 20)
+    runs = found(stripes(1, 128, 256, 2, 1), 1 << 20)
     assert runs is not None
     [batch] = runs.batches(1 << 20)
-    assert batch.nbytes.tolist() == [128 * 256]
-    assert runs.row_bytes == 256
+    assert batch.run_bytes.tolist() == [128 * 256]
+    assert row_bytes(batch.places, batch.sizes, BASE) == 256
 
 
 @pytest.mark.parametrize(
@@ -75,8 +78,9 @@ def test_a_block_is_one_run() -> None:
         (stripes(4, 128, 32 << 10, 2, 0), "large pieces are worth their own transfer"),
         (stripes(64, 4, 256, 2, 0), "runs of four pieces hardly help"),
         (stripes(4, 128, 24, 2, 1), "rows of 24 bytes are slow to spread"),
+        (stripes(4, 128, 50, 2, 1), "rows of 50 bytes are no whole elements"),
         (stripes(1, 128, 8192, 2, 0), "a piece that is larger than the buffer"),
     ],
 )
-def test_what_is_better_read_piece_by_piece(spans: Spans, why: str) -> None:
-    assert find_runs(spans, BASE, 4096) is None, why
+def test_what_is_better_moved_piece_by_piece(spans: Spans, why: str) -> None:
+    assert found(spans, 4096) is None, why

@@ -31,7 +31,7 @@ class SharedEngine:
 
     Args:
         start: starts it.
-        arena: the region that tokens lie in; registered as one.
+        arena: the region that tokens and buffers lie in; registered while the engine runs.
         device: of the memory that it takes, such as ``"npu:0"``.
         bind_thread: makes the NPU current in the calling thread.
         needs_pages: whether regions must begin at a page of the NPU.
@@ -69,6 +69,8 @@ class SharedEngine:
             self._bind_thread()
             if self._vendor is None:
                 self._vendor = self._start()
+                self._register_first(self._arena)  # a link that is up would not know it
+                self._counts[self._arena.address] = 1
             self._num_agents += 1
             return self._vendor
 
@@ -77,6 +79,7 @@ class SharedEngine:
         with self._lock:
             self._num_agents -= 1
             if self._num_agents == 0 and self._vendor is not None:
+                self._withdraw(self._arena)
                 self._vendor.close()
                 self._vendor = None
                 if self._ended is not None:
@@ -99,15 +102,7 @@ class SharedEngine:
         """Withdraw it once; the engine lets go of it when nobody holds it any more."""
         whole = self._whole(region)
         with self._lock:
-            self._counts[whole.address] -= 1
-            if self._counts[whole.address]:
-                return
-            del self._counts[whole.address]
-            self._bind_thread()
-            try:
-                self._running().unregister(whole.address)
-            except TransferError as exc:  # what is closed goes on closing
-                logger.warning("%s: the engine keeps memory that was withdrawn: %s", NAME, exc)
+            self._withdraw(whole)
 
     def move(self, session: str, part: Slice) -> None:
         """See ``Agent``; several threads at once."""
@@ -146,6 +141,17 @@ class SharedEngine:
             raise TransportUnavailable(
                 NAME, f"the engine refuses {region.nbytes} bytes of {region.device}: {exc}"
             ) from exc
+
+    def _withdraw(self, region: MemoryRegion) -> None:
+        self._counts[region.address] -= 1
+        if self._counts[region.address]:
+            return
+        del self._counts[region.address]
+        self._bind_thread()
+        try:
+            self._running().unregister(region.address)
+        except TransferError as exc:  # what is closed goes on closing
+            logger.warning("%s: the engine keeps memory that was withdrawn: %s", NAME, exc)
 
     def _running(self) -> VendorEngine:
         if self._vendor is None:

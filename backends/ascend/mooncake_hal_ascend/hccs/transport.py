@@ -15,13 +15,16 @@ from mooncake_hal.errors import BackendUnavailable, HalError, TransportUnavailab
 from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports.adapter.agent import Agent, Engine
 from mooncake_hal.transports.adapter.transport import AdapterTransport
+from mooncake_hal.transports.control.session import Session
 from mooncake_hal_ascend.hccs import env
-from mooncake_hal_ascend.hccs.agent import HccsAgent
+from mooncake_hal_ascend.hccs.agent import Buffers, HccsAgent
 from mooncake_hal_ascend.hccs.arena import ARENA_BYTES, Arena
+from mooncake_hal_ascend.hccs.landing import LENT_BYTES, MAX_BORROWERS, Landing
 from mooncake_hal_ascend.hccs.locating import locate, physical_device
 from mooncake_hal_ascend.hccs.place import Place, why_apart
 from mooncake_hal_ascend.hccs.ports import DEFAULTS, engine_ports, why_taken
-from mooncake_hal_ascend.hccs.runs import STAGING_BYTES
+from mooncake_hal_ascend.hccs.pushing import Pusher
+from mooncake_hal_ascend.hccs.runs import BUFFER_BYTES
 from mooncake_hal_ascend.hccs.settings import (
     NAME,
     HccsSettings,
@@ -29,12 +32,11 @@ from mooncake_hal_ascend.hccs.settings import (
     settings_of_endpoint,
 )
 from mooncake_hal_ascend.hccs.shared import SharedEngine
+from mooncake_hal_ascend.hccs.spreading import Spreader
+from mooncake_hal_ascend.hccs.staging import Staging
 from mooncake_hal_ascend.hccs.vendor import MemfabricVendor, MooncakeVendor, VendorEngine
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mooncake_hal_ascend.hccs.staging import Staging
     from mooncake_hal_ascend.memory import AscendMemory
 
 logger = logging.getLogger(__name__)
@@ -55,14 +57,14 @@ class Loaded:
         memory: that memory.
         import_engine: imports an engine's module. Only that which is used: both bring copies of
             the same libraries.
-        stage: makes an endpoint's buffers for reads of many small pieces out of a flat uint8
-            tensor; None where no kernel can spread them.
+        spreader: for many small pieces, which then go by whole runs; None where no kernel can
+            spread them.
     """
 
     runtime: Runtime
     memory: Memory
     import_engine: Callable[[str], ModuleType] = importlib.import_module
-    stage: Callable[[Tensor], Staging] | None = None
+    spreader: Spreader | None = None
 
 
 def load() -> AdapterTransport:
@@ -77,11 +79,11 @@ def load() -> AdapterTransport:
         backend = load_backend()
     except BackendUnavailable as exc:
         raise TransportUnavailable(NAME, exc.reason) from exc
-    from mooncake_hal_ascend.hccs.staging import Staging
+    from mooncake_hal_ascend.hccs.streams import NpuSideStream
 
     memory = cast("AscendMemory", backend.memory)
-    stage = partial(Staging, tensor_at=memory.tensor_at)
-    return transport_of(Loaded(backend.runtime, memory, stage=stage))
+    spreader = Spreader(memory.tensor_at, NpuSideStream())
+    return transport_of(Loaded(backend.runtime, memory, spreader=spreader))
 
 
 def transport_of(loaded: Loaded) -> AdapterTransport:
@@ -179,9 +181,7 @@ def _assemble(
     options: EndpointOptions,
 ) -> Engine:
     engine, module = chosen
-    allocation = loaded.memory.allocate(ARENA_BYTES + STAGING_BYTES, device)
-    arena = Arena(allocation, ARENA_BYTES)
-    staging = loaded.stage(allocation.tensor[ARENA_BYTES:]) if loaded.stage else None
+    arena, staging, landing = _memory(loaded, device)
     name = arena.region.device
     host = options.advertise_host or options.host
     over_roce = place.protocol == "roce"
@@ -207,8 +207,10 @@ def _assemble(
     serving = shared(True)
     driving = serving if engine == "mooncake" else shared(False)
 
-    def open_agent(serves: bool) -> Agent:
-        return HccsAgent(serving, None) if serves else HccsAgent(driving, staging)
+    def open_agent(session: Session | None) -> Agent:
+        if session is None:
+            return HccsAgent(serving, Buffers(landing=landing))
+        return HccsAgent(driving, Buffers(staging, Pusher(session)))
 
     return Engine(
         NAME,
@@ -219,4 +221,16 @@ def _assemble(
         place.encode(),
         arena.scratch,
         name,
+        landing,
     )
+
+
+def _memory(loaded: Loaded, device: int) -> tuple[Arena, Staging | None, Landing | None]:
+    """Allocate what an endpoint has for tokens, for its reads and for its peers' writes."""
+    if loaded.spreader is None:
+        return Arena(loaded.memory.allocate(ARENA_BYTES, device), ARENA_BYTES), None, None
+    lent = ARENA_BYTES + 2 * BUFFER_BYTES
+    allocation = loaded.memory.allocate(lent + MAX_BORROWERS * LENT_BYTES, device)
+    staging = Staging(allocation.tensor[ARENA_BYTES:lent], loaded.spreader)
+    landing = Landing(allocation.tensor[lent:], loaded.spreader)
+    return Arena(allocation, ARENA_BYTES), staging, landing
