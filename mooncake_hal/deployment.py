@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 
-from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.backend import Capabilities, DeploymentConstraints
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.ports import Port, find_taken
 
@@ -34,6 +34,33 @@ class Hardware:
     backend: str
     generation: str
     constraints: DeploymentConstraints = field(default_factory=DeploymentConstraints)
+
+
+USUAL_BLOCK_SIZE = 16
+"""Tokens per KV block, where nothing speaks against it: small enough to waste little."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSize:
+    """Tokens per KV block, of an instance that was not told how many.
+
+    Args:
+        tokens: how many.
+        reason: why so many, for logs.
+    """
+
+    tokens: int
+    reason: str
+
+
+def default_block_size(capabilities: Capabilities) -> BlockSize:
+    """The backend's only one, or the usual one, or the backend's best."""
+    only, offered = capabilities.constraints.block_size, capabilities.block_sizes
+    if only is not None or len(offered) == 1:
+        return BlockSize(only or offered[0], "the backend takes no other")
+    if USUAL_BLOCK_SIZE in offered:
+        return BlockSize(USUAL_BLOCK_SIZE, "the usual one")
+    return BlockSize(offered[0], f"the backend's best; it lacks the usual {USUAL_BLOCK_SIZE}")
 
 
 @dataclass(frozen=True, slots=True)

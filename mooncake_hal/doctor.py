@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mooncake_hal.deployment import Deployment, Hardware, InstancePlan, PairFacts
+from mooncake_hal.deployment import (
+    Deployment,
+    Hardware,
+    InstancePlan,
+    PairFacts,
+    default_block_size,
+)
 from mooncake_hal.errors import DeploymentRefused, HalError
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.ports import Port
@@ -201,4 +207,5 @@ def _facts(raw: dict[str, Any], registry: Registry) -> PairFacts:
     generation = backend.runtime.devices()[0].generation
     hardware = Hardware(backend.name, generation, backend.capabilities.constraints)
     tp_size, pp_size = int(raw.get("tp", 1)), int(raw.get("pp", 1))
-    return PairFacts(hardware, tp_size, int(raw.get("block_size", 16)), pp_size)
+    default = default_block_size(backend.capabilities).tokens
+    return PairFacts(hardware, tp_size, int(raw.get("block_size", default)), pp_size)

@@ -17,6 +17,7 @@ from mooncake_engine.execution.executor import (
 )
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.ray_ranks import RayLauncher
+from mooncake_engine.execution.setup import choose_block_size
 from mooncake_engine.execution.weights import ProgressHandler
 from mooncake_engine.kv_transfer.base import (
     Connector,
@@ -77,6 +78,8 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     entry = None if config.kv_transfer is None else find_connector(config.kv_transfer.connector)
     backend = _select_backend(config)
+    block_size = choose_block_size(config, backend)
+    logger.info("KV blocks of %d tokens: %s", block_size.tokens, block_size.reason)
     _limit_threads(config)
     rank_post = _Post()
     options = ExecutorOptions(entry.worker if entry else None, rank_post, progress)
@@ -147,6 +150,7 @@ def _start_connector(
             config=config,
             engine_id=engine_id,
             geometry=executor.facts.geometry,
+            block_size=executor.facts.block_size,
             hardware=hardware,
             tokenizer_fingerprint=tokenizer_fingerprint(config.model),
             send=lambda rank, message: executor.send(message, rank),

@@ -106,7 +106,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default=_DEFAULTS.dtype, help="auto, float32, bfloat16, float16")
     add("--tp-size", type=int, default=_DEFAULTS.tp_size, help="tensor-parallel ranks")
     add("--pp-size", type=int, default=_DEFAULTS.pp_size, help="pipeline stages of such ranks")
-    add("--block-size", type=int, default=_DEFAULTS.block_size, help="tokens per KV block")
+    add(
+        "--block-size",
+        type=int,
+        help="tokens per KV block; default: the only size that the backend takes (Ascend: 128), "
+        "else 16 if it takes that, else its best",
+    )
     add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
     add(
         "--kv-cache-dtype",

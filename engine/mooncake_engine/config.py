@@ -146,7 +146,7 @@ class EngineConfig:
         tp_size: tensor-parallel ranks, of each pipeline stage.
         pp_size: pipeline stages: each has some of the layers, and prompts pass through them in
             chunks of ``max_num_batched_tokens``, several at a time.
-        block_size: tokens per KV block.
+        block_size: tokens per KV block; None takes what suits the backend.
         kv_layout: ``auto`` or a name of mooncake_hal.kv.layout.
         kv_cache_dtype: ``auto`` keeps KV in the model's own type; else a key of KV_CACHE_DTYPES.
         num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes``.
@@ -182,7 +182,7 @@ class EngineConfig:
     dtype: str = "auto"
     tp_size: int = 1
     pp_size: int = 1
-    block_size: int = 16
+    block_size: int | None = None
     kv_layout: str = "auto"
     kv_cache_dtype: str = "auto"
     num_kv_blocks: int | None = None
@@ -208,8 +208,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         positive = ("tp_size", "pp_size", "block_size", "max_num_seqs", "max_num_batched_tokens")
         for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
             raise ConfigError(
                 f"kv_cache_dtype must be one of {['auto', *KV_CACHE_DTYPES]}, got "

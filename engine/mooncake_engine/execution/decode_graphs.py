@@ -41,11 +41,11 @@ def largest_graph(config: EngineConfig, backend: Backend) -> int:
     return min(config.max_num_seqs, _MOST_ON_HOST) if is_host else config.max_num_seqs
 
 
-def scratch_blocks(config: EngineConfig, backend: Backend) -> int:
+def scratch_blocks(config: EngineConfig, backend: Backend, block_size: int) -> int:
     """Blocks with a slot for each sequence that a step may be short of."""
     if not uses_graphs(config, backend):
         return 0
-    return -(-largest_graph(config, backend) // config.block_size)
+    return -(-largest_graph(config, backend) // block_size)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -162,10 +162,10 @@ def choose_num_blocks(config: EngineConfig, block_bytes: int) -> int:
             raise ConfigError(f"num_kv_blocks must be at least 1, got {config.num_kv_blocks}")
         return config.num_kv_blocks
     nbytes = DEFAULT_KV_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-    return blocks_in(nbytes, config, block_bytes)
+    return blocks_in(nbytes, block_bytes)
 
 
-def blocks_in(nbytes: int, config: EngineConfig, block_bytes: int) -> int:
+def blocks_in(nbytes: int, block_bytes: int) -> int:
     """How many blocks that memory holds.
 
     Raises:
@@ -173,7 +173,7 @@ def blocks_in(nbytes: int, config: EngineConfig, block_bytes: int) -> int:
     """
     if nbytes < block_bytes:
         raise ConfigError(
-            f"there are {nbytes} bytes for KV, but one block of {config.block_size} tokens takes "
-            f"{block_bytes} bytes; raise kv_cache_bytes or make blocks smaller"
+            f"there are {nbytes} bytes for KV, but one block takes {block_bytes} bytes; raise "
+            "kv_cache_bytes or lower block_size"
         )
     return nbytes // block_bytes

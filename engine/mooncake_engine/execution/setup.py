@@ -21,6 +21,7 @@ from mooncake_engine.execution.kv_scales import KVScales, read_kv_scales
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
+from mooncake_hal.deployment import BlockSize, default_block_size
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, shards_of
 from mooncake_hal.kv.layout import layout_bytes
 
@@ -93,21 +94,17 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
         ConfigError: the config asks for what the model or the backend does not have.
     """
     capabilities = backend.capabilities
-    if config.block_size not in capabilities.block_sizes:
-        raise ConfigError(
-            f"block_size {config.block_size} was asked for, backend {backend.name!r} has "
-            f"{sorted(capabilities.block_sizes)}"
-        )
+    block_size = choose_block_size(config, backend).tokens
     model = read_model_config(config.model)
     dtype = _choose_dtype(config, model, capabilities)
     kv_dtype = _choose_kv_dtype(config, backend)
     geometry = kv_geometry(model, kv_dtype or dtype)
     _require_latents(geometry, backend)
     provisional = PoolSize(
-        _provisional_blocks(config),
-        config.block_size,
-        num_host_blocks=config.swap_space_bytes // largest_block(config, (geometry,)),
-        num_scratch_blocks=scratch_blocks(config, backend),
+        _provisional_blocks(config, block_size),
+        block_size,
+        num_host_blocks=config.swap_space_bytes // largest_block(config, (geometry,), block_size),
+        num_scratch_blocks=scratch_blocks(config, backend, block_size),
     )
     setup = ExecutionSetup(
         model=model,
@@ -122,22 +119,41 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     )
     if is_profiled(config, backend):
         return setup
-    largest = largest_block(config, setup.geometries)
+    largest = largest_block(config, setup.geometries, block_size)
     return resize(config, setup, choose_num_blocks(config, largest))
 
 
-def largest_block(config: EngineConfig, geometries: Sequence[KVGeometry]) -> int:
+def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
+    """Tokens per KV block: as asked for, or what suits the backend.
+
+    Raises:
+        ConfigError: the backend does not take what was asked for.
+    """
+    capabilities = backend.capabilities
+    if config.block_size is None:
+        return default_block_size(capabilities)
+    only = capabilities.constraints.block_size
+    possible = sorted(capabilities.block_sizes) if only is None else [only]
+    if config.block_size not in possible:
+        raise ConfigError(
+            f"block_size {config.block_size} was asked for, backend {backend.name!r} has "
+            f"{possible}; leave it out, or use one of these"
+        )
+    return BlockSize(config.block_size, "as asked for")
+
+
+def largest_block(config: EngineConfig, geometries: Sequence[KVGeometry], block_size: int) -> int:
     """Bytes of a block of all these models' KV, on the rank that holds most."""
     ranks = zip(*(all_shards(config, geometry) for geometry in geometries), strict=True)
-    return max(block_bytes(config, geometries, shards) for shards in ranks)
+    return max(block_bytes(geometries, shards, block_size) for shards in ranks)
 
 
 def block_bytes(
-    config: EngineConfig, geometries: Sequence[KVGeometry], shards: Sequence[KVShard]
+    geometries: Sequence[KVGeometry], shards: Sequence[KVShard], block_size: int
 ) -> int:
     """Bytes of a block of all these models' KV, on the rank with these shards of them."""
     pairs = zip(geometries, shards, strict=True)
-    return sum(layout_bytes(geometry, shard, 1, config.block_size) for geometry, shard in pairs)
+    return sum(layout_bytes(geometry, shard, 1, block_size) for geometry, shard in pairs)
 
 
 def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
@@ -166,7 +182,7 @@ def resize(config: EngineConfig, setup: ExecutionSetup, num_blocks: int) -> Exec
     return replace(
         setup,
         pool_size=replace(size, num_blocks=num_blocks, num_host_blocks=num_host_blocks),
-        max_model_len=_choose_length(config, setup.model, num_blocks * config.block_size),
+        max_model_len=_choose_length(config, setup.model, num_blocks * size.block_size),
         is_provisional=False,
     )
 
@@ -194,9 +210,9 @@ def largest_share(config: EngineConfig) -> int:
     return max(1, config.max_num_batched_tokens // config.max_num_seqs)
 
 
-def _provisional_blocks(config: EngineConfig) -> int:
+def _provisional_blocks(config: EngineConfig, block_size: int) -> int:
     """Room for a sequence of the largest step, and for what it runs after that."""
-    return -(-(largest_share(config) + tokens_ahead(config)) // config.block_size)
+    return -(-(largest_share(config) + tokens_ahead(config)) // block_size)
 
 
 def _plan_draft(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DraftSetup | None:

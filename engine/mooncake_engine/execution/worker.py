@@ -137,11 +137,11 @@ class Worker:
             runner.close()
             del runner
             pool.close()
-        nbytes = memory_for_kv(config, runtime, index, peak_bytes)
+        nbytes, size = memory_for_kv(config, runtime, index, peak_bytes), setup.pool_size
         shards = [ground.groups.place.shard(geometry) for geometry in setup.geometries]
-        num_blocks = blocks_in(nbytes, config, block_bytes(config, setup.geometries, shards))
+        num_blocks = blocks_in(nbytes, block_bytes(setup.geometries, shards, size.block_size))
         num_blocks = ground.groups.least(num_blocks, ground.device)
-        return resize(config, setup, num_blocks - setup.pool_size.num_scratch_blocks)
+        return resize(config, setup, num_blocks - size.num_scratch_blocks)
 
     def _build_runner(self, setup: ExecutionSetup, model: ModelStage) -> tuple[KVPool, ModelRunner]:
         ground = self._ground

@@ -26,6 +26,7 @@ class ConnectorSetup:
         config: of the instance, with ``kv_transfer`` set.
         engine_id: name of this incarnation.
         geometry: of the model's KV.
+        block_size: tokens per block.
         hardware: what the instance runs on.
         tokenizer_fingerprint: of the tokenizer's files.
         send: carries a message to a rank's worker side.
@@ -35,6 +36,7 @@ class ConnectorSetup:
     config: EngineConfig
     engine_id: str
     geometry: KVGeometry
+    block_size: int
     hardware: Hardware
     tokenizer_fingerprint: str
     send: Callable[[int, bytes], None]

@@ -127,7 +127,7 @@ class ConnectorCore(ABC):
             config.host,
             server.port,
             setup.config.tp_size,
-            setup.config.block_size,
+            setup.block_size,
             config.lease_s,
         )
         context = SideContext(
@@ -149,7 +149,7 @@ class ConnectorCore(ABC):
             model_fingerprint(setup.config.model),
             setup.tokenizer_fingerprint,
             setup.geometry,
-            setup.config.block_size,
+            setup.block_size,
             setup.hardware,
             tuple(self._readiness[rank].facts for rank in range(setup.config.num_ranks)),
         )

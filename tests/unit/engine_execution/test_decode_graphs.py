@@ -199,7 +199,7 @@ def test_who_uses_graphs() -> None:
     assert not uses_graphs(config, backend)
     backend.capabilities = replace(backend.capabilities, graphs=True)
     assert uses_graphs(config, backend)
-    assert scratch_blocks(config, backend) == 2
+    assert scratch_blocks(config, backend, 16) == 2
     assert largest_graph(replace(config, max_num_seqs=256), backend) == 32
     kv = KVTransferConfig()
     for without in (
@@ -208,5 +208,5 @@ def test_who_uses_graphs() -> None:
         replace(config, role=Role.PREFILL, kv_transfer=kv),
     ):
         assert not uses_graphs(without, backend)
-        assert scratch_blocks(without, backend) == 0
+        assert scratch_blocks(without, backend, 16) == 0
     assert uses_graphs(replace(config, role=Role.DECODE, kv_transfer=kv), backend)

@@ -53,11 +53,11 @@ def test_every_element_lies_where_the_layout_says(name: str, backend: Backend) -
 def test_num_blocks_follow_from_the_bytes_allowed() -> None:
     block_bytes = 3 * 2 * 16 * 2 * 8 * 4  # of ranks with 1, 1 and 2 heads
     config = EngineConfig(Path("x"), tp_size=3, kv_cache_bytes=10 * block_bytes + 1)
-    assert largest_block(config, [GEOMETRY]) == block_bytes
-    assert largest_block(config, [GEOMETRY, GEOMETRY]) == 2 * block_bytes
+    assert largest_block(config, [GEOMETRY], 16) == block_bytes
+    assert largest_block(config, [GEOMETRY, GEOMETRY], 16) == 2 * block_bytes
     assert choose_num_blocks(config, block_bytes) == 10
     small = EngineConfig(Path("x"), kv_cache_bytes=block_bytes - 1)
-    with pytest.raises(ConfigError, match=f"one block of 16 tokens takes {block_bytes} bytes"):
+    with pytest.raises(ConfigError, match=f"one block takes {block_bytes} bytes"):
         choose_num_blocks(small, block_bytes)
     with pytest.raises(ConfigError, match="at least 1, got 0"):
         choose_num_blocks(EngineConfig(Path("x"), num_kv_blocks=0), block_bytes)

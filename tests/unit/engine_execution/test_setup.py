@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.setup import plan_execution, rank_device, resize
-from mooncake_hal.backend import Backend, DeviceInfo
+from mooncake_hal.backend import Backend, DeploymentConstraints, DeviceInfo
 from mooncake_hal.registry import Registry
 
 
@@ -72,6 +73,29 @@ def test_what_can_not_be_had_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_execution(EngineConfig(model, num_kv_blocks=10, **options), backend)
+
+
+class OfOneSize:
+    """The CPU, as strict about blocks as Ascend is."""
+
+    name = "strict"
+
+    def __init__(self, inner: Backend) -> None:
+        self.runtime = inner.runtime
+        rules = DeploymentConstraints(block_size=128)
+        self.capabilities = replace(inner.capabilities, constraints=rules)
+
+
+def test_blocks_are_as_large_as_the_backend_wants_them(model: Path, backend: Backend) -> None:
+    strict: Any = OfOneSize(backend)
+    config = EngineConfig(model, num_kv_blocks=2)
+    assert plan_execution(config, backend).pool_size.block_size == 16
+    assert plan_execution(config, strict).pool_size.block_size == 128
+    assert plan_execution(replace(config, block_size=32), backend).pool_size.block_size == 32
+    with pytest.raises(
+        ConfigError, match=r"block_size 16 was asked for, backend 'strict' has \[128"
+    ):
+        plan_execution(replace(config, block_size=16), strict)
 
 
 def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:

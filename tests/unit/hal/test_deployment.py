@@ -8,8 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_hal.backend import DeploymentConstraints
-from mooncake_hal.deployment import Deployment, Hardware, InstancePlan, PairFacts, check_pair
+from mooncake_hal.backend import Capabilities, DeploymentConstraints
+from mooncake_hal.deployment import (
+    BlockSize,
+    Deployment,
+    Hardware,
+    InstancePlan,
+    PairFacts,
+    check_pair,
+    default_block_size,
+)
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.ports import Port, find_taken, holder_of
 
@@ -27,6 +35,24 @@ STRICT = PairFacts(
 )
 PREFILL = InstancePlan("p0", "prefill", "MooncakeConnector", (Port("HTTP", "127.0.0.1", 0),), FREE)
 DECODE = replace(PREFILL, name="d0", role="decode")
+
+
+@pytest.mark.parametrize(
+    ("offered", "only", "expected"),
+    [
+        ((128,), 128, BlockSize(128, "the backend takes no other")),
+        ((16, 128), 128, BlockSize(128, "the backend takes no other")),
+        ((64,), None, BlockSize(64, "the backend takes no other")),
+        ((128, 16, 8), None, BlockSize(16, "the usual one")),
+        ((64, 32), None, BlockSize(64, "the backend's best; it lacks the usual 16")),
+    ],
+)
+def test_a_block_size_that_nobody_named_suits_the_backend(
+    offered: tuple[int, ...], only: int | None, expected: BlockSize
+) -> None:
+    rules = DeploymentConstraints(block_size=only)
+    capabilities = Capabilities(("float32",), offered, ("BHLPT",), False, ("tcp",), rules)
+    assert default_block_size(capabilities) == expected
 
 
 def test_a_sound_deployment_has_no_problems() -> None:
