@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from mooncake_hal.latents import LatentOps
 from mooncake_hal.transport import MemoryRegion
 
 if TYPE_CHECKING:
@@ -195,18 +196,18 @@ class AttentionBatch:
     host_context_lens: tuple[int, ...]
 
 
-class Ops(Protocol):
+class Ops(LatentOps, Protocol):
     """The kernels of a decoder, with grouped-query or latent attention.
 
     KV caches are strided views ``[num_blocks, block_size, kv_heads, head_dim]`` of any layout
-    that ``capabilities.kv_layouts`` lists; only the last dimension is contiguous. Latent attention
-    (MLA) has the planes latent and rope in place of key and value: of one head, differently wide.
+    that ``capabilities.kv_layouts`` lists; only the last dimension is contiguous. A backend without
+    a fused ``write_latents`` inherits ``mooncake_hal.latents.ComposedLatentWrites``.
     """
 
     def write_kv(
         self,
-        key: Tensor,  # [tokens, kv_heads, head_dim]; the latent for MLA
-        value: Tensor,  # [tokens, kv_heads, head_dim], may be of another width; the rope for MLA
+        key: Tensor,  # [tokens, kv_heads, head_dim]
+        value: Tensor,  # [tokens, kv_heads, head_dim], may be of another width
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,  # [tokens] int64
@@ -234,32 +235,6 @@ class Ops(Protocol):
         scale: float,
     ) -> Tensor:  # like query
         """Causal attention of the remaining sequences over their paged KV (cached prefix too)."""
-        ...
-
-    def mla_decode_attention(
-        self,
-        query: Tensor,  # [num_decodes, heads, latent_dim + rope_dim]
-        latent_cache: Tensor,
-        rope_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-    ) -> Tensor:  # [num_decodes, heads, latent_dim]
-        """Attention of the batch's leading decodes over paged latents, in the absorbed form.
-
-        A token's key is its latent and its rope row together, its value the latent again; all
-        heads share them (DeepSeek-V2, arXiv 2405.04434).
-        """
-        ...
-
-    def mla_prefill_attention(
-        self,
-        query: Tensor,  # [tokens of the sequences after the decodes, heads, latent_dim + rope_dim]
-        latent_cache: Tensor,
-        rope_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-    ) -> Tensor:  # [tokens, heads, latent_dim]
-        """The same, causal, for the remaining sequences."""
         ...
 
     def rms_norm(
@@ -354,8 +329,8 @@ class ScaledKVOps(Ops, Protocol):
     def with_kv_scales(self, first: float, second: float) -> Ops:
         """The same ops over caches of one of ``kv_dtypes``, a layer's at a time.
 
-        ``write_kv`` then stores values divided by their plane's scale, what is too large as the
-        largest number there is; attention multiplies by it again.
+        ``write_kv`` and ``write_latents`` then store values divided by their plane's scale, what is
+        too large as the largest number there is; attention multiplies by it again.
 
         Args:
             first, second: scales of the planes: of keys and values, or of latents and rope rows.

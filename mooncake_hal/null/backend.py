@@ -24,6 +24,7 @@ from mooncake_hal.backend import (
 )
 from mooncake_hal.errors import CapabilityError, DeviceError, OutOfMemory
 from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.latents import LatentRows
 from mooncake_hal.solo import SoloCommunicator
 from mooncake_hal.transport import MemoryRegion
 
@@ -123,6 +124,21 @@ class NullOps:
     ) -> Tensor:
         """Zeros."""
         return torch.zeros_like(query)
+
+    def pack_rope(self, rows: Tensor) -> Tensor:
+        """The input."""
+        return rows
+
+    def write_latents(
+        self,
+        query: Tensor,
+        rows: LatentRows,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """The queries; store nothing."""
+        return query
 
     def mla_decode_attention(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch, Drawing
+from mooncake_hal.latents import LatentRows
 from mooncake_hal.quantised import quantised
 
 
@@ -64,6 +65,26 @@ class ReferenceOps:
         """See ``Ops``."""
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
         return _attend(query, self._widened(key_cache, value_cache), batch, scale, sequences)
+
+    def pack_rope(self, rows: Tensor) -> Tensor:
+        """See ``LatentOps``."""
+        return rows
+
+    def write_latents(
+        self,
+        query: Tensor,
+        rows: LatentRows,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See ``LatentOps``."""
+        compressed, latent_dim = rows.compressed.unsqueeze(1), latent_cache.shape[-1]
+        cos, sin = rows.cos_sin[rows.positions].float().unsqueeze(1).chunk(2, dim=-1)
+        latent = self.rms_norm(compressed[..., :latent_dim], rows.norm_weight, rows.eps)
+        turned = _rotate(compressed[..., latent_dim:], cos, sin)
+        self.write_kv(latent, turned, latent_cache, rope_cache, slot_mapping)
+        return _rotate(query, cos, sin)
 
     def mla_decode_attention(
         self,

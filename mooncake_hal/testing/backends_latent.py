@@ -9,6 +9,7 @@ import torch
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.latents import LatentOps, LatentRows
 from mooncake_hal.testing.backends_data import Case, Shape, make_case
 from mooncake_hal.testing.backends_ops import (
     ALL_DTYPES,
@@ -127,14 +128,67 @@ class LatentSuite:
 
     @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
-    def test_write_kv_of_latents(
+    def test_write_latents(
         self, backend: Backend, latent_case: MakeCase, dtype: str, layout: str
     ) -> None:
-        """Planes of different width: new tokens land in their slots, and nothing else changes."""
+        """Norm, rotation of rows and queries, and the writes: nothing else changes."""
         shape = latent_shape(backend, dtype, layout)
         made, wanted = (latent_case(shape, (*DECODES, *PREFILLS)) for _ in range(2))
-        fused = torch.cat((made.key, made.value), dim=-1)
-        new = (fused[..., : shape.head_dim], fused[..., shape.head_dim :])
-        backend.ops.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
-        oracle.write_kv(*new, wanted.kv.key, wanted.kv.value, wanted.batch.slot_mapping)
-        assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)
+        check_writes(backend.ops, oracle, made, wanted)
+
+    @pytest.mark.parametrize("dims", WIDTHS, ids=lambda dims: f"{dims[0]}and{dims[1]}")
+    def test_write_latents_of_every_width(
+        self, backend: Backend, latent_case: MakeCase, dims: tuple[int, int]
+    ) -> None:
+        """As they are attended to."""
+        made, wanted = (latent_case(latent_shape(backend, dims=dims), DECODES) for _ in range(2))
+        check_writes(backend.ops, oracle, made, wanted)
+
+    def test_write_latents_of_nobody(self, backend: Backend, latent_case: MakeCase) -> None:
+        """No tokens, no rows."""
+        made, wanted = (latent_case(latent_shape(backend), ()) for _ in range(2))
+        check_writes(backend.ops, oracle, made, wanted)
+
+
+def check_writes(ours: LatentOps, theirs: LatentOps, made: Case, wanted: Case) -> None:
+    """``write_latents`` of the same tokens into equal caches equals the reference's.
+
+    Args:
+        ours, theirs: under test, and the reference.
+        made, wanted: their cases, alike.
+    """
+    rows, shape, batch = latent_rows(made), made.shape, made.batch
+    query = made.query[..., shape.head_dim :]
+    expected = theirs.write_latents(
+        query.clone(), rows, wanted.kv.key, wanted.kv.value, batch.slot_mapping
+    )
+    plain, turned = torch.split(rows.compressed, list(shape.plane_dims), dim=-1)
+    packed = rows._replace(compressed=torch.cat((plain, ours.pack_rope(turned.T).T), dim=-1))
+    found = ours.write_latents(query, packed, made.kv.key, made.kv.value, batch.slot_mapping)
+    assert_same(found, expected, shape.dtype)
+    written = torch.zeros(made.kv.key.shape[:2], dtype=torch.bool).flatten()
+    written[batch.slot_mapping.cpu()] = True
+    for caches in ((made.kv.key, wanted.kv.key), (made.kv.value, wanted.kv.value)):
+        new, reference = (each.cpu().flatten(0, 1) for each in caches)
+        assert_identical(new[~written], reference[~written])
+        if shape.kv_dtype:  # what is rounded twice may be a step apart
+            found, expected = new[written].float(), reference[written].float()
+            torch.testing.assert_close(found, expected, rtol=0.13, atol=0.002)
+        else:
+            assert_same(new[written], reference[written], shape.dtype)
+
+
+def latent_rows(case: Case, seed: int = 7) -> LatentRows:
+    """What a layer's projection may leave of the case's new tokens, what is rotated as halves.
+
+    That is small, since a kernel may round the table's numbers to the rows' type.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    latent_dim, rope_dim = case.shape.plane_dims
+    device, dtype = case.query.device, case.shape.torch_dtype
+    compressed = torch.cat((case.key * 3, case.value / 2), dim=-1)[:, 0]
+    weight = torch.rand(latent_dim, generator=generator).to(dtype).to(device) + 0.5
+    angles = torch.rand(200, rope_dim // 2, generator=generator) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+    positions = (torch.arange(len(compressed)) * 37 % 200).to(device)
+    return LatentRows(compressed, weight, 1e-6, positions, cos_sin)

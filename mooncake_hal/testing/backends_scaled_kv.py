@@ -12,7 +12,7 @@ import torch
 from mooncake_hal.backend import Backend, Ops, ScaledKVOps
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.testing.backends_data import Case, Shape, make_case
-from mooncake_hal.testing.backends_latent import latent_shape
+from mooncake_hal.testing.backends_latent import check_writes, latent_shape
 from mooncake_hal.testing.backends_ops import (
     DTYPES,
     MakeCase,
@@ -101,6 +101,14 @@ class ScaledKVSuite:
         ours.write_kv(*new, made.kv.key, made.kv.value, made.batch.slot_mapping)
         theirs.write_kv(*new, wanted.kv.key, wanted.kv.value, wanted.batch.slot_mapping)
         assert_identical(made.kv.allocation.tensor, wanted.kv.allocation.tensor)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_scaled_latents_are_written(
+        self, backend: Backend, scaled_case: MakeCase, dtype: str
+    ) -> None:
+        """Both planes, each divided by its scale."""
+        made, wanted = (scaled_case(latent_shape(backend, dtype), LENGTHS) for _ in range(2))
+        check_writes(*self.ops(backend), made, wanted)
 
     def test_scaled_blocks_are_moved(self, backend: Backend, scaled_case: MakeCase) -> None:
         """Copies, packing and unpacking keep every bit."""

@@ -8,15 +8,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch
-from mooncake_hal_ascend import latent
 from mooncake_hal_ascend.attention import attend
 from mooncake_hal_ascend.experts import route_and_run
+from mooncake_hal_ascend.latent import Latents
+from mooncake_hal_ascend.rotation import angles_of, rotated
 from mooncake_hal_ascend.sequences import decodes_of, prompts_of
 from mooncake_hal_ascend.soc import Soc
 from mooncake_hal_ascend.weights import to_nz
 
 
-class AscendOps:
+class AscendOps(Latents):
     """See ``Ops``. Caches are dense: ``[blocks, tokens, heads, dim]``.
 
     Args:
@@ -24,6 +25,7 @@ class AscendOps:
     """
 
     def __init__(self, soc: Soc) -> None:
+        super().__init__()
         self._soc = soc
 
     def write_kv(
@@ -66,28 +68,6 @@ class AscendOps:
         """See ``Ops``."""
         return attend(query, (key_cache, value_cache), prompts_of(batch), scale)
 
-    def mla_decode_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-    ) -> Tensor:
-        """See ``Ops``."""
-        return latent.attend_decodes(query, (latent_cache, rope_cache), batch, scale)
-
-    def mla_prefill_attention(
-        self,
-        query: Tensor,
-        latent_cache: Tensor,
-        rope_cache: Tensor,
-        batch: AttentionBatch,
-        scale: float,
-    ) -> Tensor:
-        """See ``Ops``."""
-        return latent.attend_prompts(query, (latent_cache, rope_cache), batch, scale)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""
         found, _ = torch_npu.npu_rms_norm(x, weight, epsilon=eps)
@@ -103,16 +83,10 @@ class AscendOps:
     def rope(
         self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See ``Ops``. Queries and keys go through one op, in float32 as the table is."""
+        """See ``Ops``. Queries and keys go through one op."""
         rotary_dim, heads = cos_sin.shape[1], query.shape[1]
         rows = torch.cat((query, key), dim=1)
-        cos, sin = cos_sin[positions].view(1, len(rows), 1, rotary_dim).chunk(2, dim=-1)
-        turned = torch_npu.npu_rotary_mul(
-            rows[..., :rotary_dim].float().unsqueeze(0),
-            torch.cat((cos, cos), dim=-1),
-            torch.cat((sin, sin), dim=-1),
-        )
-        rows[..., :rotary_dim] = turned[0]
+        rows[..., :rotary_dim] = rotated(rows[..., :rotary_dim], angles_of(positions, cos_sin))
         return rows[:, :heads], rows[:, heads:]
 
     def pack_weight(self, weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.latents import ComposedLatentWrites
 from mooncake_hal.quantised import quantised
 from mooncake_hal_cpu.tape import require_live
 
@@ -25,7 +26,7 @@ _MLA_TOKENS = 64
 _MLA_SCORES = 1 << 22
 
 
-class TorchOps:
+class TorchOps(ComposedLatentWrites):
     """The ops in plain torch, in as few calls as torch allows."""
 
     _kv_scales = (1.0, 1.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch, Drawing
+from mooncake_hal.latents import ComposedLatentWrites
 from mooncake_hal_cuda import experts
 from mooncake_hal_cuda.attention import Attention, attend_latent
 from mooncake_hal_cuda.choosing import OURS, Chooser
@@ -29,7 +30,7 @@ _ROPE_ELEMENTS = 2048
 _MOVED_ELEMENTS = 4096
 
 
-class CudaOps:
+class CudaOps(ComposedLatentWrites):
     """See ``Ops``, ``ScaledKVOps`` and ``SamplingOps``.
 
     Args:

@@ -25,6 +25,7 @@ from mooncake_engine.models.layers import (
     Span,
     WeightSlot,
 )
+from mooncake_hal.latents import LatentRows
 
 _NORM_EPS = 1e-6
 """Of the norms inside; the checkpoint's ``rms_norm_eps`` is that of the others."""
@@ -164,34 +165,31 @@ class LatentAttention:
 
     def pack(self) -> None:
         """Bring the loaded weights into the backend's form."""
-        down, mla = self._kv_down, self._mla
-        if mla.is_interleaved:
-            pairs_to_halves(down.weight.unsqueeze(0), mla.rope_dim)
-            if down.bias is not None:
-                pairs_to_halves(down.bias.view(1, -1, 1), mla.rope_dim)
+        down, rope_dim = self._kv_down, self._mla.rope_dim
+        for rows in (down.weight,) if down.bias is None else (down.weight, down.bias):
+            if self._mla.is_interleaved:
+                pairs_to_halves(rows.view(1, len(rows), -1), rope_dim)
+            turned = rows[len(rows) - rope_dim :]
+            turned.copy_(self._ops.pack_rope(turned))
         for linear in (self._query, down, self._output):
             linear.pack()
 
     def __call__(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; writes the tokens' latents on the way."""
-        ops, batch, caches = self._ops, context.batch, context.kv[self._layer]
-        query, latent, rope = self._project(x, rotation)
+        ops, mla, batch, caches = self._ops, self._mla, context.batch, context.kv[self._layer]
+        plain, turned = torch.split(self._query(x), [mla.nope_dim, mla.rope_dim], dim=-1)
+        norm = self._kv_norm
+        rows = LatentRows(
+            self._kv_down(x), norm.weight, norm.eps, rotation.positions, rotation.cos_sin
+        )
         latent_cache, rope_cache = caches
-        ops.write_kv(latent, rope, latent_cache, rope_cache, batch.slot_mapping)
+        turned = ops.write_latents(turned, rows, latent_cache, rope_cache, batch.slot_mapping)
         if context.layer_done is not None:
             context.layer_done(self._layer)
-        kernels = (ops.mla_decode_attention, ops.mla_prefill_attention)
-        attended = attend(kernels, query, caches, batch, self._mla.scale)
-        return self._output(self._kv_up.from_latents(attended).reshape(x.shape[0], -1))
-
-    def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[tokens, heads, latent ++ rope]``; latents and rotated rows, of one head."""
-        mla, (positions, cos_sin) = self._mla, (rotation.positions, rotation.cos_sin)
-        latent, key = torch.split(self._kv_down(x), [mla.latent_dim, mla.rope_dim], dim=-1)
-        plain, turned = torch.split(self._query(x), [mla.nope_dim, mla.rope_dim], dim=-1)
-        turned, key = self._ops.rope(turned, key.unsqueeze(1), positions, cos_sin)
         query = torch.cat((self._kv_up.into_latents(plain), turned), dim=-1)
-        return query, self._kv_norm(latent).unsqueeze(1), key
+        kernels = (ops.mla_decode_attention, ops.mla_prefill_attention)
+        attended = attend(kernels, query, caches, batch, mla.scale)
+        return self._output(self._kv_up.from_latents(attended).reshape(x.shape[0], -1))
 
 
 def whole_linear(

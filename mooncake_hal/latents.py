@@ -1,0 +1,131 @@
+"""Latent attention's part of a backend's contract, and its writes composed of other ops.
+
+Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) has the planes latent and rope in place of key
+and value: per token a latent row and a rotated row, of one head that all heads of a query share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mooncake_hal.backend import AttentionBatch
+
+
+class LatentRows(NamedTuple):
+    """New tokens as a layer's narrow projection leaves them, and what their rows are made with.
+
+    Args:
+        compressed: [tokens, latent_dim + rope_dim]; what is rotated comes last, in the order of
+            ``LatentOps.pack_rope``.
+        norm_weight: [latent_dim], of the latents' RMS norm.
+        eps: of that norm.
+        positions: [tokens] int64.
+        cos_sin: [max_positions, rope_dim] float32, cosines then sines.
+    """
+
+    compressed: Tensor
+    norm_weight: Tensor
+    eps: float
+    positions: Tensor
+    cos_sin: Tensor
+
+
+class LatentOps(Protocol):
+    """The kernels of latent attention."""
+
+    def pack_rope(
+        self,
+        rows: Tensor,  # [rope_dim, ...]
+    ) -> Tensor:  # like rows
+        """Return rows of a projection's weight or bias, whose outputs are to be rotated as halves,
+        in the order that ``write_latents`` takes those outputs in; called once after loading."""
+        ...
+
+    def write_latents(
+        self,
+        query: Tensor,  # [tokens, heads, rope_dim], what is rotated of the queries
+        rows: LatentRows,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,  # [tokens] int64
+    ) -> Tensor:  # like query
+        """Norm the latents, rotate what is rotated, store both rows of each token in its slot.
+
+        Returns the rotated queries. They, and the rows in the cache, are halves (NeoX form). The
+        norm and the rotation are those of ``Ops``, but the rows may be rotated by a table that is
+        rounded to their type first. May work in place.
+        """
+        ...
+
+    def mla_decode_attention(
+        self,
+        query: Tensor,  # [num_decodes, heads, latent_dim + rope_dim]
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:  # [num_decodes, heads, latent_dim]
+        """Attention of the batch's leading decodes over paged latents, in the absorbed form.
+
+        A token's key is its latent and its rope row together, its value the latent again; all
+        heads share them.
+        """
+        ...
+
+    def mla_prefill_attention(
+        self,
+        query: Tensor,  # [tokens of the sequences after the decodes, heads, latent_dim + rope_dim]
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:  # [tokens, heads, latent_dim]
+        """The same, causal, for the remaining sequences."""
+        ...
+
+
+class _RowOps(Protocol):
+    """What ``ComposedLatentWrites`` composes; see ``mooncake_hal.backend.Ops``."""
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def rope(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ComposedLatentWrites:
+    """A base for ops without a fused kernel: queries and rows are rotated in one call of ``rope``,
+    and ``write_kv`` brings scales of the KV along."""
+
+    def pack_rope(self, rows: Tensor) -> Tensor:
+        """See ``LatentOps``: halves, as ``rope`` takes them."""
+        return rows
+
+    def write_latents(
+        self: _RowOps,
+        query: Tensor,
+        rows: LatentRows,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See ``LatentOps``."""
+        latent_dim, compressed = latent_cache.shape[-1], rows.compressed.unsqueeze(1)
+        latent, key = compressed[..., :latent_dim], compressed[..., latent_dim:]
+        query, key = self.rope(query, key, rows.positions, rows.cos_sin)
+        latent = self.rms_norm(latent, rows.norm_weight, rows.eps)
+        self.write_kv(latent, key, latent_cache, rope_cache, slot_mapping)
+        return query
