@@ -72,6 +72,12 @@ def one_span(local: int, remote: int, nbytes: int) -> Spans:
     return Spans(*(np.array([value], np.uint64) for value in (local, remote, nbytes)))
 
 
+def stripes(num_tokens: int, nbytes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where tokens of one of two ranks begin: among themselves, and beside the other's."""
+    dense = np.arange(num_tokens, dtype=np.int64) * nbytes
+    return dense, 2 * dense + nbytes
+
+
 @dataclass(slots=True)
 class Pair:
     """Two endpoints of one process, connected, with a buffer registered at each."""
@@ -192,6 +198,14 @@ class TransportConformance(TransportKit):
         pair = self.pair(8 * MIB)
         sizes = np.full(100, 64 * KIB, np.int64)
         self.check_moves(pair, random_pieces(self.rng, sizes, 8 * MIB))
+
+    def test_stripes_of_wider_blocks(self) -> None:
+        """Heads of two ranks that one rank holds: dense on one side, a stripe per token there."""
+        pair = self.pair(2 * MIB)
+        dense, striped = stripes(num_tokens=4096, nbytes=256)
+        sizes = np.full(len(dense), 256, np.int64)
+        self.check_moves(pair, Pieces(dense, striped, sizes))
+        self.check_moves(pair, Pieces(striped, dense, sizes))
 
     def test_65536_pieces_in_one_batch(self) -> None:
         count, size = 65536, 48

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout
-from mooncake_hal.testing.transports import MIB, TransportKit, one_span, raises
+from mooncake_hal.testing.transports import MIB, TransportKit, one_span, raises, stripes
 from mooncake_hal.testing.transports_peer import PeerProcess, content
 from mooncake_hal.transport import Endpoint, EndpointOptions, Spans
 
@@ -83,6 +83,20 @@ class TransportProcessConformance(TransportKit):
         self.read(peer, spans)
         wanted = content(1, nbytes).reshape(count, size)[order].reshape(-1)
         assert (here.get() == wanted).all()
+
+    def test_stripes_between_processes(self) -> None:
+        nbytes = 2 * MIB
+        child = self.child(nbytes)
+        near, here = self.open(), self.buffer(nbytes)
+        near.register(here.region)
+        peer = near.connect(child.address, timeout=self.timeout)
+        dense, striped = stripes(num_tokens=4096, nbytes=256)
+        local = (dense + here.region.address).astype(np.uint64)
+        remote = (striped + child.region.address).astype(np.uint64)
+        self.write(peer, Spans(local, remote, np.full(len(local), 256, np.uint64)))
+        wanted = content(1, nbytes)
+        wanted.reshape(-1, 2, 256)[:, 1] = here.get()[: nbytes // 2].reshape(-1, 256)
+        assert child.ask(do="digest")["digest"] == hashlib.sha256(wanted.tobytes()).hexdigest()
 
     def test_the_far_side_is_killed_in_mid_transfer(self) -> None:
         nbytes = self.large

@@ -86,6 +86,11 @@ class HostStream:
         return lambda: None
 
 
+def host_spreader() -> Spreader:
+    """Spreads over such memory."""
+    return Spreader(tensor_at, HostStream())
+
+
 class NpuBuffer:
     """See ``transports_buffers.Buffer``."""
 
@@ -321,7 +326,7 @@ def load_with(modules: dict[str, ModuleType], generation: str = "A2") -> Adapter
         return found[name]
 
     found = {MODULES[engine]: module for engine, module in modules.items()}
-    return transport_of(Loaded(runtime, memory, import_engine, Spreader(tensor_at, HostStream())))
+    return transport_of(Loaded(runtime, memory, import_engine, host_spreader()))
 
 
 def load_mooncake() -> AdapterTransport:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 from support import cann_stub
-from support.fake_hccs import HostMemory, HostRuntime
+from support.fake_hccs import HostMemory, HostRuntime, host_spreader
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend, Memory, Runtime
@@ -88,9 +88,10 @@ class NpuBuffer:
 
 def load_mooncake() -> AdapterTransport:
     """The transport hccs over mooncake's engine."""
-    from mooncake_hal_ascend.hccs.transport import Loaded, transport_of
+    backend()
+    from mooncake_hal_ascend.hccs.transport import load
 
-    return transport_of(Loaded(backend().runtime, backend().memory))
+    return load()
 
 
 class StubRuntime(HostRuntime):
@@ -105,4 +106,4 @@ def load_mooncake_alone() -> AdapterTransport:
     from mooncake_hal_ascend.hccs.transport import Loaded, transport_of
 
     runtime, memory = cast("Runtime", StubRuntime()), cast("Memory", HostMemory())
-    return transport_of(Loaded(runtime, memory))
+    return transport_of(Loaded(runtime, memory, spreader=host_spreader()))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support import fake_hccs
-from support.fake_hccs import DEVICE, HostMemory, HostStream, NpuBuffer, tensor_at
+from support.fake_hccs import DEVICE, HostMemory, HostStream, NpuBuffer, host_spreader
 
 from mooncake_hal.errors import PeerLost, RegionRevoked, RegionUnknown, TransferError
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Peer, Spans
@@ -267,7 +267,7 @@ class Lender:
 
     def __init__(self) -> None:
         self.memory = HostMemory().allocate(LENT_BYTES, 0)
-        self.landing = Landing(self.memory.tensor, Spreader(tensor_at, HostStream()))
+        self.landing = Landing(self.memory.tensor, host_spreader())
         self.target = HostMemory().allocate(64 << 10, 0)
         self.local = AttachedRegions("this side")
         self.local.add(1, self.target.region, b"")
