@@ -13,8 +13,9 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -32,12 +33,12 @@ DEVICE = "npu:0"
 PAGE = 2 << 20
 MAX_REGIONS = 256
 
-REFUSED, NO_DEVICE, OVERLAPS = -1, -6, -7
+Sizes = dict[int, int]
+"""Of regions, by first address."""
 
 _current = threading.local()
-_engines: weakref.WeakValueDictionary[str, HixlEngine | MemfabricEngine] = (
-    weakref.WeakValueDictionary()
-)
+_said = threading.local()
+_engines: weakref.WeakValueDictionary[str, FakeEngine] = weakref.WeakValueDictionary()
 _allocations: weakref.WeakValueDictionary[int, TensorAllocation] = weakref.WeakValueDictionary()
 _ports = itertools.count(15000)
 
@@ -112,65 +113,78 @@ class NpuBuffer:
         pass
 
 
-class _Regions:
-    """What an engine has registered, by first address."""
+@dataclass(frozen=True)
+class Codes:
+    """What an engine returns where it refuses."""
+
+    refused: int = -1
+    no_device: int = -1
+    overlaps: int = -1
+    unknown: int = -1
+
+
+class FakeEngine:
+    """What both engines have: a port, and regions that begin at a page, apart and not too many."""
+
+    codes: ClassVar[Codes]
 
     def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self.lock = threading.Lock()
-
-    def add(self, address: int, nbytes: int, needs_page: bool) -> int:
-        with self.lock:
-            if nbytes <= 0 or (needs_page and address % PAGE) or len(self.sizes) == MAX_REGIONS:
-                return REFUSED
-            for start, size in self.sizes.items():
-                if address < start + size and start < address + nbytes:
-                    return OVERLAPS
-            self.sizes[address] = nbytes
-            return 0
-
-    def drop(self, address: int) -> int:
-        with self.lock:
-            return 0 if self.sizes.pop(address, None) is not None else REFUSED
-
-    def snapshot(self) -> dict[int, int]:
-        with self.lock:
-            return dict(self.sizes)
-
-
-def _holds(sizes: dict[int, int], address: int, nbytes: int) -> bool:
-    return any(
-        start <= address and address + nbytes <= start + size for start, size in sizes.items()
-    )
-
-
-class HixlEngine:
-    """``mooncake.engine.TransferEngine`` with its Ascend protocol."""
-
-    def __init__(self) -> None:
-        self._regions = _Regions()
-        self._links: dict[str, tuple[dict[int, int], dict[int, int]]] = {}
+        self._sizes: dict[int, int] = {}  # by first address
+        self._lock = threading.Lock()
         self._port = 0
-
-    def initialize(
-        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
-    ) -> int:
-        if getattr(_current, "device", None) is None:
-            return NO_DEVICE
-        if metadata_server != "P2PHANDSHAKE" or protocol != "ascend":
-            return REFUSED
-        self._port = next(_ports)
-        _engines[f"{local_hostname}:{self._port}"] = self
-        return 0
 
     def get_rpc_port(self) -> int:
         return self._port
 
     def register_memory(self, buffer_addr: int, capacity: int) -> int:
-        return self._regions.add(buffer_addr, capacity, needs_page=True)
+        with self._lock:
+            if capacity <= 0 or buffer_addr % PAGE:
+                return self._refuse(self.codes.refused, f"{buffer_addr:#x} is off a page")
+            if len(self._sizes) == MAX_REGIONS:
+                return self._refuse(self.codes.refused, f"{MAX_REGIONS} regions are registered")
+            for start, size in self._sizes.items():
+                if buffer_addr < start + size and start < buffer_addr + capacity:
+                    return self._refuse(self.codes.overlaps, f"{buffer_addr:#x} is registered")
+            self._sizes[buffer_addr] = capacity
+            return 0
 
     def unregister_memory(self, buffer_addr: int) -> int:
-        return self._regions.drop(buffer_addr)
+        with self._lock:
+            if self._sizes.pop(buffer_addr, None) is None:
+                return self._refuse(self.codes.refused, f"{buffer_addr:#x} is not registered")
+            return 0
+
+    def _start(self, host: str) -> None:
+        self._port = next(_ports)
+        _engines[f"{host}:{self._port}"] = self
+
+    def _regions(self) -> Sizes:
+        with self._lock:
+            return dict(self._sizes)
+
+    def _refuse(self, code: int, words: str) -> int:
+        _said.words = words
+        return code
+
+
+class HixlEngine(FakeEngine):
+    """``mooncake.engine.TransferEngine`` with its Ascend protocol."""
+
+    codes = Codes(no_device=-6, overlaps=-7)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._links: dict[str, tuple[Sizes, Sizes]] = {}
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
+        if getattr(_current, "device", None) is None:
+            return self.codes.no_device
+        if metadata_server != "P2PHANDSHAKE" or protocol != "ascend":
+            return self.codes.refused
+        self._start(local_hostname)
+        return 0
 
     def batch_transfer_sync_read(
         self,
@@ -195,26 +209,24 @@ class HixlEngine:
     ) -> int:
         other = _engines.get(session)
         if not isinstance(other, HixlEngine) or not len(ours) == len(theirs) == len(sizes):
-            return REFUSED
+            return self.codes.refused
         # a link knows the memory that was registered on both ends when it came up, and goes down
         # with the first failure
-        link = self._links.setdefault(session, (self._regions.snapshot(), other.snapshot()))
-        code = _copy(link, other.snapshot(), ours, theirs, sizes, is_read)
-        if code:
-            self._links.pop(session, None)
-        return code
-
-    def snapshot(self) -> dict[int, int]:
-        return self._regions.snapshot()
+        link = self._links.setdefault(session, (self._regions(), other._regions()))
+        if _copy(link, other._regions(), ours, theirs, sizes, is_read):
+            return 0
+        self._links.pop(session, None)
+        return self.codes.unknown
 
 
-class MemfabricEngine:
+class MemfabricEngine(FakeEngine):
     """``memfabric_hybrid.TransferEngine``."""
 
+    codes = Codes(unknown=-2000)
+
     def __init__(self) -> None:
-        self._regions = _Regions()
+        super().__init__()
         self._serves = False
-        self._port = 0
 
     def initialize(
         self,
@@ -227,22 +239,12 @@ class MemfabricEngine:
         nic: str = "",
     ) -> int:
         if role not in ("Prefill", "Decode") or not store_url.startswith("tcp://"):
-            return REFUSED
+            return self._refuse(self.codes.refused, f"role {role} and store {store_url}")
         if getattr(_current, "device", None) != device_id:
-            return NO_DEVICE
+            return self._refuse(self.codes.no_device, f"device {device_id} is not this thread's")
         self._serves = role == store_server_role
-        self._port = next(_ports)
-        _engines[f"{session_id}:{self._port}"] = self
+        self._start(session_id)
         return 0
-
-    def get_rpc_port(self) -> int:
-        return self._port
-
-    def register_memory(self, buffer_addr: int, capacity: int) -> int:
-        return self._regions.add(buffer_addr, capacity, needs_page=True)
-
-    def unregister_memory(self, buffer_addr: int) -> int:
-        return self._regions.drop(buffer_addr)
 
     def batch_transfer_sync_read(
         self,
@@ -274,19 +276,22 @@ class MemfabricEngine:
     ) -> int:
         other = _engines.get(session)
         if self._serves or not isinstance(other, MemfabricEngine) or not other._serves:
-            return REFUSED
-        now = self._regions.snapshot(), other._regions.snapshot()
-        return _copy(now, now[1], ours, theirs, sizes, is_read)
+            return self._refuse(self.codes.unknown, f"session {session} not found")
+        now = self._regions(), other._regions()
+        if _copy(now, now[1], ours, theirs, sizes, is_read):
+            return 0
+        return self._refuse(self.codes.unknown, "an address is invalid")
 
 
 def _copy(
-    link: tuple[dict[int, int], dict[int, int]],
-    still: dict[int, int],
+    link: tuple[Sizes, Sizes],
+    still: Sizes,
     ours: list[int],
     theirs: list[int],
     sizes: list[int],
     is_read: bool,
-) -> int:
+) -> bool:
+    """Copy piece by piece, up to one that is not registered at both ends."""
     local, remote = link
     for here, there, nbytes in zip(ours, theirs, sizes, strict=True):
         if not (
@@ -294,10 +299,22 @@ def _copy(
             and _holds(remote, there, nbytes)
             and _holds(still, there, nbytes)
         ):
-            return REFUSED
+            return False
         target, source = (here, there) if is_read else (there, here)
         ctypes.memmove(target, source, nbytes)
-    return 0
+    return True
+
+
+def _holds(sizes: Sizes, address: int, nbytes: int) -> bool:
+    return any(
+        start <= address and address + nbytes <= start + size for start, size in sizes.items()
+    )
+
+
+def _last_words() -> str:
+    """What memfabric said last in this thread; once."""
+    words, _said.words = getattr(_said, "words", ""), ""
+    return words
 
 
 def mooncake_module() -> ModuleType:
@@ -312,7 +329,7 @@ def memfabric_module() -> ModuleType:
     module: Any = ModuleType("memfabric_hybrid")
     module.TransferEngine = MemfabricEngine
     module.TransDataOpType = SimpleNamespace(SDMA=1, DEVICE_RDMA=2)
-    module.get_and_clear_last_err_msg = lambda: ""
+    module.get_and_clear_last_err_msg = _last_words
     return cast("ModuleType", module)
 
 

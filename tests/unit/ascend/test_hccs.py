@@ -19,8 +19,8 @@ from mooncake_hal.transports.adapter.transport import AdapterTransport
 from mooncake_hal_ascend.hccs import plugin
 from mooncake_hal_ascend.hccs.arena import ARENA_BYTES, Arena
 from mooncake_hal_ascend.hccs.codes import failure
-from mooncake_hal_ascend.hccs.shared import MAX_REGIONS, SharedEngine
-from mooncake_hal_ascend.hccs.vendor import MemfabricVendor, MooncakeVendor
+from mooncake_hal_ascend.hccs.shared import ALIGNMENT, MAX_REGIONS, SharedEngine
+from mooncake_hal_ascend.hccs.vendor import MemfabricVendor, MooncakeVendor, VendorEngine
 
 OPTIONS = EndpointOptions(device=DEVICE)
 ENGINES = {"mooncake": fake_hccs.mooncake_module, "memfabric": fake_hccs.memfabric_module}
@@ -37,6 +37,14 @@ def environment() -> Iterator[None]:
 def transport(request: pytest.FixtureRequest) -> AdapterTransport:
     """The transport over each engine."""
     return fake_hccs.load_with({request.param: ENGINES[request.param]()})
+
+
+def vendor_engine(engine: str, *, serves: bool = False) -> VendorEngine:
+    """A fake behind our wrapper; mooncake's serves and dials alike."""
+    module = ENGINES[engine]()
+    if engine == "mooncake":
+        return MooncakeVendor(module, "127.0.0.1")
+    return MemfabricVendor(module, "127.0.0.1", 0, serves=serves, over_roce=False)
 
 
 def with_options(**extra: str) -> EndpointOptions:
@@ -68,12 +76,13 @@ def test_memory_of_elsewhere_is_refused(transport: AdapterTransport) -> None:
 
 
 def test_the_257th_region_is_refused_before_the_engine_does(transport: AdapterTransport) -> None:
-    pages = HostMemory().allocate(MAX_REGIONS * ARENA_BYTES, 0).region.address
+    memory = HostMemory().allocate(MAX_REGIONS * ALIGNMENT, 0)
+    pages = memory.region.address
     endpoint = transport.open(OPTIONS)
     try:
         for number in range(MAX_REGIONS - 1):  # the arena is one
-            endpoint.register(MemoryRegion(pages + number * ARENA_BYTES, 64, DEVICE))
-        last = MemoryRegion(pages + (MAX_REGIONS - 1) * ARENA_BYTES, 64, DEVICE)
+            endpoint.register(MemoryRegion(pages + number * ALIGNMENT, 64, DEVICE))
+        last = MemoryRegion(pages + (MAX_REGIONS - 1) * ALIGNMENT, 64, DEVICE)
         with pytest.raises(TransportUnavailable, match="takes 256 regions at most"):
             endpoint.register(last)
     finally:
@@ -136,25 +145,85 @@ def test_generations_are_compared_before_connecting() -> None:
 def test_memfabric_that_is_dialled_moves_nothing() -> None:
     """Why an endpoint has two of its engines."""
     HostRuntime().bind_thread(0)
-    module = fake_hccs.memfabric_module()
-    ends = [
-        MemfabricVendor(module, "127.0.0.1", 0, serves=serves, over_roce=False)
-        for serves in (True, False)
-    ]
-    server, client = ends
+    server, client = (vendor_engine("memfabric", serves=serves) for serves in (True, False))
     ours, theirs = NpuBuffer(4096), NpuBuffer(4096)
     for end, buffer in ((server, theirs), (client, ours)):
         end.register(buffer.region.address, 4096)
     spans = one_span(ours.region.address, theirs.region.address, 4096)
     client.read(server.session(), spans)
-    with pytest.raises(TransferError, match=r"memfabric did not read 1 pieces: -1"):
+    message = "memfabric did not read 1 pieces: -2000, parameters .*session .* not found"
+    with pytest.raises(TransferError, match=message):
         server.read(client.session(), spans)
 
 
-def test_an_engine_without_an_npu_in_its_thread_does_not_start() -> None:
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("mooncake", "mooncake did not start on 127.0.0.1: -6, the NPU is not found; is it set"),
+        ("memfabric", "memfabric did not start on 127.0.0.1: -1, .*: device 0 is not this thread"),
+    ],
+)
+def test_an_engine_without_an_npu_in_its_thread_does_not_start(engine: str, message: str) -> None:
     fake_hccs.unbind_thread()
-    with pytest.raises(TransportUnavailable, match=r"-6, the NPU is not found"):
-        MooncakeVendor(fake_hccs.mooncake_module(), "127.0.0.1")
+    with pytest.raises(TransportUnavailable, match=message):
+        vendor_engine(engine)
+
+
+RULES = [
+    ("mooncake", "off a page", "register memory: -1, refused; the engine's log says why"),
+    ("mooncake", "257th region", "register memory: -1, refused; the engine's log says why"),
+    ("mooncake", "overlap", "register memory: -7, memory overlaps what is registered"),
+    ("mooncake", "withdrawn twice", "withdraw memory: -1, refused"),
+    ("memfabric", "off a page", "register memory: -1, refused; .*: 0x[0-9a-f]+ is off a page"),
+    ("memfabric", "257th region", "register memory: -1, .*: 256 regions are registered"),
+    ("memfabric", "overlap", "register memory: -1, .*: 0x[0-9a-f]+ is registered"),
+    ("memfabric", "withdrawn twice", "withdraw memory: -1, .*: 0x[0-9a-f]+ is not registered"),
+]
+
+
+@pytest.mark.parametrize(("engine", "broken", "message"), RULES)
+def test_the_engines_rules_on_memory_are_typed_errors(
+    engine: str, broken: str, message: str
+) -> None:
+    """As the wrapper raises them for whom ``SharedEngine`` does not stop before."""
+    HostRuntime().bind_thread(0)
+    running = vendor_engine(engine)
+    memory = HostMemory().allocate((MAX_REGIONS + 1) * ALIGNMENT, 0)
+    pages = memory.region.address
+    running.register(pages, ALIGNMENT)
+    if broken == "257th region":
+        for number in range(1, MAX_REGIONS):
+            running.register(pages + number * ALIGNMENT, 64)
+    breaks = {
+        "off a page": lambda: running.register(pages + 512, 64),
+        "257th region": lambda: running.register(pages + MAX_REGIONS * ALIGNMENT, 64),
+        "overlap": lambda: running.register(pages, 64),
+        "withdrawn twice": lambda: [running.unregister(pages) for _ in range(2)],
+    }
+    with pytest.raises(TransferError, match=f"{engine} did not {message}"):
+        breaks[broken]()
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("mooncake", "mooncake did not write 1 pieces: -1, refused"),
+        (
+            "memfabric",
+            "memfabric did not write 1 pieces: -2000, parameters .*an address is invalid",
+        ),
+    ],
+)
+def test_memory_that_is_not_registered_is_not_moved(engine: str, message: str) -> None:
+    HostRuntime().bind_thread(0)
+    near, far = vendor_engine(engine), vendor_engine(engine, serves=True)
+    ours, theirs = NpuBuffer(4096), NpuBuffer(4096)
+    near.register(ours.region.address, 4096)
+    spans = one_span(ours.region.address, theirs.region.address, 4096)
+    with pytest.raises(TransferError, match=message):
+        near.write(far.session(), spans)
+    far.register(theirs.region.address, 4096)
+    near.write(far.session(), spans)
 
 
 def test_agents_share_an_engine_and_its_regions() -> None:
@@ -217,6 +286,8 @@ def test_the_arena_gives_slots_back() -> None:
 def test_return_codes_become_errors() -> None:
     assert type(failure("mooncake", "read", 103901)) is TransferTimeout
     assert type(failure("mooncake", "read", 103902)) is PeerLost
+    assert type(failure("memfabric", "read", -2004)) is TransferTimeout
+    assert type(failure("memfabric", "read", -2014)) is PeerLost
     assert str(failure("memfabric", "start", 17, "no driver")) == (
         "memfabric did not start: 17, a code that is not documented: no driver"
     )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from importlib.metadata import version
+from pathlib import Path
 
+import memfabric_hybrid
 import pytest
 from support import vendor_npu  # noqa: F401  # mooncake's engine loads over the stub
 from support.engine_signatures import GOLDEN, USED, surface
+
+from mooncake_hal_ascend.hccs.codes import MEANINGS
 
 MODULES = {
     "mooncake": ("mooncake.engine", "mooncake-transfer-engine-npu"),
@@ -25,3 +30,12 @@ def test_the_wheel_is_as_recorded(engine: str) -> None:
     assert surface(module, USED[engine]) == recorded["surface"]
     if "operations" in recorded:
         assert sorted(module.TransDataOpType.__members__) == recorded["operations"]
+
+
+def test_every_code_of_memfabric_has_a_meaning() -> None:
+    """Its header has them; those of mooncake's engine are in no wheel."""
+    header = Path(memfabric_hybrid.__file__).parent / "include/smem/host/smem.h"
+    codes = re.findall(
+        r"#define SMEM_\w+ +\((-\d+)\)", header.read_text().partition("error code")[2]
+    )
+    assert {int(code) for code in codes} == set(MEANINGS["memfabric"])
