@@ -82,6 +82,7 @@ class Capabilities:
         sampling: whether ``ops`` are also ``SamplingOps``; else torch chooses tokens.
         kv_dtypes: names of the narrower types that KV may be kept in; with any, ``ops`` are also
             ``ScaledKVOps``.
+        resident_latents: whether ``ops`` are also ``mooncake_hal.latents.ResidentLatentOps``.
     """
 
     dtypes: tuple[str, ...]
@@ -94,6 +95,7 @@ class Capabilities:
     latent_dims: tuple[tuple[int, int], ...] = ()
     sampling: bool = False
     kv_dtypes: tuple[str, ...] = ()
+    resident_latents: bool = False
 
 
 class Event(Protocol):

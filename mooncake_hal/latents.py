@@ -87,6 +87,27 @@ class LatentOps(Protocol):
         ...
 
 
+class ResidentLatentOps(Protocol):
+    """What the ``ops`` of a backend with ``capabilities.resident_latents`` also do.
+
+    Attention may read latents best in blocks of another form than rows: the resident form. It is
+    opaque, and lies within the bytes of the block's own planes; ops that move whole blocks keep it.
+    """
+
+    def with_resident_latents(self) -> LatentOps:
+        """The same ops over caches all of whose blocks are in the resident form."""
+        ...
+
+    def make_resident(
+        self,
+        cache: Tensor,  # one plane of a layer
+        block_ids: Tensor,  # [n] int64, all different
+    ) -> None:
+        """Turn blocks of rows, in place, into the resident form; what is not written yet stays
+        so."""
+        ...
+
+
 class _RowOps(Protocol):
     """What ``ComposedLatentWrites`` composes; see ``mooncake_hal.backend.Ops``."""
 

@@ -35,6 +35,13 @@ def check_request(request: EngineRequest, facts: EngineFacts, mode: TransferMode
     _check_named_tokens(request.sampling, facts)
     handoff = parse_handoff(request.kv_transfer_params, len(prompt))
     _check_mode(handoff.mode, mode)
+    if handoff.keeps_kv and not facts.lends_kv:
+        raise InvalidRequest(
+            "a prefill for a peer was asked for, but this decode instance keeps KV in a form that "
+            "only its own device reads; ask a prefill instance, or start this one with the KV "
+            "layout's name instead of 'auto'",
+            param="kv_transfer_params",
+        )
     check_prompt(handoff, prompt)
     if request.sampling.prompt_logprobs is not None and handoff.mode is not TransferMode.NONE:
         raise InvalidRequest(

@@ -131,6 +131,7 @@ def _connect(
             num_kv_blocks=facts.num_blocks,
             block_size=facts.block_size,
             engine_id=engine_id,
+            lends_kv=not facts.has_resident_latents,
         ),
     )
 
@@ -173,6 +174,7 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         delay_factor=config.scheduler_delay_factor,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
         feeds_forward=config.feeds_forward,
+        names_arrivals=facts.has_resident_latents,
     )
     if config.async_scheduling and not config.feeds_forward:
         logger.warning(

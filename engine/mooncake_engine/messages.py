@@ -120,6 +120,7 @@ class EngineFacts:
         eos_token_ids: tokens that end an answer unless ``ignore_eos``.
         num_kv_blocks, block_size: the KV pool, in blocks and tokens per block.
         engine_id: this engine's name among its peers; a restarted engine has another one.
+        lends_kv: whether peers can read its KV.
     """
 
     max_model_len: int
@@ -128,6 +129,7 @@ class EngineFacts:
     num_kv_blocks: int
     block_size: int
     engine_id: str
+    lends_kv: bool = True
 
 
 @dataclass(frozen=True, slots=True)

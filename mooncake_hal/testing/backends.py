@@ -28,6 +28,7 @@ from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
 from mooncake_hal.testing.backends_rank import SKIPPED
+from mooncake_hal.testing.backends_resident import ResidentLatentsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
@@ -182,6 +183,7 @@ class BackendConformance(
     RowsSuite,
     ExpertsSuite,
     LatentSuite,
+    ResidentLatentsSuite,
     SamplingSuite,
     ScaledKVSuite,
     CommunicatorSuite,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake_engine.messages import EngineRequest, TokenUpdate
@@ -38,12 +38,14 @@ class Worker:
     Attributes:
         num_accepted: drafts that are right in the next step, as far as a sequence may have any; of
             those after the first sequence, fewer and more in turn.
+        is_turning: what peers write is no use before its block is turned, once: a negative number.
     """
 
     def __init__(
         self, num_blocks: int, num_host_blocks: int, block_size: int, token: int | None = None
     ) -> None:
         self.token = token
+        self.is_turning = False
         self.num_accepted = 0
         self._block_size = block_size
         self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -57,6 +59,8 @@ class Worker:
         """Carry a plan out as the real workers do."""
         for name in plan.retired:
             del self._tables[name], self._tokens[name]
+        for block in plan.arrived_blocks:
+            self._slots[block] = [None if slot is None else -slot for slot in self._slots[block]]
         self._copy_blocks(plan)
         for admitted in plan.admitted:
             self._tables[admitted.request_id] = list(admitted.block_ids)
@@ -86,8 +90,9 @@ class Worker:
 
     def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:
         """A peer's KV comes in, from token ``start`` on; what lies before must be here."""
-        self.check(block_ids, tokens[:start])
-        self._write(block_ids, tokens, start)
+        if not self.is_turning:  # else it is here, and may have to be turned
+            self.check(block_ids, tokens[:start])
+        self._write(block_ids, tokens, start, is_foreign=self.is_turning)
 
     def check(self, block_ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Prove that the leading slots of a table hold these tokens' KV."""
@@ -121,11 +126,14 @@ class Worker:
         self.num_computed += sequence.num_guesses
         return sampled
 
-    def _write(self, table: Sequence[int], tokens: Sequence[int], start: int) -> None:
+    def _write(
+        self, table: Sequence[int], tokens: Sequence[int], start: int, is_foreign: bool = False
+    ) -> None:
         fingerprints = _fingerprints(tokens)
         for position in range(start, len(tokens)):
             block, offset = table[position // self._block_size], position % self._block_size
-            self._slots[block][offset] = fingerprints[position]
+            value = fingerprints[position]
+            self._slots[block][offset] = -value if is_foreign else value
 
     def _sample(self, name: str) -> SampledToken:
         tokens = self._tokens[name]
@@ -134,20 +142,28 @@ class Worker:
         return SampledToken(tokens[-1])
 
 
-def _fingerprints(tokens: Sequence[int]) -> list[int | None]:
-    """Per position, a number that stands for all tokens up to it."""
-    result: list[int | None] = []
+def _fingerprints(tokens: Sequence[int]) -> list[int]:
+    """Per position, a positive number that stands for all tokens up to it."""
+    result: list[int] = []
     last = 0
     for token in tokens:
-        last = hash((last, token))
+        last = abs(hash((last, token))) + 1
         result.append(last)
     return result
 
 
-class RecordingConnector:
-    """Remembers what the scheduler asked for; the test plays the peer."""
+OnLoad = Callable[[list[int], tuple[int, ...], int], None]
 
-    def __init__(self) -> None:
+
+class RecordingConnector:
+    """Remembers what the scheduler asked for; the test plays the peer.
+
+    Args:
+        on_load: told of a load's table, prompt and first token at once.
+    """
+
+    def __init__(self, on_load: OnLoad | None = None) -> None:
+        self._on_load = on_load
         self.announced: set[str] = set()
         self.offered: dict[str, list[int]] = {}
         self.withdrawn: list[str] = []
@@ -173,7 +189,10 @@ class RecordingConnector:
 
     def load(self, request: Request, first_token: int) -> None:
         self.loading[request.request_id] = first_token
-        self.tables[request.request_id] = (list(request.block_ids), request.spec.prompt_token_ids)
+        table, prompt = list(request.block_ids), request.spec.prompt_token_ids
+        self.tables[request.request_id] = (table, prompt)
+        if self._on_load is not None:
+            self._on_load(table, prompt, first_token)
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.add(request_id)
@@ -212,8 +231,9 @@ class Bench:
         blocks = BlockManager(
             num_blocks, block_size, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
         )
-        self.connector = RecordingConnector()
         self.worker = Worker(num_blocks, num_host_blocks, block_size, token)
+        self.worker.is_turning = bool(limits.get("names_arrivals"))
+        self.connector = RecordingConnector(self._begin_load if self.worker.is_turning else None)
         self.depth = depth
         self.in_flight: deque[StepPlan] = deque()
         self.scheduler = Scheduler(SchedulerLimits(**wanted), blocks, self.connector)
@@ -253,12 +273,17 @@ class Bench:
                 return answers
         raise AssertionError(f"not done after {max_steps} steps: {answers}")
 
+    def _begin_load(self, table: list[int], prompt: tuple[int, ...], start: int) -> None:
+        """A peer may write at once, before steps that are planned or in flight have run."""
+        self.worker.load(table, prompt[: (start + len(prompt)) // 2], start)
+
     def end_load(self, name: str, error: str | None, first_token: FirstToken | None = None) -> None:
         """The peer's KV is there, or won't come."""
         start = self.connector.loading.pop(name)
         block_ids, prompt = self.connector.tables.pop(name)
         if error is None:
-            self.worker.load(block_ids, prompt, start)
+            middle = (start + len(prompt)) // 2 if self.worker.is_turning else start
+            self.worker.load(block_ids, prompt, middle)
         self.scheduler.load_ended(name, error, first_token=first_token)
 
 

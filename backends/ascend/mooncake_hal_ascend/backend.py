@@ -48,6 +48,7 @@ class AscendBackend:
             ),
             scheduler_resource="NPU",
             latent_dims=soc.latent_dims,
+            resident_latents=True,
         )
         self.ops = AscendOps(soc)
         self.memory = AscendMemory(self.runtime, soc.transfer_alignment)

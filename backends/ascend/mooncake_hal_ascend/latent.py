@@ -159,6 +159,14 @@ class Latents:
         return found[:heads].transpose(0, 1)  # type: ignore[no-any-return]  # torch_npu has no types
 
 
+def to_nz_blocks(cache: Tensor, block_ids: Tensor) -> None:
+    """Turn blocks of rows, in place, into tiles."""
+    rows = cache.index_select(0, block_ids)
+    blocks, tokens, _, dim = rows.shape
+    tiles = rows.view(blocks, tokens, dim // TILE, TILE).transpose(1, 2)
+    cache.index_copy_(0, block_ids, tiles.reshape(rows.shape))
+
+
 def _padded(heads: int) -> int:
     """The next power of two."""
     return 1 << (heads - 1).bit_length()

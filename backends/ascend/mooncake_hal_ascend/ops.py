@@ -10,7 +10,7 @@ from torch.nn import functional
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal_ascend.attention import attend
 from mooncake_hal_ascend.experts import route_and_run
-from mooncake_hal_ascend.latent import Latents
+from mooncake_hal_ascend.latent import NZ, Latents, to_nz_blocks
 from mooncake_hal_ascend.rotation import angles_of, rotated
 from mooncake_hal_ascend.sequences import decodes_of, prompts_of
 from mooncake_hal_ascend.soc import Soc
@@ -67,6 +67,14 @@ class AscendOps(Latents):
     ) -> Tensor:
         """See ``Ops``."""
         return attend(query, (key_cache, value_cache), prompts_of(batch), scale)
+
+    def with_resident_latents(self) -> Latents:
+        """See ``ResidentLatentOps``."""
+        return Latents(NZ)
+
+    def make_resident(self, cache: Tensor, block_ids: Tensor) -> None:
+        """See ``ResidentLatentOps``."""
+        to_nz_blocks(cache, block_ids)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""

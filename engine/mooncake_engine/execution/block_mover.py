@@ -1,9 +1,10 @@
-"""Copies whole KV blocks as plans say: to host memory, back from there, and on write."""
+"""Moves and turns whole KV blocks as plans say: to host memory, back from there, on write."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_hal.backend import Ops
+from mooncake_hal.latents import ResidentLatentOps
 
 
 class BlockMover:
@@ -33,8 +35,10 @@ class BlockMover:
         self._host = _host_planes(self._planes, num_host_blocks, device)
 
     def carry_out(self, plan: StepPlan) -> None:
-        """Swap out, swap in, copy on write: in this order, since each may reuse the last one's
-        blocks."""
+        """Turn what peers have written, swap out, swap in, copy on write: in this order, since each
+        may reuse the last one's blocks."""
+        if plan.arrived_blocks:
+            self._make_resident(torch.tensor(plan.arrived_blocks).to(self._device))
         if plan.swap_outs:
             self._swap_out(*self._ids(plan.swap_outs))
         if plan.swap_ins:
@@ -43,6 +47,11 @@ class BlockMover:
             source, target = (ids.to(self._device) for ids in self._ids(plan.block_copies))
             for plane in self._planes:
                 self._ops.copy_blocks(plane, source, target)
+
+    def _make_resident(self, block_ids: Tensor) -> None:
+        ops = cast(ResidentLatentOps, self._ops)
+        for plane in self._planes:
+            ops.make_resident(plane, block_ids)
 
     def _swap_out(self, block_ids: Tensor, host_block_ids: Tensor) -> None:
         on_device = block_ids.to(self._device)

@@ -55,6 +55,7 @@ class ExecutorFacts:
         num_blocks, block_size: the KV pool of each rank.
         num_host_blocks: what each rank can swap out to.
         max_model_len: longest sequence, in tokens.
+        has_resident_latents: whether the KV is in a form that no peer reads; see ``Placement``.
     """
 
     model: ModelConfig
@@ -64,6 +65,7 @@ class ExecutorFacts:
     block_size: int
     num_host_blocks: int
     max_model_len: int
+    has_resident_latents: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -268,6 +270,7 @@ def make_facts(
         block_size=setup.pool_size.block_size,
         num_host_blocks=setup.pool_size.num_host_blocks,
         max_model_len=setup.max_model_len,
+        has_resident_latents=setup.has_resident_latents,
     )
 
 

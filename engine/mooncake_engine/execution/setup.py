@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig
+from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig, Role
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.decode_graphs import scratch_blocks
 from mooncake_engine.execution.kv_pool import (
@@ -57,7 +57,7 @@ class ExecutionSetup:
         is_provisional: the pool is just large enough to measure what the model needs besides;
             see ``resize``.
         draft: what guesses tokens ahead; None if no model does.
-        kv_scales: see ``Placement``.
+        kv_scales, has_resident_latents: see ``Placement``.
     """
 
     model: ModelConfig
@@ -69,6 +69,7 @@ class ExecutionSetup:
     is_provisional: bool = False
     draft: DraftSetup | None = None
     kv_scales: KVScales = ()
+    has_resident_latents: bool = False
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -116,7 +117,14 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
         is_provisional=True,
         draft=_plan_draft(config, model, dtype),
         kv_scales=read_kv_scales(config.model, geometry) if kv_dtype else (),
+        has_resident_latents=kv_dtype is None and _keeps_resident(config, geometry, capabilities),
     )
+    if setup.has_resident_latents:
+        logger.info(
+            "latents are kept in the form that backend %r reads best; ask for a KV layout by its "
+            "name to keep them as rows",
+            backend.name,
+        )
     if is_profiled(config, backend):
         return setup
     largest = largest_block(config, setup.geometries, block_size)
@@ -259,6 +267,17 @@ def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
             f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
             f"{backend.name!r} runs {list(possible)}; use another backend"
         )
+
+
+def _keeps_resident(config: EngineConfig, geometry: KVGeometry, capabilities: Capabilities) -> bool:
+    """Whether latents are kept in the backend's own form rather than as rows.
+
+    What moves between instances is rows. So only a decode instance does so, which turns what it is
+    given and hands nothing on; one that was asked for a layout by its name keeps to it.
+    """
+    is_latent = geometry.kind is AttentionKind.MLA
+    is_free = config.role is Role.DECODE and config.kv_layout == "auto"
+    return is_latent and is_free and capabilities.resident_latents
 
 
 def _choose_dtype(

@@ -80,7 +80,7 @@ class _Ground:
         layers = Span(shard.layer_start, shard.layer_stop)
         communicator = self.groups.stage
         where = (self.backend.ops, self.device, setup.dtype, communicator)
-        return Placement(*where, layers, setup.kv_scales)
+        return Placement(*where, layers, setup.kv_scales, setup.has_resident_latents)
 
 
 class Worker:

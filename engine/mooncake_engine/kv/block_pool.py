@@ -85,6 +85,14 @@ class BlockPool:
         """How many of these blocks nobody owns: sharing them lowers ``num_free`` by that much."""
         return sum(1 for block_id in block_ids if self._references[block_id] == 0)
 
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Forget what these blocks hold, which nobody owns."""
+        for block_id in block_ids:
+            digest = self._content.pop(block_id, None)
+            if digest is not None:
+                del self._index[digest], self._cached[block_id]
+                self._empty.append(block_id)
+
     def forget_content(self) -> None:
         """Empty the index of cached content; owned blocks stay owned."""
         self._empty.extend(self._cached)

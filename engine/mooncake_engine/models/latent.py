@@ -140,7 +140,7 @@ class LatentAttention:
     def __init__(
         self, config: ModelConfig, mla: MlaConfig, placement: Placement, layer: int
     ) -> None:
-        self._ops = placement.attention_ops(layer)
+        self._ops = placement.latent_ops(layer)
         self._layer = layer
         self._mla = mla
         names, hidden = LatentNames().of(layer), config.hidden_size

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
+from mooncake_hal.latents import LatentOps, ResidentLatentOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Placement:
         communicator: the rank's tensor-parallel group, or None for a rank alone.
         layers: those of the rank's pipeline stage; None for all.
         kv_scales: of both planes of each of the model's layers, if KV is kept in a narrower type.
+        has_resident_latents: whether latents are kept in the form that the ops read best.
     """
 
     ops: Ops
@@ -35,12 +37,19 @@ class Placement:
     communicator: Communicator | None = None
     layers: Span | None = None
     kv_scales: tuple[tuple[float, float], ...] = ()
+    has_resident_latents: bool = False
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
         if not self.kv_scales:
             return self.ops
         return cast(ScaledKVOps, self.ops).with_kv_scales(*self.kv_scales[layer])
+
+    def latent_ops(self, layer: int) -> LatentOps:
+        """The same for a layer's latents."""
+        if not self.has_resident_latents:
+            return self.attention_ops(layer)
+        return cast(ResidentLatentOps, self.ops).with_resident_latents()
 
     @property
     def tp_rank(self) -> int:

@@ -24,6 +24,7 @@ class SchedulerLimits:
         num_speculative_tokens: tokens that may be guessed ahead of each sequence's last one.
         feeds_forward: workers hand a sampled token to the next step themselves, so that a request
             may be planned again before its token is known here.
+        names_arrivals: plans say which blocks peers have written, for the workers to turn them.
     """
 
     max_num_seqs: int
@@ -36,3 +37,4 @@ class SchedulerLimits:
     delay_factor: float = 0.0
     num_speculative_tokens: int = 0
     feeds_forward: bool = False
+    names_arrivals: bool = False

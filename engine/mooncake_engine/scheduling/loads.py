@@ -6,6 +6,7 @@ import logging
 
 from mooncake_engine.config import LoadFailurePolicy
 from mooncake_engine.scheduling.answers import Answers
+from mooncake_engine.scheduling.arrivals import Arrivals
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.kv_connector import KVConnector
 from mooncake_engine.scheduling.limits import SchedulerLimits
@@ -27,6 +28,9 @@ class PeerLoads:
         blocks: their tables.
         answers: what they have got.
         connector: moves KV.
+
+    Attributes:
+        arrivals: what has come and no plan has named, if plans do.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class PeerLoads:
         self._blocks = blocks
         self._answers = answers
         self._connector = connector
+        self.arrivals = Arrivals(blocks)
 
     def expect(self, request: Request) -> None:
         """A peer's token, if it is here already, is the answer's first, and maybe its last."""
@@ -60,6 +65,7 @@ class PeerLoads:
             watermark_blocks: stay free besides, if anybody owns any.
         """
         places = self._places
+        self.arrivals.drop_freed()
         while request := places.preallocating.peek():
             num_holders = len(places.running) + len(places.ready) + len(places.transferring)
             reserve = num_holders + watermark_blocks if num_holders else 0
@@ -139,6 +145,8 @@ class PeerLoads:
 
     def _mark_loaded(self, request: Request, first_token: FirstToken | None) -> None:
         self._places.leave(request)
+        if self._limits.names_arrivals:
+            self.arrivals.note(request)
         request.num_computed = request.num_prompt_tokens
         request.loaded = self._places.now
         self._blocks.publish(request)

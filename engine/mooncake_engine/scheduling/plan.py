@@ -76,6 +76,8 @@ class StepPlan:
         swap_ins: ``(host block, block)`` to copy back from there, next.
         block_copies: ``(source, target)`` blocks to copy then, before running (copy on write).
         sequences: what to run; may be empty.
+        arrived_blocks: those that peers have written since the last plan that had some, to be
+            brought into the form that the workers keep KV in, before any copy.
     """
 
     step: int
@@ -85,6 +87,7 @@ class StepPlan:
     swap_ins: tuple[tuple[int, int], ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
+    arrived_blocks: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

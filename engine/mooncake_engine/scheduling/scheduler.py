@@ -178,7 +178,8 @@ class Scheduler:
             self._fill(step)
         if self.limits.num_speculative_tokens:
             self.speculation.plan(step, self._places.requests)
-        plan = step.build(self._step, self._places.take_retired())
+        arrived = self._loads.arrivals.take() if step.requests else ()
+        plan = step.build(self._step, self._places.take_retired(), arrived)
         self._step += 1
         if plan.sequences:
             self._flights.append(_Flight(plan, step.requests))
@@ -191,8 +192,13 @@ class Scheduler:
         self._admit(step)
         is_queued = len(self._places.waiting) or len(self._places.swapped)
         # a peer writes at any time, also before blocks that were given up have been copied
-        if not is_queued and not any(flight.plan.reads_freed_blocks for flight in self._flights):
+        if not is_queued and not any(self._reaches_freed(flight.plan) for flight in self._flights):
             self._loads.start(self._watermark_blocks)
+
+    def _reaches_freed(self, plan: StepPlan) -> bool:
+        """Whether a plan in flight works on blocks that may have been given up since."""
+        references = self.blocks.pool.references
+        return plan.reads_freed_blocks or not all(map(references, plan.arrived_blocks))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take in what came of a step; returns what happened to each request since the last call.

@@ -129,7 +129,9 @@ class StepBuilder:
         """Who takes part, in the plan's order, siblings behind the one whose logits they share."""
         return self._decoding + self._prefilling
 
-    def build(self, step: int, retired: tuple[str, ...]) -> StepPlan:
+    def build(
+        self, step: int, retired: tuple[str, ...], arrived_blocks: tuple[int, ...] = ()
+    ) -> StepPlan:
         """The plan, decodes first."""
         return StepPlan(
             step,
@@ -139,4 +141,5 @@ class StepBuilder:
             tuple(self._swap_ins),
             tuple(self._copies),
             (*self._decodes, *self._prefills),
+            arrived_blocks,
         )

@@ -208,6 +208,57 @@ def test_a_slot_is_written_once_and_inside_the_cache() -> None:
         write([3, 128])
 
 
+def write_latents(**changed: Tensor | str) -> Tensor:
+    """A fused write of two tokens that is right, but for what is changed; returns both caches."""
+    caches = [torch.zeros(2, 128, 1, dim, dtype=BF16, device="npu") for dim in (64, 512)]
+    arguments: dict[str, Tensor | str] = {
+        "kv": on_npu(2, 1, 1, 576, dtype=BF16),
+        "gamma": on_npu(512, dtype=BF16),
+        "cos": on_npu(2, 1, 1, 64, dtype=BF16),
+        "sin": on_npu(2, 1, 1, 64, dtype=BF16),
+        "index": torch.tensor([3, 200], device="npu"),
+        "k_cache": caches[0],
+        "ckv_cache": caches[1],
+        "cache_mode": "PA",
+        **changed,
+    }
+    outputs = torch_npu.npu_kv_rmsnorm_rope_cache(**arguments)
+    assert all(each.isnan().all() for each in outputs[2:]), "is_output_kv was not asked for"
+    return torch.cat([each.flatten(1) for each in outputs[:2]], dim=1)
+
+
+def test_latents_are_written_as_rows_or_tiles() -> None:
+    """Under cosines and sines of one, pairs of ones become zeros and twos, kept as halves."""
+    rows, tiles = (write_latents(cache_mode=mode) for mode in ("PA", "PA_NZ"))
+    turned = [0.0] * 32 + [2.0] * 32
+    assert rows[0].view(-1)[3 * 64 : 4 * 64].tolist() == turned
+    assert rows.nonzero().shape == tiles.nonzero().shape == (2 * (512 + 32), 2)
+    assert tiles[0, : 128 * 64].view(4, 128, 16)[:, 3].flatten().tolist() == turned
+    skipped = write_latents(index=torch.tensor([-1, 200], device="npu"))
+    assert not skipped[0].any()
+    assert torch.equal(skipped[1], rows[1])
+
+
+WRONG_LATENTS: list[tuple[dict[str, Tensor | str], str]] = [
+    ({"cache_mode": "Norm"}, "knows no 'Norm'"),
+    ({"kv": on_npu(2, 576, dtype=BF16)}, "4D tensor expected for input kv"),
+    ({"kv": on_npu(2, 1, 1, 320, dtype=BF16)}, "kv, gamma, cos and sin are"),
+    ({"cos": on_npu(2, 1, 1, 64)}, "all of one type"),
+    ({"cos": on_npu(1, 1, 1, 64, dtype=BF16)}, "kv, gamma, cos and sin are"),
+    ({"index": torch.tensor([3, 200], dtype=torch.int32, device="npu")}, "index is int64"),
+    ({"index": torch.tensor([3, 256], device="npu")}, r"slots lie in \[0, 256\)"),
+    ({"kv": on_npu(0, 1, 1, 576, dtype=BF16)}, "empty tensors"),
+    ({"ckv_cache": on_npu(2, 1, 128, 512, dtype=BF16)}, "the caches are"),
+    ({"k_rope_scale": on_npu(1, 64)}, "neither quantises"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG_LATENTS, ids=lambda value: str(value)[:40])
+def test_writing_latents_refuses(changed: dict[str, Tensor | str], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        write_latents(**changed)
+
+
 def test_an_op_of_torch_npu_without_a_kernel_here_says_so() -> None:
     with pytest.raises(NotImplementedError, match="npu_interleave_rope"):
         torch_npu.npu_interleave_rope(*[on_npu(1, 1, 1, 64)] * 3)

@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.booleans(),
         num_guesses=st.sampled_from([0, 1, 5]),
         flights=st.sampled_from([(1, False), (1, True), (2, False), (2, True), (3, True)]),
+        names_arrivals=st.booleans(),
     )
     def begin(
         self,
@@ -42,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         num_guesses: int,
         flights: tuple[int, bool],
+        names_arrivals: bool,
     ) -> None:
         self.bench = Bench(
             BLOCKS,
@@ -54,6 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_speculative_tokens=0 if flights[1] else num_guesses,
             depth=flights[0],
             feeds_forward=flights[1],
+            names_arrivals=names_arrivals,
         )
         self.scheduler = self.bench.scheduler
 

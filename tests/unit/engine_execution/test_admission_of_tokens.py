@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mooncake_engine.admission import check_request
@@ -13,6 +15,14 @@ FACTS = EngineFacts(64, 50, (3,), 16, 16, "engine")
 
 def check(sampling: SamplingParams) -> None:
     check_request(EngineRequest("r", (1, 2), sampling), FACTS, TransferMode.NONE)
+
+
+def test_an_instance_whose_kv_no_peer_can_read_keeps_none_for_one() -> None:
+    wanted = {"do_remote_decode": True}
+    request = EngineRequest("r", (1, 2), SamplingParams(), kv_transfer_params=wanted)
+    check_request(request, FACTS, TransferMode.PULL)
+    with pytest.raises(InvalidRequest, match="keeps KV in a form that only its own device reads"):
+        check_request(request, replace(FACTS, lends_kv=False), TransferMode.PULL)
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:

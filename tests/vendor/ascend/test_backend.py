@@ -13,10 +13,13 @@ from mooncake_hal.testing.backends import BackendBasics
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
+from mooncake_hal.testing.backends_resident import ResidentLatentsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 
 
-class TestRealTorchNpu(BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite):
+class TestRealTorchNpu(
+    BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, ResidentLatentsSuite
+):
     test_graphs_as_promised = None  # CANN captures them
     test_captured_decodes_follow_their_batch = None  # and these
 
@@ -30,6 +33,7 @@ OPS = (
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     "npu_grouped_matmul",
+    "npu_kv_rmsnorm_rope_cache",
     "npu_moe_init_routing_v2",
     "npu_moe_token_unpermute",
     "npu_rms_norm",

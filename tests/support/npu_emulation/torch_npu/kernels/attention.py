@@ -186,60 +186,50 @@ class Call:
         return attended[0].transpose(0, 1).to(self.query.dtype)
 
 
-def _refuse_others(others: dict[str, Any], defaults: dict[str, Any]) -> None:
-    given = {name: value for name, value in others.items() if value != defaults.get(name)}
+_UNLIMITED = {"pre_tokens": 2147483647, "next_tokens": 2147483647}
+_V1 = ("actual_seq_lengths", "actual_seq_lengths_kv", "num_heads", "scale")
+_V2 = ("actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "softmax_scale")
+
+
+def _call(
+    inputs: tuple[Tensor, Tensor, Tensor], arguments: dict[str, Any], names: Sequence[str]
+) -> Call:
+    """A call of one version; refuses whatever else it was given.
+
+    Args:
+        inputs: query, key and value.
+        arguments: those with a keyword.
+        names: what that version calls lengths of queries and of KV, heads, and scale.
+    """
+    query_lens, kv_lens, num_heads, scale = names
+    taken = dict(arguments)
+    heads = taken.pop(num_heads, 1)
+    call = Call(
+        *inputs,
+        query_rope=taken.pop("query_rope", None),
+        key_rope=taken.pop("key_rope", None),
+        mask=taken.pop("atten_mask", None),
+        query_lens=taken.pop(query_lens, None),
+        kv_lens=taken.pop(kv_lens, None),
+        block_table=taken.pop("block_table", None),
+        heads=heads,
+        kv_heads=taken.pop("num_key_value_heads", 0) or heads,
+        block_size=taken.pop("block_size", 0),
+        sparse_mode=taken.pop("sparse_mode", 0),
+        scale=taken.pop(scale, 1.0),
+        layout=taken.pop("input_layout", "BSH"),
+    )
+    given = {name: value for name, value in taken.items() if value != _UNLIMITED.get(name)}
     unknown = {name: value for name, value in given.items() if value is not None and value != 0}
     require(not unknown, f"the emulation takes no {sorted(unknown)}")
-
-
-_UNLIMITED = {"pre_tokens": 2147483647, "next_tokens": 2147483647}
+    return call
 
 
 @kernel("npu_fused_infer_attention_score")
 def attention_v1(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    taken = kwargs.pop
-    heads = taken("num_heads", 1)
-    call = Call(
-        query,
-        key,
-        value,
-        taken("query_rope", None),
-        taken("key_rope", None),
-        taken("atten_mask", None),
-        taken("actual_seq_lengths", None),
-        taken("actual_seq_lengths_kv", None),
-        taken("block_table", None),
-        heads,
-        taken("num_key_value_heads", 0) or heads,
-        taken("block_size", 0),
-        taken("sparse_mode", 0),
-        taken("scale", 1.0),
-        taken("input_layout", "BSH"),
-    )
-    _refuse_others(kwargs, _UNLIMITED)
-    return call.run()
+    return _call((query, key, value), kwargs, _V1).run()
 
 
 @kernel("npu_fused_infer_attention_score_v2")
 def attention_v2(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    taken = kwargs.pop
-    heads = taken("num_query_heads", 1)
-    call = Call(
-        query,
-        key,
-        value,
-        taken("query_rope", None),
-        taken("key_rope", None),
-        taken("atten_mask", None),
-        taken("actual_seq_qlen", None),
-        taken("actual_seq_kvlen", None),
-        taken("block_table", None),
-        heads,
-        taken("num_key_value_heads", 0) or heads,
-        taken("block_size", 0),
-        taken("sparse_mode", 0),
-        taken("softmax_scale", 1.0),
-        taken("input_layout", "BSH"),
-    )
-    _refuse_others(kwargs, _UNLIMITED)
-    return call.run()
+    return _call((query, key, value), kwargs, _V2).run()
