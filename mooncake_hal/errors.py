@@ -7,6 +7,7 @@ HalError
 ├── CapabilityError           a request that this backend's facts rule out
 ├── PlanError                 two KV placements that can't be mapped onto each other
 ├── DeploymentRefused         instances that can't work together, or ports that are taken
+├── PortsExhausted            a range of ports that has none left
 ├── NativeUnavailable         a compiled helper that this machine can't build or load
 ├── DeviceError               the device refused or failed
 │   └── OutOfMemory
@@ -83,6 +84,10 @@ class DeploymentRefused(HalError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = problems
+
+
+class PortsExhausted(HalError):
+    """A range of ports that has none left to listen on."""
 
 
 class DeviceError(HalError):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_hal.errors import PluginError, TransportUnavailable
-from mooncake_hal.registry import Registry
+from mooncake_hal.registry import PluginStatus, Registry, TableRow
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Peer, Transport
 
 logger = logging.getLogger(__name__)
@@ -87,14 +87,13 @@ class Transports:
         Raises:
             TransportUnavailable: the forced transport, or every one, is unavailable here.
             PluginError: the forced transport's plugin is broken.
+            PortsExhausted: the ports of a range don't last for all of them.
             OSError: the forced transport can't bind its host or port.
         """
         if wanted != AUTO:
             return cls([_open_one(registry, wanted, options)])
         opened, refusals = [], []
-        for row in registry.transport_table():
-            if row.priority is None or (row.priority < 0 and row.name not in (allowed or ())):
-                continue
+        for row in _eligible(registry, allowed):
             if allowed is not None and row.name not in allowed:
                 refusals.append(f"{row.name}: the backend can't use it")
                 continue
@@ -186,6 +185,27 @@ class Transports:
         """Close every endpoint. Idempotent."""
         for candidate in self._candidates:
             candidate.endpoint.close()
+
+
+def count_ports(
+    registry: Registry, *, wanted: str = AUTO, allowed: Sequence[str] | None = None
+) -> int:
+    """TCP ports that ``Transports.open`` listens on, for the same arguments, if all goes well."""
+    if wanted != AUTO:
+        names = [wanted] if wanted in registry.transports else []
+    else:
+        rows = (row for row in _eligible(registry, allowed) if row.name in (allowed or (row.name,)))
+        names = [row.name for row in rows if row.status is PluginStatus.AVAILABLE]
+    return sum(registry.transports[name][0].num_ports for name in names)
+
+
+def _eligible(registry: Registry, allowed: Sequence[str] | None) -> list[TableRow]:
+    """Those that ``auto`` looks at: one of priority below zero has to be named."""
+    return [
+        row
+        for row in registry.transport_table()
+        if row.priority is not None and (row.priority >= 0 or row.name in (allowed or ()))
+    ]
 
 
 def _open_one(registry: Registry, name: str, options: EndpointOptions) -> Candidate:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from mooncake_hal.port_range import PortRange
+
 LISTEN = "0A"
 
 
@@ -40,6 +42,17 @@ def find_taken(ports: Sequence[Port]) -> list[str]:
             if problem is not None:
                 problems.append(problem)
     return problems
+
+
+def count_free(ports: PortRange, host: str, most: int) -> int:
+    """How many of these ports nobody holds, up to ``most``."""
+    free = 0
+    with ExitStack() as held:
+        for number in ports:
+            if free >= most:
+                break
+            free += _try_bind(Port("", host, number), held) is None
+    return free
 
 
 def holder_of(number: int) -> str | None:

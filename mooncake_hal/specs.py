@@ -83,6 +83,7 @@ class TransportSpec:
         load: import and construct the transport.
         examine: looks at the host one thing after the other, for ``mooncake-hal doctor``; may run
             tools and take seconds, and loads nothing.
+        num_ports: TCP ports that an endpoint of it listens on.
     """
 
     name: str
@@ -91,3 +92,4 @@ class TransportSpec:
     probe: Callable[[], Availability]
     load: Callable[[], Transport]
     examine: Callable[[], Sequence[Check]] = no_checks
+    num_ports: int = 1

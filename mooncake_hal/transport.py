@@ -13,6 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mooncake_hal.port_range import PortRange
+
 
 class TransferState(Enum):
     """Where a transfer stands."""
@@ -73,6 +75,7 @@ class EndpointOptions:
         host: address to listen on; loopback unless the operator says otherwise.
         advertise_host: address that peers are told, when it differs from ``host``.
         port: port to listen on; 0 takes a free one.
+        port_range: where to take that from; None: anywhere.
         secret: shared by all instances of a deployment. A peer proves that it knows it before
             anything it says is honoured. Empty accepts every peer of the same (empty) secret.
         device: the device whose memory is going to be registered.
@@ -83,6 +86,7 @@ class EndpointOptions:
     host: str = "127.0.0.1"
     advertise_host: str | None = None
     port: int = 0
+    port_range: PortRange | None = None
     secret: bytes = b""
     device: str = "cpu"
     connections: int = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake_engine.config import EngineConfig, ExecutorKind, LoadFailurePolicy
 from mooncake_engine.core import Command, EngineCore
@@ -19,12 +19,14 @@ from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.ray_ranks import RayLauncher
 from mooncake_engine.execution.setup import choose_block_size
 from mooncake_engine.execution.weights import ProgressHandler
+from mooncake_engine.kv_transfer.addresses import settle_addresses
 from mooncake_engine.kv_transfer.base import (
     Connector,
     ConnectorSetup,
     ConnectorType,
     find_connector,
 )
+from mooncake_engine.kv_transfer.endpoints import transports_wanted
 from mooncake_engine.messages import EngineFacts
 from mooncake_engine.scheduling.block_manager import BlockManager
 from mooncake_engine.scheduling.limits import SchedulerLimits
@@ -33,7 +35,8 @@ from mooncake_engine.text.tokenizer import same_tokens, tokenizer_fingerprint
 from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
-from mooncake_hal.ports import Port, find_taken
+from mooncake_hal.negotiation import count_ports
+from mooncake_hal.ports import Port, count_free, find_taken
 from mooncake_hal.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -73,11 +76,13 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
     Raises:
         ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
     """
-    _check_ports(config)
+    config = _settle_addresses(config)
     _check_speculation(config)
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     entry = None if config.kv_transfer is None else find_connector(config.kv_transfer.connector)
-    backend = _select_backend(config)
+    registry = Registry.discover()
+    backend = _select_backend(registry, config)
+    _check_port_range(config, backend, registry)
     block_size = choose_block_size(config, backend)
     logger.info("KV blocks of %d tokens: %s", block_size.tokens, block_size.reason)
     _limit_threads(config)
@@ -131,7 +136,6 @@ def _connect(
             num_kv_blocks=facts.num_blocks,
             block_size=facts.block_size,
             engine_id=engine_id,
-            lends_kv=not facts.has_resident_latents,
         ),
     )
 
@@ -174,7 +178,6 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         delay_factor=config.scheduler_delay_factor,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
         feeds_forward=config.feeds_forward,
-        names_arrivals=facts.has_resident_latents,
     )
     if config.async_scheduling and not config.feeds_forward:
         logger.warning(
@@ -196,13 +199,33 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
     return Scheduler(limits, blocks, connector)
 
 
-def _check_ports(config: EngineConfig) -> None:
-    """Loading takes minutes; that a port is taken is known now."""
-    if config.kv_transfer is not None:
-        kv = config.kv_transfer
-        problems = find_taken([Port("the KV side channel", kv.host, kv.port)])
-        if problems:
-            raise PortTaken("; ".join(problems))
+def _settle_addresses(config: EngineConfig) -> EngineConfig:
+    """Loading takes minutes; that an address is none, or its port is taken, is known now."""
+    if config.kv_transfer is None:
+        return config
+    kv = settle_addresses(config.kv_transfer)
+    problems = find_taken([Port("the KV side channel", kv.host, kv.port)])
+    if problems:
+        raise PortTaken("; ".join(problems))
+    return replace(config, kv_transfer=kv)
+
+
+def _check_port_range(config: EngineConfig, backend: Backend, registry: Registry) -> None:
+    """A range must last for what all ranks on this host listen on; where Ray puts them is known
+    later, and one of them at least may be here."""
+    kv = config.kv_transfer
+    if kv is None or kv.port_range is None:
+        return
+    num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks
+    per_rank = count_ports(registry, **transports_wanted(kv, backend))
+    wanted = num_ranks * per_rank + (kv.port == 0)
+    found = count_free(kv.port_range, kv.host, wanted)
+    if found < wanted:
+        raise PortTaken(
+            f"{wanted} ports of --kv-port-range {kv.port_range} are wanted on {kv.host}, {found} "
+            f"are free: each of {num_ranks} ranks takes {per_rank} for its transports, the side "
+            f"channel {int(kv.port == 0)}; widen the range"
+        )
 
 
 def _check_speculation(config: EngineConfig) -> None:
@@ -218,9 +241,9 @@ def _check_speculation(config: EngineConfig) -> None:
         )
 
 
-def _select_backend(config: EngineConfig) -> Backend:
+def _select_backend(registry: Registry, config: EngineConfig) -> Backend:
     try:
-        return Registry.discover().select_backend(config.backend)
+        return registry.select_backend(config.backend)
     except HalError as exc:
         raise ConfigError(str(exc)) from exc
 

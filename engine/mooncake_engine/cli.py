@@ -25,6 +25,7 @@ from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.replay import command as replay_command
 from mooncake_engine.server.options import ServerOptions
 from mooncake_hal.errors import HalError
+from mooncake_hal.port_range import PortRange
 
 if TYPE_CHECKING:
     from mooncake_engine.text.generation import Engine
@@ -197,8 +198,21 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_kv_transfer_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kv-host", default=_KV_DEFAULTS.host, help="address that peers are told")
+    add("--kv-host", default=_KV_DEFAULTS.host, help="address to listen on for peers")
+    add(
+        "--kv-advertise-host",
+        default=_KV_DEFAULTS.advertise_host,
+        metavar="HOST",
+        help="address that peers are told; default: --kv-host, or the address of the default "
+        "route where that is 0.0.0.0 or ::",
+    )
     add("--kv-port", type=int, default=_KV_DEFAULTS.port, help="side channel; 0 takes a free port")
+    add(
+        "--kv-port-range",
+        type=_port_range,
+        metavar="FIRST-LAST",
+        help="where free ports are taken from, by transports and side channel; default: anywhere",
+    )
     _add_connector_options(parser)
     add("--kv-secret-file", type=Path, help="file with the deployment's secret")
     add("--lease-seconds", type=float, default=_KV_DEFAULTS.lease_s)
@@ -322,7 +336,9 @@ def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
     return KVTransferConfig(
         connector=args.kv_connector or _KV_DEFAULTS.connector,
         host=args.kv_host,
+        advertise_host=args.kv_advertise_host,
         port=args.kv_port,
+        port_range=args.kv_port_range,
         transports=tuple(args.transport),
         secret=_secret(args.kv_secret_file),
         lease_s=args.lease_seconds,
@@ -342,6 +358,13 @@ def _secret(path: Path | None) -> str:
     if not secret:
         raise ConfigError(f"--kv-secret-file {path} is empty; put the deployment's secret there")
     return secret
+
+
+def _port_range(text: str) -> PortRange:
+    try:
+        return PortRange.parse(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def _byte_count(text: str) -> int:

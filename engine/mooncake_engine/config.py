@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from mooncake_engine.errors import ConfigError
+from mooncake_hal.port_range import PortRange
 
 
 class Role(str, Enum):
@@ -38,8 +39,12 @@ class KVTransferConfig:
     Args:
         connector: name of the connector; ``MooncakeConnector`` pulls,
             ``MooncakeLayerwiseConnector`` pushes.
-        host: address that the side channel and transports listen on, and that peers are told.
+        host: address that the side channel and transports listen on.
+        advertise_host: address that peers are told; empty: ``host``, or where that is all
+            addresses the one of the default route.
         port: side channel's port; 0 takes a free one.
+        port_range: where free ports are taken from, by the side channel and the transports of all
+            ranks; None: anywhere.
         transports: names in order of preference; empty takes all that the backend can use.
         secret: shared by all instances of a deployment.
         lease_s: how long a prefill instance keeps blocks without a word from the decode side.
@@ -49,7 +54,9 @@ class KVTransferConfig:
 
     connector: str = "MooncakeConnector"
     host: str = "127.0.0.1"
+    advertise_host: str = ""
     port: int = 0
+    port_range: PortRange | None = None
     transports: tuple[str, ...] = ()
     secret: str = ""
     lease_s: float = 30.0

@@ -86,12 +86,16 @@ class RayRank(Rank):
         kv = config.kv_transfer
         if kv is None or self._host == self._our_host:
             return config
-        if ipaddress.ip_address(kv.host).is_loopback:
+        told = kv.advertise_host or kv.host
+        if ipaddress.ip_address(told).is_loopback:
             raise ConfigError(
                 f"rank {self.rank} is on {self._host}, where peers can't reach --kv-host "
-                f"{kv.host}: give the address of this host in their network"
+                f"{told}: give the address of this host in their network"
             )
-        return dataclasses.replace(config, kv_transfer=dataclasses.replace(kv, host=self._host))
+        takes_all = ipaddress.ip_address(kv.host).is_unspecified
+        host = kv.host if takes_all else self._host
+        there = dataclasses.replace(kv, host=host, advertise_host=self._host)
+        return dataclasses.replace(config, kv_transfer=there)
 
     def wait(self, timeout_s: float) -> bool:
         """See ``Rank``."""

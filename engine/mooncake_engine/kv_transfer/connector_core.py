@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 import zmq.asyncio
 
+from mooncake_engine.config import KVTransferConfig
 from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.kv_transfer.base import ConnectorSetup, RankEndpointFacts, Topology
 from mooncake_engine.kv_transfer.context import SideContext
@@ -113,7 +114,7 @@ class ConnectorCore(ABC):
         self._context = zmq.asyncio.Context()
         try:
             server = SideChannelServer(
-                self._context, config.host, config.port, secret, self._handle
+                self._context, config.host, _ports(config), secret, self._handle
             )
         except PortTaken:
             self._context.destroy(linger=0)
@@ -124,7 +125,7 @@ class ConnectorCore(ABC):
         )
         self._holder = Holder(
             setup.engine_id,
-            config.host,
+            config.advertise_host or config.host,
             server.port,
             setup.config.tp_size,
             setup.block_size,
@@ -140,7 +141,8 @@ class ConnectorCore(ABC):
         )
         for task in (*self._open_sides(context), server.serve()):
             self._loop.spawn(task)
-        logger.info("KV side channel on %s port %d", config.host, server.port)
+        told = "" if self._holder.host == config.host else f", {self._holder.host} for peers"
+        logger.info("KV side channel on %s port %d%s", config.host, server.port, told)
 
     def _facts(self) -> InstanceFacts:
         setup = self._setup
@@ -162,3 +164,8 @@ class ConnectorCore(ABC):
         self._peers.close()
         self._server.close()
         self._context.destroy(linger=0)
+
+
+def _ports(config: KVTransferConfig) -> Iterable[int]:
+    """What the side channel may listen on; 0 is any free port."""
+    return config.port_range if config.port_range and not config.port else (config.port,)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
+from typing import TypedDict
 
 from mooncake_engine.config import KVTransferConfig
 from mooncake_engine.errors import ConfigError
@@ -16,6 +18,22 @@ from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+
+
+class Wanted(TypedDict):
+    """See ``Transports.open``."""
+
+    wanted: str
+    allowed: Sequence[str]
+
+
+def transports_wanted(config: KVTransferConfig, backend: Backend) -> Wanted:
+    """Which transports a rank opens: those that were asked for, or all that move its memory."""
+    forced = config.transports
+    return Wanted(
+        wanted=forced[0] if len(forced) == 1 else AUTO,
+        allowed=forced or backend.capabilities.transports,
+    )
 
 
 class RankEndpoints:
@@ -35,14 +53,16 @@ class RankEndpoints:
         self._connecting: dict[tuple[str, int], threading.Lock] = {}
         self._lock = threading.Lock()
         secret = config.secret.encode()
-        options = EndpointOptions(host=config.host, secret=secret, device=region.device)
-        forced = config.transports
+        options = EndpointOptions(
+            host=config.host,
+            advertise_host=config.advertise_host or None,
+            port_range=config.port_range,
+            secret=secret,
+            device=region.device,
+        )
         try:
             self._transports = Transports.open(
-                Registry.discover(),
-                options,
-                wanted=forced[0] if len(forced) == 1 else AUTO,
-                allowed=forced or backend.capabilities.transports,
+                Registry.discover(), options, **transports_wanted(config, backend)
             )
             self._transports.register(region)
         except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import zmq
@@ -32,7 +32,7 @@ TRY_TIMEOUT_S = 2.0
 TRIES = 3
 
 
-def tcp_url(host: str, port: int) -> str:
+def tcp_url(host: str, port: int | str) -> str:
     """A ZeroMQ address; IPv6 hosts get their brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
@@ -42,16 +42,22 @@ class SideChannelServer:
 
     Args:
         context: ZeroMQ context of the connector.
-        host, port: where to listen; port 0 takes a free one.
+        host: where to listen.
+        ports: the first free one of them is taken; 0 is any.
         secret: of the deployment.
         handler: from request to answer; quick, and raises nothing but HandshakeRefused.
 
     Raises:
-        PortTaken: somebody else listens there.
+        PortTaken: others listen on all of them.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, host: str, port: int, secret: bytes, handler: Handler
+        self,
+        context: zmq.asyncio.Context,
+        host: str,
+        ports: Iterable[int],
+        secret: bytes,
+        handler: Handler,
     ) -> None:
         self._secret = secret
         self._handler = handler
@@ -60,12 +66,24 @@ class SideChannelServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
         try:
-            self._socket.bind(tcp_url(host, port or "*"))  # type: ignore[arg-type]  # "*": any
-        except zmq.ZMQError as exc:
+            self._bind(host, ports)
+        except PortTaken:
             self._socket.close()
-            raise PortTaken(f"side channel {host}:{port} can't be bound: {exc.strerror}") from exc
+            raise
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(endpoint.rsplit(":", 1)[1])
+
+    def _bind(self, host: str, ports: Iterable[int]) -> None:
+        problems = []
+        for port in ports:
+            try:
+                self._socket.bind(tcp_url(host, port or "*"))
+            except zmq.ZMQError as exc:
+                problems.append(f"port {port}: {exc.strerror}")
+            else:
+                return
+        tried = f"{len(problems)} ports tried, the last: " if len(problems) > 1 else ""
+        raise PortTaken(f"side channel on {host} can't be bound: {tried}{problems[-1]}")
 
     async def serve(self) -> None:
         """Answer until cancelled."""

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_engine.kv_transfer.addresses import resolve
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.options import ServerOptions
 from mooncake_engine.server.tracing import Tracing, load_tracing
@@ -35,7 +36,8 @@ def check_kv_port(config: EngineConfig) -> None:
     """Raises PortTaken or ConfigError if the side channel can't have the port that it was given."""
     kv_transfer = config.kv_transfer
     if kv_transfer is not None and kv_transfer.port:
-        bind(kv_transfer.host, kv_transfer.port, option="--kv-port").close()
+        host = resolve(kv_transfer.host, "--kv-host")
+        bind(host, kv_transfer.port, option="--kv-port").close()
 
 
 def serve(

@@ -35,10 +35,13 @@ from mooncake_hal.transports.control.messages import (
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import Deployment, decode_address, encode, fresh_epoch
+from mooncake_hal.transports.listening import advertised_host, open_listener
 
 logger = logging.getLogger(__name__)
 
 Facts = TypeVar("Facts")
+
+BACKLOG = 64
 
 REVOKE_SECONDS = 1.0
 """How long revoke() waits for connected peers to take it in; access is gone before that."""
@@ -127,12 +130,18 @@ class ControlledEndpoint:
         self._closed = False
         self._deployment = Deployment(options.secret, driver.name, driver.version)
         epoch = fresh_epoch()
-        self._listener = Listener(options.host, options.port, self._deployment, epoch, self._serve)
+        sock = open_listener(options, driver.name, BACKLOG)
+        try:
+            host = advertised_host(options, sock)
+        except ValueError:
+            sock.close()
+            raise
+        self._listener = Listener(sock, self._deployment, epoch, self._serve)
         address = ControlAddress(
             driver.name,
             driver.version,
             epoch,
-            options.advertise_host or options.host,
+            host,
             self._listener.port,
             driver.facts(),
         )

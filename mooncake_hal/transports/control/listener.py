@@ -23,8 +23,7 @@ class Listener:
     """A listening socket and its thread; each connection gets a thread of its own.
 
     Args:
-        host: address to listen on.
-        port: port, 0 for a free one.
+        sock: listens already; closed with this.
         deployment: what a peer has to prove.
         epoch: identity of this endpoint.
         serve: takes over a socket that is let in, on that connection's thread, until it ends.
@@ -32,13 +31,11 @@ class Listener:
 
     def __init__(
         self,
-        host: str,
-        port: int,
+        sock: socket.socket,
         deployment: Deployment,
         epoch: bytes,
         serve: Callable[[socket.socket], None],
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._deployment = deployment
         self._epoch = epoch
         self._serve = serve
@@ -46,7 +43,7 @@ class Listener:
         self._strangers: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._closing = False
-        self._sock = socket.create_server((host, port), family=family, backlog=64)
+        self._sock = sock
         self._wake_out, self._wake_in = socket.socketpair()
         self.port: int = self._sock.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="control-listener", daemon=True)

@@ -17,6 +17,7 @@ from mooncake_hal.errors import (
 )
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports import handshake
+from mooncake_hal.transports.listening import advertised_host, open_listener
 from mooncake_hal.transports.regions import RegionTable
 from mooncake_hal.transports.tcp import wire
 from mooncake_hal.transports.tcp.lanes import Lane
@@ -26,6 +27,8 @@ from mooncake_hal.transports.tcp.streams import Streams
 from mooncake_hal.transports.tcp.tls import Tls
 
 logger = logging.getLogger(__name__)
+
+BACKLOG = 256
 
 
 class TcpEndpoint:
@@ -42,7 +45,7 @@ class TcpEndpoint:
         self._closed = False
         self._peers: set[TcpPeer] = set()
         epoch = handshake.fresh_epoch()
-        listener = wire.listen(options.host, options.port)
+        listener = open_listener(options, wire.NAME, BACKLOG)
         try:
             self._address = handshake.encode(
                 _own_address(options, epoch, listener, tls=tls is not None)
@@ -196,9 +199,7 @@ def _own_address(
     options: EndpointOptions, epoch: bytes, listener: socket.socket, *, tls: bool
 ) -> wire.Address:
     host, port = listener.getsockname()[:2]
-    advertised = options.advertise_host or host
-    if ipaddress.ip_address(host).is_unspecified and options.advertise_host is None:
-        raise ValueError(f"listening on {host}: say with advertise_host what peers connect to")
+    advertised = advertised_host(options, listener)
     if not ipaddress.ip_address(host).is_loopback and not options.secret:
         logger.warning(
             "tcp: listening on %s without a secret: any host that connects is let in", host

@@ -52,37 +52,6 @@ def is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
-def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:
-    """Return the family and socket address of a host name or an IPv4 or IPv6 address.
-
-    Raises:
-        OSError: it has none.
-    """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = found[0]
-    return family, address
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        OSError: the host or port can't be bound.
-    """
-    family, address = resolve(host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-        listener.listen(256)
-    except OSError as exc:
-        listener.close()
-        raise OSError(exc.errno, f"can't listen on {host} port {port}: {exc.strerror}") from exc
-    return listener
-
-
 def tune(connection: socket.socket) -> None:
     """Set a connected socket up for bulk transfers in slices of SLICE_SECONDS."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

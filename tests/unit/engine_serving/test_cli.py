@@ -24,6 +24,7 @@ from mooncake_engine.config import (
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.launch import Deployment
 from mooncake_engine.progress import ProgressBar
+from mooncake_hal.port_range import PortRange
 
 
 @pytest.fixture
@@ -81,17 +82,26 @@ def test_every_transfer_option_reaches_the_config(tmp_path: Path) -> None:
         *("--kv-host", "10.0.0.1", "--kv-port", "5", "--transport", "shm", "--transport", "tcp"),
         *("--kv-secret-file", str(tmp_path / "secret"), "--lease-seconds", "3"),
         *("--transfer-timeout-seconds", "4", "--kv-load-failure", "fail"),
+        *("--kv-advertise-host", "10.9.9.9", "--kv-port-range", "21000-21099"),
     )
     assert kv_transfer_config(args) == KVTransferConfig(
         connector="Another",
         host="10.0.0.1",
         port=5,
+        advertise_host="10.9.9.9",
+        port_range=PortRange(21_000, 21_099),
         transports=("shm", "tcp"),
         secret="open sesame",
         lease_s=3.0,
         transfer_timeout_s=4.0,
         load_failure=LoadFailurePolicy.FAIL,
     )
+
+
+def test_what_is_no_range_of_ports_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("serve", "--model", "m", "--kv-port-range", "21000..21099")
+    assert "wanted a range of ports such as 21000-21099" in capsys.readouterr().err
 
 
 def test_an_instance_of_both_roles_moves_no_kv_unless_told() -> None:

@@ -42,7 +42,7 @@ async def serving(
     handler: Callable[[AnyMessage], AnyMessage] = held,
 ) -> AsyncIterator[tuple[zmq.asyncio.Context, int]]:
     context = zmq.asyncio.Context()
-    server = SideChannelServer(context, HOST, 0, SECRET, handler)
+    server = SideChannelServer(context, HOST, [0], SECRET, handler)
     task = asyncio.create_task(server.serve())
     try:
         yield context, server.port
@@ -177,8 +177,8 @@ def test_a_malformed_message_gets_a_typed_reject() -> None:
 def test_a_taken_port_is_named() -> None:
     async def main() -> None:
         async with serving() as (context, port):
-            with pytest.raises(PortTaken, match=f"127.0.0.1:{port} can't be bound"):
-                SideChannelServer(context, HOST, port, SECRET, held)
+            with pytest.raises(PortTaken, match=f"on 127.0.0.1 can't be bound: port {port}: Addr"):
+                SideChannelServer(context, HOST, [port], SECRET, held)
 
     asyncio.run(main())
 

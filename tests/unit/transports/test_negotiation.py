@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.ports import free_range
 
-from mooncake_hal.errors import AccessDenied, TransportUnavailable
-from mooncake_hal.negotiation import Transports
+from mooncake_hal.errors import AccessDenied, PortsExhausted, TransportUnavailable
+from mooncake_hal.negotiation import Transports, count_ports
 from mooncake_hal.registry import Registry
 from mooncake_hal.specs import Availability, TransportSpec
 from mooncake_hal.testing.transports import one_span
@@ -199,3 +201,23 @@ def test_revoking_reaches_every_transport(
     ours.revoke(ours.register(region))
     ours.register(region)
     assert ours.can_revoke
+
+
+def test_a_range_that_does_not_last_drops_no_transport_in_silence() -> None:
+    host, ports = "127.0.0.1", free_range(1)
+    options = EndpointOptions(host=host, port_range=ports, secret=b"negotiation")
+    both = registry(TCP, spec("other", 20, load_tcp, ok=True))
+    with pytest.raises(PortsExhausted, match=f"all ports of {ports} are taken on {host}"):
+        Transports.open(both, options)
+
+
+def test_what_would_listen_is_counted() -> None:
+    silent = replace(SHM, num_ports=0)
+    twice = replace(TCP, name="staged", num_ports=2)
+    hidden = replace(TCP, name="nixl", priority=-1)
+    known = registry(silent, TCP, ABSENT, twice, hidden)
+    assert count_ports(known) == 3
+    assert count_ports(known, allowed=("shm", "tcp")) == 1
+    assert count_ports(known, allowed=("tcp", "nixl", "rdma")) == 2
+    assert count_ports(known, wanted="staged") == 2
+    assert count_ports(known, wanted="nobody") == 0

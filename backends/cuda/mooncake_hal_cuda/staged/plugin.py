@@ -32,4 +32,4 @@ def load() -> Transport:
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
     """Offer the transport."""
-    return TransportSpec("staged", API_VERSION, PRIORITY, probe, load)
+    return TransportSpec("staged", API_VERSION, PRIORITY, probe, load, num_ports=2)

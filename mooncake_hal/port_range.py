@@ -1,0 +1,49 @@
+"""A range of ports, as operators write it; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MAX_PORT = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """Ports that a firewall lets through, say. Iterates over them.
+
+    Args:
+        first, last: both are in it.
+
+    Raises:
+        ValueError: they are no ports, or in the wrong order.
+    """
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first <= self.last <= MAX_PORT:
+            raise ValueError(
+                f"wanted a range of ports such as 21000-21099, within 1-{MAX_PORT}, got {self}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> PortRange:
+        """Read ``"21000-21099"``, or one port; raises ValueError."""
+        first, dash, last = text.partition("-")
+        try:
+            return cls(int(first), int(last if dash else first))
+        except ValueError as exc:
+            raise ValueError(
+                f"wanted a range of ports such as 21000-21099, within 1-{MAX_PORT}, got {text!r}"
+            ) from exc
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.last + 1))

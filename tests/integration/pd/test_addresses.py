@@ -1,0 +1,77 @@
+"""KV between instances that listen here and are known there, within the ports they may use."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pd import Instance, ask, ask_pair, instance, make_config, pair, prompt_of
+from support.ports import free_range
+from support.push import LAYERWISE, ask_pushed, push_pair
+
+from mooncake_engine.assembly import build_engine
+from mooncake_engine.config import Role
+from mooncake_engine.errors import PortTaken
+from mooncake_hal.port_range import PortRange
+from mooncake_hal.transports import handshake
+from mooncake_hal.transports.tcp import wire
+
+PROMPT = prompt_of(100)
+OVER_TCP: dict[str, Any] = {"transports": ("tcp",)}
+
+
+def check_told(of: Instance, host: str, ports: PortRange) -> None:
+    """Side channel and ranks tell that host, and ports of that range."""
+    topology = of.core.topology()
+    assert topology is not None
+    told = [(topology.host, topology.port)]
+    for rank in topology.ranks:
+        address = handshake.decode_address(rank.endpoints["tcp"], wire.Address, "tcp")
+        told.append((address.host, address.port))
+    assert {host} == {name for name, _ in told}
+    assert len({port for _, port in told} & set(ports)) == len(told)
+
+
+@pytest.mark.parametrize(
+    ("connector", "host", "told", "sizes"),
+    [
+        ("MooncakeConnector", "0.0.0.0", "127.0.0.2", ({"tp_size": 2}, {"pp_size": 2})),
+        ("MooncakeConnector", "[::1]", "", ({}, {})),
+        (LAYERWISE, "0.0.0.0", "127.0.0.2", ({}, {})),
+        (LAYERWISE, "::1", "", ({}, {})),
+    ],
+)
+def test_peers_find_what_they_are_told(
+    model: Path, connector: str, host: str, told: str, sizes: tuple[dict[str, int], ...]
+) -> None:
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, PROMPT)).tokens
+        sides = [
+            {**OVER_TCP, **size, "host": host, "advertise_host": told, "port_range": free_range(3)}
+            for size in sizes
+        ]
+        pushes = connector == LAYERWISE
+        both = push_pair if pushes else pair
+        async with both(model, prefill=sides[0], decode=sides[1]) as of:  # type: ignore[operator]
+            for side, options in zip((of.prefill, of.decode), sides, strict=True):
+                check_told(side, told or "::1", options["port_range"])
+            answer = await (ask_pushed(of, PROMPT) if pushes else ask_pair(of, PROMPT))
+            assert answer.tokens == expected
+            assert of.decode.stat("load_failures") == 0
+            assert of.decode.stat("bytes_received") > 0
+
+    asyncio.run(main())
+
+
+def test_a_range_that_does_not_last_for_the_ranks_is_refused_with_the_count(model: Path) -> None:
+    ports = free_range(2)
+    config = make_config(model, Role.PREFILL, tp_size=2, port_range=ports, **OVER_TCP)
+    message = (
+        f"3 ports of --kv-port-range {ports} are wanted on 127.0.0.1, 2 are free: each of 2 ranks "
+        "takes 1 for its transports, the side channel 1"
+    )
+    with pytest.raises(PortTaken, match=message):
+        build_engine(config)
