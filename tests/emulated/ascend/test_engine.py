@@ -24,6 +24,7 @@ APART = [
     *((how, family, (1, 1)) for how in ("pulled", "pushed") for family in FAMILIES),
     ("pulled", "deepseek_v3", (2, 2)),
     ("pushed", "mixtral", (2, 1)),
+    ("pushed", "deepseek_v3", (2, 1)),
     ("pushed", "llama", (2, 2)),
 ]
 """How KV crosses, of which model, between how many ranks."""
