@@ -17,7 +17,17 @@ FLAGS = (
     "-fno-math-errno",
     "-Wno-psabi",  # 64-byte vectors stay inside one translation unit
 )
-_FILES = ("simd.h", "decode.cpp", "latent.cpp", "prefill.cpp", "linear.cpp", "elementwise.cpp")
+_FILES = (
+    "simd.h",
+    "paging.h",
+    "weighing.h",
+    "parts.h",
+    "decode.cpp",
+    "latent.cpp",
+    "prefill.cpp",
+    "linear.cpp",
+    "elementwise.cpp",
+)
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "decode_attention": (*(c_void_p,) * 8, c_float, c_int, c_int),
     "mla_decode_attention": (*(c_void_p,) * 8, c_float, c_int, c_int),

@@ -103,7 +103,7 @@ static inline void put_query(Pair* row, const bf16* query, int dim) {
   std::memcpy(row, query, dim * sizeof(bf16));
 }
 
-// One row's scores of a tile, of which it sees `visible`, into weights; see soften in decode.cpp.
+// One row's scores of a tile, of which it sees `visible`, into weights; see soften in weighing.h.
 template <typename Item>
 static void weigh(float* scores, int visible, float scale, int dim, float* maximum, float* total,
                   float* sums, Item* weights) {
@@ -154,13 +154,13 @@ struct Prefill {
   std::unique_ptr<Item, Free> values{aligned<Item>(tile_items * tiles * d.kv_heads)};
 
   void pack_tile(int head, int tile) {
-    const T* rows[KEYS];
+    const char* rows[KEYS];
     const int first = tile * KEYS, count = std::min(KEYS, context - first);
     const size_t at = ((size_t)head * tiles + tile) * tile_items;
     locate(d, d.key, sequence, head, first, count, rows);
-    pack_keys(rows, count, dim, keys.get() + at);
+    pack_keys((const T**)rows, count, dim, keys.get() + at);
     locate(d, d.value, sequence, head, first, count, rows);
-    pack_values(rows, count, dim, values.get() + at);
+    pack_values((const T**)rows, count, dim, values.get() + at);
   }
 
   // tokens of the context that a row sees

@@ -20,7 +20,7 @@ typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 
-static inline vf splat(float x) { return vf{} + x; }
+static inline vf splat(float x) { return x - vf{}; }  // not +: that turns -0 into 0
 
 static inline vf load(const float* p) {
   vf x;
