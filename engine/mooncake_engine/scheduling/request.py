@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 from mooncake_engine.messages import EngineRequest, RequestTimes, TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.guessing import GuessLength
 
 
 class RequestState(Enum):
@@ -88,6 +89,7 @@ class Request:
         num_promised: tokens that these steps sample: nobody here knows them yet.
         host_block_ids: its block table in host memory while it is swapped out.
         chain: digests of its full blocks, as far as they were needed.
+        guess_length: how many tokens are guessed ahead of it; None before the first.
     """
 
     spec: EngineRequest
@@ -111,6 +113,7 @@ class Request:
     num_published: int = 0
     num_cached_tokens: int = 0
     num_scored: int = 0
+    guess_length: GuessLength | None = None
     last_logprobs: TokenLogprobs | None = None
     deadline: float | None = None
     load_started: float | None = None

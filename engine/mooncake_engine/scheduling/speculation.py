@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mooncake_engine.messages import SpeculationStats
 from mooncake_engine.scheduling.block_manager import BlockManager
+from mooncake_engine.scheduling.guessing import GuessLength
 from mooncake_engine.scheduling.limits import SchedulerLimits
 from mooncake_engine.scheduling.plan import ScheduledSequence, StepResult
 from mooncake_engine.scheduling.request import Request
@@ -43,10 +44,12 @@ class Speculation:
         if request.block_ids:  # it has not ended
             self._blocks.reclaim(request)
         num_guessed = result.guessed.get(sequence.request_id, 0)
+        num_accepted = len(result.tokens[sequence.request_id]) - 1
         if num_guessed:
             self._num_drafts += 1
             self._num_draft_tokens += num_guessed
-        for position in range(len(result.tokens[sequence.request_id]) - 1):
+            self._length(request).learn(num_guessed, num_accepted, len(request.token_ids))
+        for position in range(num_accepted):
             self._accepted_at[position] += 1
 
     def stats(self) -> SpeculationStats | None:
@@ -56,8 +59,14 @@ class Speculation:
         return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
 
     def _useful(self, request: Request) -> int:
-        """Drafts that could become part of the answer: one more token always comes after them."""
+        """Drafts that may well become part of the answer: one more token always comes after
+        them."""
         if not request.num_output_tokens:
             return 0
-        left = request.max_num_tokens - len(request.token_ids)
-        return min(self._limits.num_speculative_tokens, left - 1)
+        num_tokens = len(request.token_ids)
+        return min(self._length(request).at(num_tokens), request.max_num_tokens - num_tokens - 1)
+
+    def _length(self, request: Request) -> GuessLength:
+        if request.guess_length is None:
+            request.guess_length = GuessLength(self._limits.num_speculative_tokens)
+        return request.guess_length
