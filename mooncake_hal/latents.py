@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mooncake_hal.backend import AttentionBatch
+    from mooncake_hal.backend import AttentionBatch, Ops
 
 
 class LatentRows(NamedTuple):
@@ -103,28 +103,8 @@ class ResidentLatentOps(Protocol):
         cache: Tensor,  # one plane of a layer
         block_ids: Tensor,  # [n] int64, all different
     ) -> None:
-        """Turn blocks of rows, in place, into the resident form; what is not written yet stays
-        so."""
+        """Turn blocks of rows, filled in whole or in part, into the resident form, in place."""
         ...
-
-
-class _RowOps(Protocol):
-    """What ``ComposedLatentWrites`` composes; see ``mooncake_hal.backend.Ops``."""
-
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> None: ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def rope(
-        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
 
 
 class ComposedLatentWrites:
@@ -136,7 +116,7 @@ class ComposedLatentWrites:
         return rows
 
     def write_latents(
-        self: _RowOps,
+        self: Ops,
         query: Tensor,
         rows: LatentRows,
         latent_cache: Tensor,
