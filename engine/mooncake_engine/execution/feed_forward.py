@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from mooncake_engine.execution.batch import StepInputs
-from mooncake_engine.execution.block_mover import BlockMover
-from mooncake_engine.execution.kv_pool import KVPool
-from mooncake_engine.execution.model_stage import Stage
 from mooncake_engine.execution.pending import CompletedStep, PendingStep
-from mooncake_engine.execution.request_state import RequestState, RequestTable
-from mooncake_engine.execution.runner import Batch, ModelRunner
-from mooncake_engine.execution.sampler import Sampler
+from mooncake_engine.execution.request_state import RequestState
+from mooncake_engine.execution.runner import Batch, ModelRunner, RunnerParts
 from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from mooncake_hal.backend import Event
 
@@ -106,20 +102,12 @@ class FeedForwardRunner(ModelRunner):
     probabilities), the whole batch waits for it.
 
     Args:
-        model, pool, requests, sampler, mover: see ``ModelRunner``.
+        parts: what it works with.
         feed: carries tokens from step to step.
     """
 
-    def __init__(
-        self,
-        model: Stage,
-        pool: KVPool,
-        requests: RequestTable,
-        sampler: Sampler,
-        mover: BlockMover,
-        feed: TokenFeed,
-    ) -> None:
-        super().__init__(model, pool, requests, sampler, mover)
+    def __init__(self, parts: RunnerParts, feed: TokenFeed) -> None:
+        super().__init__(parts)
         self._feed = feed
         self._enqueued: deque[EnqueuedStep] = deque()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,8 +43,9 @@ class Batch(NamedTuple):
     drafts: Mapping[str, Draft]
 
 
-class ModelRunner:
-    """One rank's share of every step.
+@dataclass(frozen=True, slots=True)
+class RunnerParts:
+    """What every runner works with.
 
     Args:
         model: this rank's stage.
@@ -51,25 +53,31 @@ class ModelRunner:
         requests: what is running.
         sampler: the same on every rank, so that all ranks choose the same tokens.
         mover: copies blocks.
+    """
+
+    model: Stage
+    pool: KVPool
+    requests: RequestTable
+    sampler: Sampler
+    mover: BlockMover
+
+
+class ModelRunner:
+    """One rank's share of every step.
+
+    Args:
+        parts: what it works with.
         proposer: guesses tokens ahead; None if nobody does.
     """
 
-    def __init__(
-        self,
-        model: Stage,
-        pool: KVPool,
-        requests: RequestTable,
-        sampler: Sampler,
-        mover: BlockMover,
-        proposer: Proposer | None = None,
-    ) -> None:
-        self._model = model
-        self._pool = pool
-        self._requests = requests
-        self._sampler = sampler
-        self._mover = mover
+    def __init__(self, parts: RunnerParts, proposer: Proposer | None = None) -> None:
+        self._model = parts.model
+        self._pool = parts.pool
+        self._requests = parts.requests
+        self._sampler = parts.sampler
+        self._mover = parts.mover
         self._proposer = proposer
-        self._kv = pool.layers
+        self._kv = parts.pool.layers
 
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         """Do what the plan says, and wait until it is done."""

@@ -24,7 +24,7 @@ from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.execution.profiling import largest_steps, measure_peak, memory_for_kv
 from mooncake_engine.execution.rank_place import RankGroups
 from mooncake_engine.execution.request_state import RequestTable
-from mooncake_engine.execution.runner import ModelRunner
+from mooncake_engine.execution.runner import ModelRunner, RunnerParts
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.execution.setup import ExecutionSetup, block_bytes, rank_device, resize
 from mooncake_engine.execution.speculation.draft_model import DraftModel, DraftModelProposer
@@ -166,12 +166,12 @@ class Worker:
         if size.num_scratch_blocks and not setup.is_provisional:
             room = (largest_graph(config, backend), setup.max_blocks)
             stage = self._graphs = DecodeGraphs(model, pool, backend.runtime, *room)
-        parts = (stage, pool, requests, sampler, mover)
+        parts = RunnerParts(stage, pool, requests, sampler, mover)
         if config.feeds_forward:
             make_event = partial(backend.runtime.event, index)
             feed = TokenFeed(config.max_num_seqs, device, make_event, config.steps_in_flight)
-            return pool, FeedForwardRunner(*parts, feed)
-        return pool, ModelRunner(*parts, self._build_proposer(setup, requests, sampler))
+            return pool, FeedForwardRunner(parts, feed)
+        return pool, ModelRunner(parts, self._build_proposer(setup, requests, sampler))
 
     def _load_draft(self, setup: ExecutionSetup, progress: ProgressHandler | None) -> Model | None:
         """The draft model, on the same ranks as the model."""
