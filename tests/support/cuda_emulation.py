@@ -5,6 +5,7 @@ interpretation. What torch.cuda does (streams, events, graphs) is not there.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,18 +13,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 from support.triton_interpreter import repair
 
 from mooncake_hal.backend import DeviceInfo
 from mooncake_hal.native import compile_c
 from mooncake_hal.transport import MemoryRegion
+from mooncake_hal.transports.shm.host import host_identity
 from mooncake_hal_cpu.backend import CpuBackend
 from mooncake_hal_cuda.copying.copier import Addresses, Copier
 from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.ipc import facts
 from mooncake_hal_cuda.ipc.transport import IpcTransport
 from mooncake_hal_cuda.memory import CudaMemory
 from mooncake_hal_cuda.ops import CudaOps
+from mooncake_hal_cuda.sharing.devices import DeviceSharing
+from mooncake_hal_cuda.sharing.fabric import Fabric
 from mooncake_hal_cuda.staged.transport import StagedTransport
 from mooncake_hal_cuda.tuning import Tuning
 
@@ -47,15 +53,30 @@ def emulated_backend(processors: int = 132) -> CpuBackend:
 
 
 @cache
-def emulated_driver() -> CudaDriver:
-    """The driver's calls on host memory."""
+def emulated_library() -> ctypes.CDLL:
+    """The driver's calls on host memory, compiled with NVIDIA's header."""
     source = Path(__file__).with_name("libcuda.c").read_text()
-    return CudaDriver(compile_c("emulated_libcuda", source, ("-O2", "-pthread"))._name)
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    return compile_c("emulated_libcuda", source, ("-O2", "-pthread", f"-I{include}"))
+
+
+@cache
+def emulated_driver() -> CudaDriver:
+    """The driver over them."""
+    return CudaDriver(emulated_library()._name)
+
+
+def emulated_sharing() -> DeviceSharing:
+    """The emulated device in an NVLink domain; EMULATED_IMEX_CHANNELS is the folder of channels."""
+    source = Path(__file__).with_name("libnvidia-ml.c").read_text()
+    nvml = compile_c("emulated_nvml", source, ("-O2",))._name
+    channels = Path(os.environ.get("EMULATED_IMEX_CHANNELS", "/nonexistent"))
+    return DeviceSharing(emulated_driver(), Fabric(nvml, channels))
 
 
 def emulated_memory() -> CudaMemory:
     """Memory of the emulated device."""
-    return CudaMemory(emulated_driver(), [DEVICE], host_view)
+    return CudaMemory(emulated_sharing(), [DEVICE], host_view)
 
 
 def host_view(address: int, nbytes: int, index: int) -> torch.Tensor:
@@ -79,9 +100,15 @@ class InterpretedCopier(Copier):
 
 
 def load_ipc() -> IpcTransport:
-    """The ``cuda_ipc`` transport of the emulated device."""
+    """The ``cuda_ipc`` transport of the emulated device.
+
+    With EMULATED_HOST_OF, a process that has another number takes itself for one elsewhere.
+    """
     repair()
-    return IpcTransport(emulated_driver(), InterpretedCopier)
+    if int(os.environ.get("EMULATED_HOST_OF", os.getpid())) != os.getpid():
+        here = host_identity()
+        facts.host_identity = lambda: f"{here}/elsewhere"
+    return IpcTransport(emulated_sharing(), InterpretedCopier)
 
 
 def load_staged() -> StagedTransport:

@@ -1,150 +1,395 @@
-// The calls of NVIDIA's driver that mooncake_hal_cuda.driver makes, on host memory: one device,
-// whose memory is files that other processes of this user can open, and whose streams never lag.
+// The calls of NVIDIA's driver that mooncake_hal_cuda makes, on host memory: one device, whose
+// memory is files that other processes of this user can open, and whose streams never lag. Compiled
+// with NVIDIA's own header, so each call has the type that it has there. What the header says of
+// the order of calls and of their arguments is enforced; memory that nobody was given access to
+// faults. EMULATED_CUDA_LACKS names what the device can't do: vmm, fd, rdma,
+// fabric; or that this process may not: imex.
 #define _GNU_SOURCE
+#include <cuda.h>
 #include <fcntl.h>
+#include <pthread.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <pthread.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, MAX = 4096 };
-static const size_t TOTAL = 4ull << 30;
+enum { MAX = 4096 };
+static const size_t TOTAL = 4ull << 30, GRANULE = 2ull << 20;
 
-typedef struct { uint64_t address, nbytes; int fd, is_mapping; } Piece;
-typedef struct { char bytes[64]; } Handle;
-typedef struct { int32_t pid, fd; uint64_t nbytes; } Name;
+typedef struct { CUdeviceptr address; size_t nbytes; int fd, is_mapping; } Piece;
+typedef struct { int32_t pid, fd; uint64_t nbytes; int32_t types; } Name;
+typedef struct { int fd, references, is_imported; size_t nbytes; CUmemAllocationProp prop; } Memory;
+typedef struct { CUdeviceptr address; size_t nbytes, mapped; Memory *memory; } Range;
 
 static Piece pieces[MAX], hosted[MAX];
+static Memory memories[MAX];
+static Range ranges[MAX];
 static size_t used;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static __thread CUcontext current;
 
-static Piece *find(uint64_t address) {
+static int lacks(const char *what) {
+    const char *missing = getenv("EMULATED_CUDA_LACKS");
+    return missing && strstr(missing, what);
+}
+
+static int new_file(size_t nbytes) {
+    int fd = memfd_create("emulated-cuda", MFD_CLOEXEC);
+    if (fd >= 0 && ftruncate(fd, nbytes)) close(fd), fd = -1;
+    return fd;
+}
+
+static int open_file(const Name *name) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", name->pid, name->fd);
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+static CUresult finish(CUresult status) { return pthread_mutex_unlock(&lock), status; }
+
+// -- devices, contexts, streams -------------------------------------------------------------------
+
+CUresult cuInit(unsigned flags) { return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { return ordinal ? CUDA_ERROR_INVALID_DEVICE : (*device = 0, CUDA_SUCCESS); }
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { return memset(uuid, 7, 16), device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
+CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { return *can = device != peer, CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
+CUresult cuCtxSynchronize(void) { return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) { return flags == CU_STREAM_NON_BLOCKING && current ? (*stream = (CUstream)2, CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuStreamSynchronize(CUstream stream) { return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuStreamDestroy(CUstream stream) { return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t nbytes, CUstream stream) {
+    return stream ? (memmove((void *)target, (void *)source, nbytes), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t nbytes) { return memset((void *)address, value, nbytes), CUDA_SUCCESS; }
+
+CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
+    *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? !lacks("vmm")
+        : attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED ? !lacks("fd")
+        : attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED ? !lacks("rdma")
+        : attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED ? !lacks("fabric") : -1;
+    return *value < 0 || device ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult status, const char **text) {
+    *text = status == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory"
+        : status == CUDA_ERROR_INVALID_DEVICE ? "invalid device ordinal"
+        : status == CUDA_ERROR_NOT_PERMITTED ? "operation not permitted"
+        : status == CUDA_ERROR_NOT_SUPPORTED ? "operation not supported" : "refused by the emulation";
+    return CUDA_SUCCESS;
+}
+
+// -- memory that is allocated, and named whole ----------------------------------------------------
+
+static Piece *find(CUdeviceptr address) {
     for (int i = 0; i < MAX; i++)
         if (pieces[i].nbytes && address - pieces[i].address < pieces[i].nbytes) return &pieces[i];
     return 0;
 }
 
-static int add(uint64_t *address, size_t nbytes, int fd, int is_mapping) {
+static CUresult add(CUdeviceptr *address, size_t nbytes, int fd, int is_mapping) {
     void *at = mmap(0, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (at == MAP_FAILED) return OUT_OF_MEMORY;
+    if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     for (int i = 0; i < MAX; i++)
         if (!pieces[i].nbytes) {
-            pieces[i] = (Piece){(uint64_t)at, nbytes, fd, is_mapping};
-            *address = (uint64_t)at;
-            return OK;
+            pieces[i] = (Piece){(CUdeviceptr)at, nbytes, fd, is_mapping};
+            *address = (CUdeviceptr)at;
+            return CUDA_SUCCESS;
         }
     munmap(at, nbytes);
-    return OUT_OF_MEMORY;
+    return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-static int remove_piece(uint64_t address, int is_mapping) {
+static CUresult remove_piece(CUdeviceptr address, int is_mapping) {
     pthread_mutex_lock(&lock);
     Piece *piece = find(address);
-    int status = piece && piece->address == address && piece->is_mapping == is_mapping ? OK : INVALID;
-    if (status == OK) {
-        munmap((void *)address, piece->nbytes);
-        close(piece->fd);
-        if (!is_mapping) used -= piece->nbytes;
-        *piece = (Piece){0};
-    }
-    pthread_mutex_unlock(&lock);
-    return status;
+    if (!piece || piece->address != address || piece->is_mapping != is_mapping) return finish(CUDA_ERROR_INVALID_VALUE);
+    munmap((void *)address, piece->nbytes);
+    close(piece->fd);
+    if (!is_mapping) used -= piece->nbytes;
+    *piece = (Piece){0};
+    return finish(CUDA_SUCCESS);
 }
 
-int cuInit(unsigned flags) { return flags ? INVALID : OK; }
-int cuDeviceGet(int *device, int ordinal) { return ordinal ? 101 : (*device = 0, OK); }
-int cuDeviceGetUuid(unsigned char *uuid, int device) { return memset(uuid, 7, 16), device ? INVALID : OK; }
-int cuDeviceCanAccessPeer(int *can, int device, int peer) { return *can = device != peer, OK; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)1, device ? INVALID : OK; }
-static __thread void *current;
-int cuCtxSetCurrent(void *context) { return current = context, OK; }
-int cuCtxSynchronize(void) { return current ? OK : INVALID_CONTEXT; }
-int cuMemGetInfo_v2(size_t *free, size_t *total) { return *total = TOTAL, *free = TOTAL - used, OK; }
+CUresult cuMemGetInfo(size_t *free, size_t *total) { return *total = TOTAL, *free = TOTAL - used, CUDA_SUCCESS; }
 
-int cuMemAlloc_v2(uint64_t *address, size_t nbytes) {
-    if (!current) return INVALID_CONTEXT;
+CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) {
+    if (!current) return CUDA_ERROR_INVALID_CONTEXT;
     pthread_mutex_lock(&lock);
-    int status = OUT_OF_MEMORY, fd = -1;
-    if (nbytes <= TOTAL - used && (fd = memfd_create("emulated-cuda", MFD_CLOEXEC)) >= 0 && !ftruncate(fd, nbytes))
-        status = add(address, nbytes, fd, 0);
-    if (status == OK) used += nbytes;
-    else if (fd >= 0) close(fd);
-    pthread_mutex_unlock(&lock);
-    return status;
+    CUresult status = CUDA_ERROR_OUT_OF_MEMORY;
+    int fd = nbytes <= TOTAL - used ? new_file(nbytes) : -1;
+    if (fd >= 0 && (status = add(address, nbytes, fd, 0))) close(fd);
+    if (status == CUDA_SUCCESS) used += nbytes;
+    return finish(status);
 }
 
-int cuMemFree_v2(uint64_t address) { return remove_piece(address, 0); }
-int cuIpcCloseMemHandle(uint64_t address) { return remove_piece(address, 1); }
-int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t nbytes) { return memset((void *)address, value, nbytes), OK; }
+CUresult cuMemFree(CUdeviceptr address) { return remove_piece(address, 0); }
+CUresult cuIpcCloseMemHandle(CUdeviceptr address) { return remove_piece(address, 1); }
 
-int cuMemGetAddressRange_v2(uint64_t *base, size_t *nbytes, uint64_t address) {
+CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     pthread_mutex_lock(&lock);
     Piece *piece = find(address);
-    if (piece) *base = piece->address, *nbytes = piece->nbytes;
-    pthread_mutex_unlock(&lock);
-    return piece ? OK : INVALID;
-}
-
-int cuIpcGetMemHandle(Handle *handle, uint64_t address) {
-    pthread_mutex_lock(&lock);
-    Piece *piece = find(address);
-    int status = piece && piece->address == address && !piece->is_mapping ? OK : INVALID;
     memset(handle, 0, sizeof *handle);
-    if (status == OK) {
-        Name name = {getpid(), piece->fd, piece->nbytes};
-        memcpy(handle, &name, sizeof name);
-    }
-    pthread_mutex_unlock(&lock);
-    return status;
+    if (!piece || piece->address != address || piece->is_mapping) return finish(CUDA_ERROR_INVALID_VALUE);
+    Name name = {getpid(), piece->fd, piece->nbytes, 0};
+    memcpy(handle, &name, sizeof name);
+    return finish(CUDA_SUCCESS);
 }
 
-int cuIpcOpenMemHandle_v2(uint64_t *address, Handle handle, unsigned flags) {
+CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags) {
     Name name;
     memcpy(&name, &handle, sizeof name);
-    if (!current || flags != 1 || name.pid == getpid()) return INVALID_CONTEXT;
-    char path[64];
-    snprintf(path, sizeof path, "/proc/%d/fd/%d", name.pid, name.fd);
-    int fd = open(path, O_RDWR | O_CLOEXEC);
-    if (fd < 0) return INVALID;
+    if (!current || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || name.pid == getpid()) return CUDA_ERROR_INVALID_CONTEXT;
+    int fd = open_file(&name);
+    if (fd < 0) return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    int status = add(address, name.nbytes, fd, 1);
+    CUresult status = add(address, name.nbytes, fd, 1);
     if (status) close(fd);
-    pthread_mutex_unlock(&lock);
-    return status;
+    return finish(status);
 }
 
-int cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void *stream) {
-    return stream ? (memmove((void *)target, (void *)source, nbytes), OK) : INVALID;
-}
-int cuStreamCreate(void **stream, unsigned flags) { return flags == 1 && current ? (*stream = (void *)2, OK) : INVALID; }
-int cuStreamSynchronize(void *stream) { return stream ? OK : INVALID; }
-int cuStreamDestroy_v2(void *stream) { return stream ? OK : INVALID; }
-int cuGetErrorString(int status, const char **text) {
-    return *text = status == OUT_OF_MEMORY ? "out of memory" : status == 101 ? "invalid device ordinal" : "refused by the emulation", OK;
-}
-
-int cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
-    if (!current || flags != 3) return INVALID_CONTEXT;
+CUresult cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
+    if (!current || flags != (CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)) return CUDA_ERROR_INVALID_CONTEXT;
     *address = mmap(0, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (*address == MAP_FAILED) return OUT_OF_MEMORY;
+    if (*address == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
-    int status = INVALID;
-    for (int i = 0; i < MAX && status; i++)
-        if (!hosted[i].nbytes) hosted[i] = (Piece){(uint64_t)*address, nbytes, -1, 0}, status = OK;
-    pthread_mutex_unlock(&lock);
-    return status;
+    for (int i = 0; i < MAX; i++)
+        if (!hosted[i].nbytes) return hosted[i] = (Piece){(CUdeviceptr)*address, nbytes, -1, 0}, finish(CUDA_SUCCESS);
+    return finish(CUDA_ERROR_OUT_OF_MEMORY);
 }
 
-int cuMemFreeHost(void *address) {
+CUresult cuMemFreeHost(void *address) {
     pthread_mutex_lock(&lock);
-    int status = INVALID;
-    for (int i = 0; i < MAX && status; i++)
-        if (hosted[i].nbytes && hosted[i].address == (uint64_t)address) {
-            status = munmap(address, hosted[i].nbytes) ? INVALID : OK;
+    for (int i = 0; i < MAX; i++)
+        if (hosted[i].nbytes && hosted[i].address == (CUdeviceptr)address) {
+            munmap(address, hosted[i].nbytes);
             hosted[i] = (Piece){0};
+            return finish(CUDA_SUCCESS);
         }
-    pthread_mutex_unlock(&lock);
-    return status;
+    return finish(CUDA_ERROR_INVALID_VALUE);
+}
+
+// -- virtual memory management --------------------------------------------------------------------
+
+static CUresult refusal(const CUmemAllocationProp *prop) {
+    static const unsigned char zeros[4];
+    if (lacks("vmm")) return CUDA_ERROR_NOT_SUPPORTED;
+    if (prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE || prop->location.id) return CUDA_ERROR_INVALID_DEVICE;
+    if (prop->type != CU_MEM_ALLOCATION_TYPE_PINNED || prop->win32HandleMetaData) return CUDA_ERROR_INVALID_VALUE;
+    if (memcmp(prop->allocFlags.reserved, zeros, 4) || prop->allocFlags.gpuDirectRDMACapable > 1) return CUDA_ERROR_INVALID_VALUE;
+    if (prop->allocFlags.compressionType || prop->allocFlags.usage) return CUDA_ERROR_NOT_SUPPORTED;
+    if (prop->allocFlags.gpuDirectRDMACapable && lacks("rdma")) return CUDA_ERROR_NOT_SUPPORTED;
+    int types = prop->requestedHandleTypes;
+    if (types & ~(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR | CU_MEM_HANDLE_TYPE_FABRIC)) return CUDA_ERROR_NOT_SUPPORTED;
+    if ((types & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) && lacks("fd")) return CUDA_ERROR_NOT_SUPPORTED;
+    if ((types & CU_MEM_HANDLE_TYPE_FABRIC) && lacks("fabric")) return CUDA_ERROR_NOT_SUPPORTED;
+    return CUDA_SUCCESS;
+}
+
+static Memory *memory_of(CUmemGenericAllocationHandle handle) {
+    return handle && handle <= MAX && memories[handle - 1].references ? &memories[handle - 1] : 0;
+}
+
+static CUresult keep(CUmemGenericAllocationHandle *handle, Memory memory) {
+    for (int i = 0; i < MAX; i++)
+        if (!memories[i].references) return memories[i] = memory, *handle = i + 1, CUDA_SUCCESS;
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+static void let_go(Memory *memory) {
+    if (--memory->references) return;
+    if (!memory->is_imported) used -= memory->nbytes;
+    close(memory->fd);
+}
+
+static Range *range_of(CUdeviceptr address) {
+    for (int i = 0; i < MAX; i++)
+        if (ranges[i].nbytes && address - ranges[i].address < ranges[i].nbytes) return &ranges[i];
+    return 0;
+}
+
+static Range *whole_range(CUdeviceptr address, size_t nbytes) {
+    Range *range = range_of(address);
+    return range && range->address == address && range->nbytes == nbytes ? range : 0;
+}
+
+CUresult cuMemGetAllocationGranularity(size_t *granule, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags option) {
+    if (option != CU_MEM_ALLOC_GRANULARITY_MINIMUM && option != CU_MEM_ALLOC_GRANULARITY_RECOMMENDED) return CUDA_ERROR_INVALID_VALUE;
+    return *granule = GRANULE, refusal(prop);
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const CUmemAllocationProp *prop, unsigned long long flags) {
+    if (flags || !nbytes || nbytes % GRANULE) return CUDA_ERROR_INVALID_VALUE;
+    CUresult status = refusal(prop);
+    if (status) return status;
+    if ((prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) && lacks("imex")) return CUDA_ERROR_NOT_PERMITTED;
+    pthread_mutex_lock(&lock);
+    int fd = nbytes <= TOTAL - used ? new_file(nbytes) : -1;
+    if (fd < 0) return finish(CUDA_ERROR_OUT_OF_MEMORY);
+    if ((status = keep(handle, (Memory){fd, 1, 0, nbytes, *prop}))) close(fd);
+    else used += nbytes;
+    return finish(status);
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    pthread_mutex_lock(&lock);
+    Memory *memory = memory_of(handle);
+    if (memory) let_go(memory);
+    return finish(memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t nbytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
+    if (flags || !nbytes || nbytes % getpagesize() || hint % getpagesize() || (alignment & (alignment - 1))) return CUDA_ERROR_INVALID_VALUE;
+    // aligned to a granule, as mappings must be
+    char *at = mmap(0, nbytes + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    char *aligned = (char *)(((uintptr_t)at + GRANULE - 1) / GRANULE * GRANULE);
+    if (aligned > at) munmap(at, aligned - at);
+    munmap(aligned + nbytes, GRANULE - (aligned - at));
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MAX; i++)
+        if (!ranges[i].nbytes) {
+            ranges[i] = (Range){*address = (CUdeviceptr)aligned, nbytes, 0, 0};
+            return finish(CUDA_SUCCESS);
+        }
+    munmap(aligned, nbytes);
+    return finish(CUDA_ERROR_OUT_OF_MEMORY);
+}
+
+CUresult cuMemAddressFree(CUdeviceptr address, size_t nbytes) {
+    pthread_mutex_lock(&lock);
+    Range *range = whole_range(address, nbytes);
+    if (!range || range->memory) return finish(CUDA_ERROR_INVALID_VALUE);
+    munmap((void *)address, nbytes);
+    *range = (Range){0};
+    return finish(CUDA_SUCCESS);
+}
+
+CUresult cuMemMap(CUdeviceptr address, size_t nbytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    if (flags || offset || !nbytes || address % GRANULE || nbytes % GRANULE) return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    Range *range = range_of(address);
+    Memory *memory = memory_of(handle);
+    if (!range || range->address != address || range->memory || nbytes > range->nbytes) return finish(CUDA_ERROR_INVALID_VALUE);
+    if (!memory || nbytes > memory->nbytes) return finish(CUDA_ERROR_INVALID_VALUE);
+    if (mmap((void *)address, nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd, 0) == MAP_FAILED) return finish(CUDA_ERROR_OUT_OF_MEMORY);
+    memory->references++;
+    range->memory = memory, range->mapped = nbytes;
+    return finish(CUDA_SUCCESS);
+}
+
+CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
+    pthread_mutex_lock(&lock);
+    Range *range = range_of(address);
+    if (!range || !range->memory || range->address != address || range->mapped != nbytes) return finish(CUDA_ERROR_INVALID_VALUE);
+    mmap((void *)address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    let_go(range->memory);
+    range->memory = 0, range->mapped = 0;
+    return finish(CUDA_SUCCESS);
+}
+
+CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *wanted, size_t count) {
+    if (count != 1 || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) return CUDA_ERROR_NOT_SUPPORTED;
+    if (wanted->location.id) return CUDA_ERROR_INVALID_DEVICE;
+    int protection = wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
+        : wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ
+        : wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE ? PROT_NONE : -1;
+    pthread_mutex_lock(&lock);
+    Range *range = range_of(address);
+    int is_whole = range && range->memory && range->address == address && range->mapped == nbytes;
+    if (!is_whole || protection < 0 || mprotect((void *)address, nbytes, protection)) return finish(CUDA_ERROR_INVALID_VALUE);
+    return finish(CUDA_SUCCESS);
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address) {
+    pthread_mutex_lock(&lock);
+    Range *range = range_of((CUdeviceptr)address);
+    if (!range || (CUdeviceptr)address - range->address >= range->mapped) return finish(CUDA_ERROR_INVALID_VALUE);
+    range->memory->references++;
+    *handle = range->memory - memories + 1;
+    return finish(CUDA_SUCCESS);
+}
+
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUmemGenericAllocationHandle handle) {
+    pthread_mutex_lock(&lock);
+    Memory *memory = memory_of(handle);
+    if (memory) *prop = memory->prop;
+    return finish(memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+}
+
+CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags) {
+    pthread_mutex_lock(&lock);
+    Memory *memory = memory_of(handle);
+    if (!memory || flags || !(memory->prop.requestedHandleTypes & type)) return finish(CUDA_ERROR_INVALID_VALUE);
+    if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+        *(int *)out = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
+        return finish(*(int *)out < 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS);
+    }
+    Name name = {getpid(), memory->fd, memory->nbytes, memory->prop.requestedHandleTypes};
+    memset(out, 0, sizeof(CUmemFabricHandle));
+    memcpy(out, &name, sizeof name);
+    return finish(CUDA_SUCCESS);
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *source, CUmemAllocationHandleType type) {
+    CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .requestedHandleTypes = type, .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0}};
+    int fd;
+    if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) fd = fcntl((int)(intptr_t)source, F_DUPFD_CLOEXEC, 0);
+    else if (type != CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_SUPPORTED;
+    else if (lacks("imex")) return CUDA_ERROR_NOT_PERMITTED;
+    else {
+        Name name;
+        memcpy(&name, source, sizeof name);
+        fd = open_file(&name);
+    }
+    off_t nbytes = fd < 0 ? 0 : lseek(fd, 0, SEEK_END);
+    if (nbytes <= 0) return fd < 0 ? CUDA_ERROR_INVALID_VALUE : (close(fd), CUDA_ERROR_INVALID_VALUE);
+    pthread_mutex_lock(&lock);
+    CUresult status = keep(handle, (Memory){fd, 1, 1, nbytes, prop});
+    if (status) close(fd);
+    return finish(status);
+}
+
+CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address) {
+    pthread_mutex_lock(&lock);
+    Piece *piece = find(address);
+    Range *range = range_of(address);
+    if (piece) *base = piece->address, *nbytes = piece->nbytes;
+    else if (range && range->memory) *base = range->address, *nbytes = range->mapped;
+    else return finish(CUDA_ERROR_INVALID_VALUE);
+    return finish(CUDA_SUCCESS);
+}
+
+// -- what the tests look at -----------------------------------------------------------------------
+
+int emulated_leftovers(void) {
+    int count = 0;
+    for (int i = 0; i < MAX; i++) count += (pieces[i].nbytes > 0) + (memories[i].references > 0) + (ranges[i].nbytes > 0);
+    return count;
+}
+
+#define FACT(text, value) if (!strcmp(name, text)) return (long)(value)
+long header_fact(const char *name) {
+    FACT("Location.size", sizeof(CUmemLocation));
+    FACT("AccessDesc.size", sizeof(CUmemAccessDesc));
+    FACT("AccessDesc.flags", offsetof(CUmemAccessDesc, flags));
+    FACT("AllocationProp.size", sizeof(CUmemAllocationProp));
+    FACT("AllocationProp.requestedHandleTypes", offsetof(CUmemAllocationProp, requestedHandleTypes));
+    FACT("AllocationProp.location", offsetof(CUmemAllocationProp, location));
+    FACT("AllocationProp.win32HandleMetaData", offsetof(CUmemAllocationProp, win32HandleMetaData));
+    FACT("AllocationProp.allocFlags", offsetof(CUmemAllocationProp, allocFlags));
+    FACT("AllocationFlags.gpuDirectRDMACapable", offsetof(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable) - offsetof(CUmemAllocationProp, allocFlags));
+    FACT("AllocationFlags.usage", offsetof(CUmemAllocationProp, allocFlags.usage) - offsetof(CUmemAllocationProp, allocFlags));
+    FACT("FabricHandle.size", sizeof(CUmemFabricHandle));
+    FACT("VIRTUAL_MEMORY", CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+    FACT("POSIX_FILE_DESCRIPTOR", CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+    FACT("GPU_DIRECT_RDMA", CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+    FACT("FABRIC", CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED);
+    FACT("HandleType.POSIX_FILE_DESCRIPTOR", CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    FACT("HandleType.FABRIC", CU_MEM_HANDLE_TYPE_FABRIC);
+    return -1;
 }

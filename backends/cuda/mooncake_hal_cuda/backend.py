@@ -15,6 +15,7 @@ from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.memory import CudaMemory
 from mooncake_hal_cuda.ops import CudaOps
 from mooncake_hal_cuda.runtime import CudaRuntime
+from mooncake_hal_cuda.sharing.devices import DeviceSharing
 from mooncake_hal_cuda.tuning import Tuning
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -52,7 +53,7 @@ class CudaBackend:
             sampling=True,
             kv_dtypes=tuning.kv_dtypes,
         )
-        self.memory = CudaMemory(CudaDriver(), devices)
+        self.memory = CudaMemory(DeviceSharing(CudaDriver()), devices)
         self._groups = GroupFactory(NcclCommunicator)
 
     def communicator(self, group: GroupSpec) -> Communicator:

@@ -8,6 +8,7 @@ the calling thread, which is torch's own: the device's primary context.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import (
     POINTER,
     byref,
@@ -42,7 +43,8 @@ class _IpcHandle(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (c_uint,),
     "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetUuid": (c_ubyte * UUID_BYTES, c_int),
+    "cuDeviceGetUuid_v2": (c_ubyte * UUID_BYTES, c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(handle), c_int),
     "cuCtxSetCurrent": (handle,),
@@ -79,111 +81,131 @@ class CudaDriver:
             self._library = ctypes.CDLL(library)
         except OSError as exc:
             raise DeviceError(f"{library} can't be loaded: {exc}") from exc
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = arguments, c_int
+        self.declare(_SIGNATURES)
         self._library.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
         self._contexts: dict[int, handle] = {}
         self._lock = Lock()
-        self._call("cuInit", 0)
+        self.call("cuInit", 0)
+
+    def declare(self, signatures: Mapping[str, tuple[type, ...]]) -> None:
+        """Give functions their argument types, by name; AttributeError if one is not there."""
+        for name, arguments in signatures.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, c_int
 
     def bind(self, index: int) -> None:
         """Make a device current in the calling thread."""
         with self._lock:
             if index not in self._contexts:
                 context = handle()
-                self._call("cuDevicePrimaryCtxRetain", byref(context), self._device(index))
+                self.call("cuDevicePrimaryCtxRetain", byref(context), self.ordinal(index))
                 self._contexts[index] = context
-        self._call("cuCtxSetCurrent", self._contexts[index])
+        self.call("cuCtxSetCurrent", self._contexts[index])
 
     def uuid(self, index: int) -> bytes:
         """What names the device on this host, whatever CUDA_VISIBLE_DEVICES says."""
         found = (c_ubyte * UUID_BYTES)()
-        self._call("cuDeviceGetUuid", found, self._device(index))
+        self.call("cuDeviceGetUuid_v2", found, self.ordinal(index))
         return bytes(found)
 
     def can_access(self, index: int, other: int) -> bool:
         """Whether a device reaches another one's memory."""
         answer = c_int()
-        devices = self._device(index), self._device(other)
-        self._call("cuDeviceCanAccessPeer", byref(answer), *devices)
+        devices = self.ordinal(index), self.ordinal(other)
+        self.call("cuDeviceCanAccessPeer", byref(answer), *devices)
         return bool(answer.value)
 
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) of the current device."""
         free, total = c_size_t(), c_size_t()
-        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        self.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
 
     def allocate(self, nbytes: int) -> int:
         """Zeroed memory of the current device; raises OutOfMemory."""
         address = c_uint64()
-        self._call("cuMemAlloc_v2", byref(address), nbytes)
-        self._call("cuMemsetD8_v2", address, 0, nbytes)
-        self._call("cuCtxSynchronize")  # other streams may use it at once
+        self.call("cuMemAlloc_v2", byref(address), nbytes)
+        self.zero(address.value, nbytes)
         return address.value
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Fill memory with zeros."""
+        self.call("cuMemsetD8_v2", address, 0, nbytes)
+        self.call("cuCtxSynchronize")  # other streams may use it at once
 
     def free(self, address: int) -> None:
         """Give memory back; waits for the device."""
-        self._call("cuMemFree_v2", address)
+        self.call("cuMemFree_v2", address)
 
     def allocate_host(self, nbytes: int) -> int:
         """Pinned host memory, good at the same address for every device; raises OutOfMemory."""
         address = handle()
-        self._call("cuMemHostAlloc", byref(address), nbytes, _FOR_EVERY_DEVICE)
+        self.call("cuMemHostAlloc", byref(address), nbytes, _FOR_EVERY_DEVICE)
         return address.value or 0
 
     def free_host(self, address: int) -> None:
         """Give pinned memory back."""
-        self._call("cuMemFreeHost", address)
+        self.call("cuMemFreeHost", address)
 
     def allocation_of(self, address: int) -> tuple[int, int]:
         """(address, bytes) of the allocation around an address."""
         base, nbytes = c_uint64(), c_size_t()
-        self._call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
+        self.call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
         return base.value, nbytes.value
 
     def export(self, address: int) -> bytes:
         """Name an allocation, by its first address, for other processes of this host."""
         exported = _IpcHandle()
-        self._call("cuIpcGetMemHandle", byref(exported), address)
+        self.call("cuIpcGetMemHandle", byref(exported), address)
         return bytes(exported)
 
     def open(self, exported: bytes) -> int:
         """Map another process's allocation; its address here."""
         address = c_uint64()
         named = _IpcHandle.from_buffer_copy(exported)
-        self._call("cuIpcOpenMemHandle_v2", byref(address), named, _LAZY_PEER_ACCESS)
+        self.call("cuIpcOpenMemHandle_v2", byref(address), named, _LAZY_PEER_ACCESS)
         return address.value
 
     def close(self, address: int) -> None:
         """Unmap what ``open`` mapped."""
-        self._call("cuIpcCloseMemHandle", address)
+        self.call("cuIpcCloseMemHandle", address)
 
     def new_stream(self) -> handle:
         """A stream that does not wait for the default one; ``destroy_stream`` it."""
         stream = handle()
-        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        self.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
         return stream
 
     def copy(self, target: int, source: int, nbytes: int, stream: handle) -> None:
         """Enqueue a copy between any two addresses."""
-        self._call("cuMemcpyAsync", target, source, nbytes, stream)
+        self.call("cuMemcpyAsync", target, source, nbytes, stream)
 
     def drain(self, stream: handle) -> None:
         """Block until all that was enqueued on the stream has finished."""
-        self._call("cuStreamSynchronize", stream)
+        self.call("cuStreamSynchronize", stream)
 
     def destroy_stream(self, stream: handle) -> None:
         """Give a stream back."""
-        self._call("cuStreamDestroy_v2", stream)
+        self.call("cuStreamDestroy_v2", stream)
 
-    def _device(self, index: int) -> int:
+    def attribute(self, index: int, number: int) -> int:
+        """A fact about a device, by its number in CUdevice_attribute.
+
+        Raises:
+            DeviceError: the driver is older than the attribute.
+        """
+        value = c_int()
+        self.call("cuDeviceGetAttribute", byref(value), number, self.ordinal(index))
+        return value.value
+
+    def ordinal(self, index: int) -> int:
+        """The driver's handle of a device."""
         device = c_int()
-        self._call("cuDeviceGet", byref(device), index)
+        self.call("cuDeviceGet", byref(device), index)
         return device.value
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a declared function; its status becomes OutOfMemory, DeviceError or nothing."""
         status = getattr(self._library, name)(*arguments)
         if status == _OUT_OF_MEMORY:
             raise OutOfMemory(f"{name}: the device is out of memory")

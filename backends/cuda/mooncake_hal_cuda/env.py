@@ -19,7 +19,20 @@ def attention(names: tuple[str, ...]) -> str:
     Raises:
         HalError: it is none of them.
     """
-    value = os.environ.get("MOONCAKE_HAL_CUDA_ATTENTION", names[0])
+    return _one_of("MOONCAKE_HAL_CUDA_ATTENTION", names)
+
+
+def memory_kind(names: tuple[str, ...]) -> str:
+    """MOONCAKE_HAL_CUDA_MEMORY: the kind of KV memory, the first of ``names`` by default.
+
+    Raises:
+        HalError: it is none of them.
+    """
+    return _one_of("MOONCAKE_HAL_CUDA_MEMORY", names)
+
+
+def _one_of(variable: str, names: tuple[str, ...]) -> str:
+    value = os.environ.get(variable, names[0])
     if value not in names:
-        raise HalError(f"MOONCAKE_HAL_CUDA_ATTENTION={value!r} must be one of {list(names)}")
+        raise HalError(f"{variable}={value!r} must be one of {list(names)}")
     return value

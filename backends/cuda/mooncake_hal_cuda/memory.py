@@ -1,6 +1,7 @@
 """KV memory from the driver itself: other processes can map it, and NICs can register it.
 
 Torch's allocator hands out pieces of larger allocations, which only a whole one's name reaches.
+Which kind of memory it is, ``sharing`` decides once per device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from mooncake_hal.allocation import TensorAllocation
 from mooncake_hal.backend import DeviceInfo
 from mooncake_hal.errors import DeviceError, OutOfMemory
 from mooncake_hal.transport import MemoryRegion
-from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.sharing.choice import MemoryKind
+from mooncake_hal_cuda.sharing.devices import HANDLE_TYPES, DeviceSharing
 
 GRANULE = 2 << 20
 """The driver gives smaller allocations out of shared ones, which would be exported with them."""
@@ -27,15 +29,16 @@ class CudaMemory:
     """See ``Memory``.
 
     Args:
-        driver: allocates.
+        sharing: allocates, as it was decided for the device.
         devices: what there is.
         view: makes tensors; another one only in tests.
     """
 
     def __init__(
-        self, driver: CudaDriver, devices: Sequence[DeviceInfo], view: View | None = None
+        self, sharing: DeviceSharing, devices: Sequence[DeviceInfo], view: View | None = None
     ) -> None:
-        self._driver = driver
+        self._sharing = sharing
+        self._driver = sharing.driver
         self._devices = devices
         self._view = view or device_view
 
@@ -55,16 +58,26 @@ class CudaMemory:
         if whole > free:
             raise refusal
         try:
-            address = self._driver.allocate(whole)
+            address, release = self._allocate(whole, index)
         except OutOfMemory as exc:
             raise refusal from exc
         region = MemoryRegion(address, nbytes, f"cuda:{index}")
+        return TensorAllocation(region, self._view(address, nbytes, index), release)
+
+    def _allocate(self, nbytes: int, index: int) -> tuple[int, Callable[[], None]]:
+        """(address, what gives it back) of memory of the kind that was decided."""
+        decided = self._sharing.of(index)
+        if decided.kind is not MemoryKind.IPC:
+            types = HANDLE_TYPES[decided.kind]
+            mapped = self._sharing.virtual.allocate(nbytes, index, types, is_rdma=decided.is_rdma)
+            return mapped.address, mapped.close
+        address = self._driver.allocate(nbytes)
 
         def release() -> None:
             self._driver.bind(index)
             self._driver.free(address)
 
-        return TensorAllocation(region, self._view(address, nbytes, index), release)
+        return address, release
 
 
 class _Exposed:

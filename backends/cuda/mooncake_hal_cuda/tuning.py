@@ -127,11 +127,19 @@ class Tuning:
         return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, stages)
 
     def latent(self, rows: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
-        """For latents; ``rows`` is heads times new tokens, of which narrower KV allows fewer."""
+        """For latents; ``rows`` is heads times new tokens, of which narrower KV allows fewer.
+
+        64 rows are what the wide products begin at, and all that registers hold: half of the sums
+        per four warps, as in DeepSeek's FlashMLA. 128 heads read every latent twice, once from L2.
+        """
         if element_bytes == 4:
             return AttentionTile(16, 16, 8, 1)
-        most = 16 if kv_bytes < element_bytes else 32
-        return AttentionTile(max(16, min(most, power_of_two(rows))), 32, 8, 2)
+        if kv_bytes < element_bytes:
+            return AttentionTile(16, 32, 8, 2)
+        if self._is_wide and rows >= 64:
+            return AttentionTile(64, 64 if self.generation == "sm_90" else 32, 8, 2)
+        tokens = 64 if self.generation in ("sm_80", "sm_90") else 32
+        return AttentionTile(max(16, min(32, power_of_two(rows))), tokens, 8, 2)
 
     def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
         """For experts; ``rows`` is how many an expert has on average."""

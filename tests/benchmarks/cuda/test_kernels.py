@@ -13,10 +13,15 @@ import pytest
 import torch
 from support.cuda_shapes import Heads, Shapes
 from support.figures import Figure, record
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.testing.backends import load_backend
+from mooncake_hal_cuda.attention import Attention
+from mooncake_hal_cuda.libraries import by_flashinfer
 
 pytestmark = pytest.mark.cuda
 ROUNDS = 20
@@ -91,6 +96,79 @@ def test_decode_attention(
     title = f"decode attention, {name}, {sequences} x {context}"
     record(benchmark, Figure(title, share, 0.85, "of copy", context=f"{taken * 1e6:.0f} us"))
     benchmark(lambda: None)  # the figure is what counts
+
+
+@pytest.mark.parametrize("sequences", [1, 32, 256])
+@pytest.mark.parametrize("context", [1024, 16384])
+def test_decode_beside_flashinfer(
+    cuda: Backend, benchmark: Any, context: int, sequences: int
+) -> None:
+    """GQA 32/8 over caches in the layout that FlashInfer takes."""
+    pytest.importorskip("flashinfer", reason="pip install mooncake-hal-cuda[flashinfer]")
+    heads, block_size = HEADS["GQA 32/8"], 16
+    blocks = sequences * context // block_size
+    key, value = (
+        torch.randn(blocks, block_size, heads.kv, heads.dim, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    batch = Shapes(cuda.ops, torch.bfloat16, "cuda:0", block_size).batch(
+        1, context // block_size, sequences
+    )
+    order = torch.randperm(blocks, device="cuda", dtype=torch.int32)
+    batch.block_tables.copy_(order.view(sequences, -1))
+    query = torch.randn(sequences, heads.query, heads.dim, device="cuda", dtype=torch.bfloat16)
+    call = Attention.of_decodes(query, (key, value), batch, 0.09, (1.0, 1.0))
+    theirs = seconds_of(cuda, lambda: by_flashinfer(call))
+    ours = seconds_of(cuda, lambda: cuda.ops.decode_attention(query, key, value, batch, 0.09))
+    title = f"decode attention beside FlashInfer, {sequences} x {context}"
+    times = f"{ours * 1e6:.0f} against {theirs * 1e6:.0f} us"
+    record(benchmark, Figure(title, theirs / ours, 1.0, "times", context=times))
+    benchmark(lambda: None)  # the figure is what counts
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_prefill_beside_sdpa(cuda: Backend, benchmark: Any, name: str) -> None:
+    """A causal prompt of 8k tokens, for torch in one dense piece, by its fastest kernel."""
+    heads, tokens, block_size = HEADS[name], 8192, 16
+    dense = (
+        torch.randn(1, count, tokens, heads.dim, device="cuda", dtype=torch.bfloat16)
+        for count in (heads.query, heads.kv, heads.kv)
+    )
+    theirs = best_of_sdpa(cuda, *dense)
+    cache = torch.randn(
+        tokens // block_size, heads.kv, 2, block_size, heads.dim,
+        device="cuda", dtype=torch.bfloat16,
+    )  # fmt: skip
+    key, value = (cache[:, :, plane].transpose(1, 2) for plane in (0, 1))
+    batch = Shapes(cuda.ops, torch.bfloat16, "cuda:0", block_size).batch(
+        tokens, tokens // block_size, 1
+    )
+    batch.block_tables.copy_(torch.arange(tokens // block_size, device="cuda").view(1, -1))
+    query = torch.randn(tokens, heads.query, heads.dim, device="cuda", dtype=torch.bfloat16)
+    ours = seconds_of(cuda, lambda: cuda.ops.prefill_attention(query, key, value, batch, 0.09))
+    times = f"{ours * 1e3:.2f} against {theirs * 1e3:.2f} ms"
+    title = f"prefill attention beside SDPA, {name}, {tokens}"
+    record(benchmark, Figure(title, theirs / ours, 0.95, "times", context=times))
+    benchmark(lambda: None)  # the figure is what counts
+
+
+def best_of_sdpa(cuda: Backend, query: Tensor, key: Tensor, value: Tensor) -> float:
+    """Seconds of the faster of cuDNN and FlashAttention; one that refuses is out of the race."""
+    times = []
+    for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        try:
+            with sdpa_kernel(kernel):
+                times.append(
+                    seconds_of(
+                        cuda,
+                        lambda: scaled_dot_product_attention(
+                            query, key, value, is_causal=True, scale=0.09, enable_gqa=True
+                        ),
+                    )
+                )
+        except RuntimeError as exc:
+            print(f"{kernel} is out: {exc}")  # into the benchmark's report
+    return min(times)
 
 
 @pytest.mark.parametrize("name", HEADS)

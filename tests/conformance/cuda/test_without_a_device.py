@@ -25,7 +25,12 @@ EVERYDAY = {
         "or (norm and 250-7) or (rope and 7-40) or (silu_mul and 250-7) or (moe and 7-chosen1) "
         "or temperature or (draws and 0.05 and 0.9) or (scaled and (BHLPT or not attention))"
     ),
-    "tests/emulated/cuda/test_ipc.py": "one_range or odd_sizes or any_order",
+    "tests/emulated/cuda/test_sharing.py": "test",
+    # every kind of memory between processes
+    "tests/emulated/cuda/test_ipc.py": (
+        "one_range or odd_sizes or any_order or test_between_processes "
+        "or (TestFabric and (domain or host))"
+    ),
     "tests/emulated/cuda/test_staged.py": (
         "(TestStaged and not Hosts) and (one_range or odd_sizes or any_order)"
     ),

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 from support.cuda_emulation import emulated_backend, load_ipc, load_staged
-from support.pd import GREEDY, ask, ask_pair, instance, pair, prompt_of, write_model
+from support.pd import (
+    GREEDY,
+    Instance,
+    Pair,
+    ask,
+    ask_pair,
+    instance,
+    pair,
+    prompt_of,
+    write_model,
+)
 
 from mooncake_hal.specs import Availability
 from mooncake_hal_cuda import plugin
@@ -27,6 +37,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_plugin, "load", load_staged)
 
 
+async def check_same(single: Instance, both: Pair) -> None:
+    """The pair says what the instance says, and its KV went from one to the other."""
+    for length, sampling in ((5, FEW), (40, DRAWN)):
+        expected = await ask(single, prompt_of(length), sampling)
+        found = await ask_pair(both, prompt_of(length), sampling)
+        assert found.tokens == expected.tokens
+    assert both.decode.stat("loads") == 2
+    assert both.decode.stat("load_failures") == 0
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_prefill_and_decode_apart_say_what_the_cpu_says(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path / "model", family)
@@ -34,12 +54,7 @@ def test_prefill_and_decode_apart_say_what_the_cpu_says(tmp_path: Path, family: 
     async def main() -> None:
         options = {"backend": "cuda", "transports": ("cuda_ipc",), "transfer_timeout_s": 120.0}
         async with instance(model) as single, pair(model, lease_s=60.0, **options) as both:
-            for length, sampling in ((5, FEW), (40, DRAWN)):
-                expected = await ask(single, prompt_of(length), sampling)
-                found = await ask_pair(both, prompt_of(length), sampling)
-                assert found.tokens == expected.tokens
-            assert both.decode.stat("loads") == 2
-            assert both.decode.stat("load_failures") == 0
+            await check_same(single, both)
 
     asyncio.run(main())
 
@@ -61,11 +76,6 @@ def test_a_gpu_and_a_cpu_say_what_the_cpu_says(
             instance(model, **same) as single,
             pair(model, prefill=first, decode={**second, **other}, **same, **slow) as both,
         ):
-            for length, sampling in ((5, FEW), (40, DRAWN)):
-                expected = await ask(single, prompt_of(length), sampling)
-                found = await ask_pair(both, prompt_of(length), sampling)
-                assert found.tokens == expected.tokens
-            assert both.decode.stat("loads") == 2
-            assert both.decode.stat("load_failures") == 0
+            await check_same(single, both)
 
     asyncio.run(main())

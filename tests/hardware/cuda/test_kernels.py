@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes
+from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, draw_rows
 
 from mooncake_hal.backend import Backend
+from mooncake_hal_cuda.copying.copier import launch_copy
 
 pytestmark = pytest.mark.cuda
 
@@ -33,3 +35,32 @@ def test_latents(shapes: Shapes, model: str) -> None:
 def test_experts(shapes: Shapes) -> None:
     shapes.experts(EXPERTS["Mixtral-8x7B"])
     torch.cuda.synchronize()
+
+
+def test_narrow_kv(cuda: Backend) -> None:
+    if not cuda.capabilities.kv_dtypes:
+        pytest.skip("this generation does not convert e4m3")
+    narrow = Shapes(
+        cuda.ops, torch.bfloat16, "cuda:0", kv_dtype=torch.float8_e4m3fn, make=torch.zeros
+    )
+    narrow.blocks(GROUPED["Llama-3-8B"])
+    narrow.grouped(GROUPED["Llama-3-8B"])
+    narrow.latent(LATENT_HEADS["DeepSeek-V3"])
+    torch.cuda.synchronize()
+
+
+def test_drawing(cuda: Backend) -> None:
+    draw_rows(device="cuda:0")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("nbytes", [4096, 4095])
+def test_spans(cuda: Backend, nbytes: int) -> None:
+    """Aligned pieces, and odd ones."""
+    source = torch.arange(8 * 4096, device="cuda:0").to(torch.uint8)
+    target = torch.zeros_like(source)
+    offsets = np.arange(8, dtype=np.uint64) * np.uint64(4096)
+    starts = (offsets + np.uint64(tensor.data_ptr()) for tensor in (target, source))
+    launch_copy(source.device, *starts, np.full(8, nbytes, np.uint64))
+    copied, wanted = (tensor.view(8, 4096)[:, :nbytes] for tensor in (target, source))
+    assert torch.equal(copied, wanted)

@@ -1,4 +1,4 @@
-"""Prefill and decode apart: two processes of one GPU, and a GPU beside a CPU."""
+"""Prefill and decode apart: two processes of one GPU, a GPU beside a CPU, and transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from support.pd import ask, ask_pair, instance, pair, prompt_of, write_model
+import torch
+from support.pd import GREEDY, ask, ask_pair, instance, pair, prompt_of, write_model
 from support.pd_processes import serving
 
 pytestmark = pytest.mark.cuda
@@ -28,6 +29,24 @@ async def greedy(model: Path, **options: object) -> list[list[int]]:
 def test_the_gpu_says_what_the_cpu_says(model: Path) -> None:
     """In float32, where both are the reference's to the last bits that matter."""
     assert asyncio.run(greedy(model, backend="cuda")) == asyncio.run(greedy(model))
+
+
+def test_the_gpu_says_what_transformers_says(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs.generation_config.eos_token_id = None  # an answer goes on behind it, as ours does
+    expected = []
+    for length in LENGTHS:
+        prompt = torch.tensor([prompt_of(length)])
+        found = theirs.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=GREEDY.max_tokens,
+        )
+        expected.append(found[0, length:].tolist())
+    assert asyncio.run(greedy(model, backend="cuda")) == expected
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "staged"])

@@ -1,4 +1,4 @@
-"""The transport suite over ``cuda_ipc`` and ``staged``, on a real device."""
+"""The transport suite over ``cuda_ipc``, with memory of every kind, and ``staged``, on a device."""
 
 from __future__ import annotations
 
@@ -6,18 +6,47 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_hal.testing.transports import TransportConformance
+from mooncake_hal.testing.backends import load_backend
+from mooncake_hal.testing.transports import TransportConformance, TransportKit
 from mooncake_hal.testing.transports_process import TransportProcessConformance
 from mooncake_hal.transport import EndpointOptions
 
 
-@pytest.mark.cuda
-class TestCudaIpc(TransportConformance, TransportProcessConformance):
+class OfKind(TransportKit):
+    """Endpoints over memory of one kind, here and in the other process."""
+
     loader = "cuda_ipc"
     allocator = "support.cuda_device:allocate"
+    kind = "auto"
+
+    def setup_method(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setenv("MOONCAKE_HAL_CUDA_MEMORY", self.kind)
+        load_backend.cache_clear()  # whose memory was decided for another kind
+        super().setup_method()
+
+    def teardown_method(self) -> None:
+        super().teardown_method()
+        self.patch.undo()
+        load_backend.cache_clear()
 
     def options(self) -> EndpointOptions:
         return replace(super().options(), device="cuda:0")
+
+
+@pytest.mark.cuda
+class TestCudaIpc(OfKind, TransportConformance, TransportProcessConformance):
+    """Whatever this device takes by itself."""
+
+
+@pytest.mark.cuda
+class TestCudaIpcByName(OfKind, TransportProcessConformance):
+    kind = "ipc"
+
+
+@pytest.mark.cuda
+class TestCudaIpcByDescriptor(OfKind, TransportProcessConformance):
+    kind = "fd"
 
 
 @pytest.mark.cuda

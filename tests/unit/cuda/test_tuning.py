@@ -41,3 +41,10 @@ def test_one_sequence_alone_fills_the_device() -> None:
 def test_kv_is_kept_in_e4m3_where_it_can_be_converted(generation: str) -> None:
     has_it = Tuning(generation, 100).kv_dtypes == ("float8_e4m3fn",)
     assert has_it == (generation not in ("sm_80", "sm_86"))
+
+
+def test_many_heads_of_latents_take_the_widest_products() -> None:
+    hopper, ampere = Tuning("sm_90", 132), Tuning("sm_80", 108)
+    assert hopper.latent(128, 2, 2).rows == hopper.latent(64, 2, 2).rows == 64
+    assert hopper.latent(16, 2, 2).rows == 16
+    assert ampere.latent(128, 2, 2).rows == 32

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
 
-from mooncake_hal.errors import DeviceError, TransferError, TransportUnavailable
+from mooncake_hal.errors import (
+    CapabilityError,
+    DeviceError,
+    RegionRevoked,
+    TransferError,
+    TransportUnavailable,
+)
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import encode
 from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
 from mooncake_hal_cuda.copying.worker import Worker
-from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.ipc.descriptors import send_descriptor
 from mooncake_hal_cuda.ipc.facts import (
     NAME,
     VERSION,
     RegionName,
+    decode_call,
     decode_facts,
     own_facts,
-    process_identity,
     why_unreachable,
 )
-from mooncake_hal_cuda.ipc.peer import IpcPeer, Mappings
+from mooncake_hal_cuda.ipc.mappings import Mappings
+from mooncake_hal_cuda.ipc.peer import IpcPeer
+from mooncake_hal_cuda.sharing.devices import DeviceSharing
+from mooncake_hal_cuda.sharing.virtual import HandleType
 
 
 class IpcDriver:
     """See ``mooncake_hal.transports.control.endpoint.Driver``.
 
     Args:
-        driver: of the hardware.
+        sharing: the hardware, and how its memory is shared.
         options: how to open the endpoint; ``device`` must be one of CUDA.
         local: the endpoint's own regions.
         make_copier: another one only in tests.
@@ -44,19 +54,21 @@ class IpcDriver:
 
     def __init__(
         self,
-        driver: CudaDriver,
+        sharing: DeviceSharing,
         options: EndpointOptions,
         local: AttachedRegions,
         make_copier: MakeCopier = Copier,
     ) -> None:
-        self._driver = driver
+        self._sharing = sharing
+        self._driver = driver = sharing.driver
         self._index = index = device_index(options.device)
         self._local = local
+        self._bases: dict[int, int] = {}
         self._peers: list[IpcPeer] = []
         self._lock = threading.Lock()
         try:
-            self._facts = own_facts(driver.uuid(index))
-        except DeviceError as exc:
+            self._facts = own_facts(driver.uuid(index), sharing.of(index).domain)
+        except (DeviceError, CapabilityError) as exc:
             raise TransportUnavailable(NAME, f"{options.device}: {exc}") from exc
         device = torch.device(options.device)
         self._worker = Worker(lambda: make_copier(driver, device, index))
@@ -70,27 +82,42 @@ class IpcDriver:
         return why_unreachable(self._facts, decode_facts(facts))
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
-        """See ``Driver``: names the allocation around the region."""
+        """See ``Driver``: names the allocation around the region, in every way that it has."""
         index = device_index(region.device)
         try:
             self._driver.bind(index)
-            base, _ = self._driver.allocation_of(region.address)
-            return encode(RegionName(self._driver.export(base), region.address - base))
+            base, nbytes = self._driver.allocation_of(region.address)
+            name = self._name(base, nbytes, region.address - base)
         except DeviceError as exc:
             raise TransportUnavailable(
                 NAME, f"memory of {region.device} can't be shared, was it allocated whole? {exc}"
             ) from exc
+        with self._lock:
+            self._bases[key] = base
+        return encode(name)
 
     def detach(self, key: int) -> None:
         """See ``Driver``."""
         with self._lock:
+            self._bases.pop(key, None)
             peers = list(self._peers)
         for peer in peers:
             peer.withdraw(key)
 
     def answer(self, session: Session, payload: bytes) -> bytes:
-        """See ``Driver``: there is nothing to ask."""
-        raise TransferError(f"{NAME} answers no calls")
+        """See ``Driver``: sends descriptors of live regions."""
+        call = decode_call(payload)
+        with self._lock:
+            base = self._bases.get(call.key)
+        if base is None:
+            raise RegionRevoked(f"{NAME}: there is no region {call.key} to send a descriptor of")
+        self._driver.bind(self._index)
+        descriptor = self._sharing.virtual.export_descriptor(base)
+        try:
+            send_descriptor(call.mailbox, call.token, descriptor)
+        finally:
+            os.close(descriptor)
+        return b""
 
     def departed(self, session: Session) -> None:
         """See ``Driver``: nothing is held for a peer."""
@@ -101,8 +128,8 @@ class IpcDriver:
         Raises:
             TransportUnavailable: the devices have no peer access.
         """
-        is_own = decode_facts(facts).process == process_identity()
-        mappings = Mappings(self._driver, self._index, is_own)
+        theirs = decode_facts(facts)
+        mappings = Mappings(self._sharing, self._index, session, self._facts, theirs)
         try:
             for key, region, attachment in session.regions.items():
                 mappings.base(key, region.address, attachment)
@@ -117,6 +144,22 @@ class IpcDriver:
     def close(self) -> None:
         """See ``Driver``."""
         self._worker.close()
+
+    def _name(self, base: int, nbytes: int, offset: int) -> RegionName:
+        types = self._sharing.virtual.handle_types(base)
+        if types is None:
+            return RegionName(offset, nbytes, ipc=self._driver.export(base))
+        if not types:
+            raise DeviceError("it was made without a way to share it")
+        fabric = b""
+        if HandleType.FABRIC in types:
+            fabric = self._sharing.virtual.export_fabric(base)
+        return RegionName(
+            offset,
+            nbytes,
+            fabric=fabric,
+            has_descriptor=HandleType.POSIX_FILE_DESCRIPTOR in types,
+        )
 
 
 def device_index(device: str) -> int:

@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np
 
-from mooncake_hal.errors import DeviceError, TransportUnavailable
 from mooncake_hal.transport import Spans
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal_cuda.copying.copier import Addresses, Copies
 from mooncake_hal_cuda.copying.peer import CopyingPeer
 from mooncake_hal_cuda.copying.worker import Worker
-from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.ipc.facts import NAME, decode_name
+from mooncake_hal_cuda.ipc.mappings import Mappings
 
 PIECE_BYTES = 256 << 20
 """Copied between two looks at the deadline: about a millisecond on NVLink, ten on PCIe."""
-
-
-class Mappings:
-    """The peer's regions as this process sees them.
-
-    Args:
-        driver: maps them, in the context of device ``index``.
-        is_own: whether the peer is this very process, whose addresses are good as they are.
-    """
-
-    def __init__(self, driver: CudaDriver, index: int, is_own: bool) -> None:
-        self._driver = driver
-        self._index = index
-        self._is_own = is_own
-        self._bases: dict[int, int] = {}
-        self._opened: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    def base(self, key: int, start: int, attachment: bytes) -> int:
-        """Where region ``key``, which begins at ``start`` over there, begins here.
-
-        Raises:
-            TransportUnavailable: this process can't map it.
-        """
-        with self._lock:
-            if self._is_own:
-                return start
-            if key not in self._bases:
-                name = decode_name(attachment)
-                try:
-                    self._driver.bind(self._index)
-                    self._opened[key] = self._driver.open(name.handle)
-                except DeviceError as exc:
-                    raise TransportUnavailable(NAME, f"the peer's memory: {exc}") from exc
-                self._bases[key] = self._opened[key] + name.offset
-            return self._bases[key]
-
-    def close(self) -> None:
-        """Unmap everything; the owner may free it then."""
-        with self._lock:
-            opened, self._opened, self._bases = self._opened, {}, {}
-            if opened:
-                self._driver.bind(self._index)
-            for address in opened.values():
-                self._driver.close(address)
 
 
 class IpcPeer(CopyingPeer):
@@ -103,6 +55,7 @@ class IpcPeer(CopyingPeer):
     def _mapped(self, part: Spans, deadline: float) -> Addresses:
         """Where the remote pieces are mapped: [n]."""
         index, at = self._locate(part, deadline)
+        self._mappings.forget(set(index.keys))  # one part at a time: nothing else is under way
         used = set(np.unique(at).tolist())
         attachments = self._session.regions.attachments(index.keys)
         shifts = [

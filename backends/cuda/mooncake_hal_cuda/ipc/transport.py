@@ -10,6 +10,7 @@ from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
 from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.ipc.driver import IpcDriver
 from mooncake_hal_cuda.ipc.facts import NAME, VERSION, decode_facts, why_unreachable
+from mooncake_hal_cuda.sharing.devices import DeviceSharing
 
 
 class IpcTransport:
@@ -18,15 +19,15 @@ class IpcTransport:
     A revoked region takes no new transfers; a piece that is being copied is not called back.
 
     Args:
-        driver: of the hardware.
+        sharing: the hardware, and how its memory is shared.
         make_copier: another one only in tests.
     """
 
     name = NAME
     can_revoke = False
 
-    def __init__(self, driver: CudaDriver, make_copier: MakeCopier = Copier) -> None:
-        self._driver = driver
+    def __init__(self, sharing: DeviceSharing, make_copier: MakeCopier = Copier) -> None:
+        self._sharing = sharing
         self._make_copier = make_copier
 
     def open(self, options: EndpointOptions) -> Endpoint:
@@ -38,7 +39,7 @@ class IpcTransport:
         if options.extra:
             raise ValueError(f"{NAME} has no extra settings, got {sorted(options.extra)}")
         local = AttachedRegions("this side")
-        driver = IpcDriver(self._driver, options, local, self._make_copier)
+        driver = IpcDriver(self._sharing, options, local, self._make_copier)
         return open_endpoint(driver, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
@@ -53,6 +54,6 @@ def load() -> IpcTransport:
         TransportUnavailable: the driver does not load.
     """
     try:
-        return IpcTransport(CudaDriver())
+        return IpcTransport(DeviceSharing(CudaDriver()))
     except DeviceError as exc:
         raise TransportUnavailable(NAME, str(exc)) from exc

@@ -8,7 +8,7 @@ of a sequence's new tokens are rows of one matrix, row r being head ``r % HEADS`
 import triton
 import triton.language as tl
 
-from mooncake_hal_cuda.kernels.paging import place
+from mooncake_hal_cuda.kernels.paging import place_present
 from mooncake_hal_cuda.kernels.rows import load_rows, rows_of, store_rows
 from mooncake_hal_cuda.kernels.softmax import absorb, nothing_yet
 from mooncake_hal_cuda.kernels.splitting import split_range
@@ -45,8 +45,12 @@ def latent_attention(
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: some rows of one sequence, over all it sees or over one split of it."""
-    row_block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    """One program: some rows of one sequence, over all it sees or over one split of it.
+
+    Row blocks of a split are neighbours: what one reads, the next one finds in the L2 cache.
+    """
+    row_blocks = tl.num_programs(0) // splits
+    row_block, split = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
     sequence = first + tl.program_id(1)
     is_row, tokens, heads, positions, context, _, seen = rows_of(
         query_start, context_lens, first, sequence, row_block, HEADS, ROWS
@@ -57,10 +61,11 @@ def latent_attention(
     q = load_rows(query, is_row, tokens, heads, query_strides, LATENT, LATENT_PADDED)
     q_rope = load_rows(query + LATENT, is_row, tokens, heads, query_strides, ROPE, ROPE_PADDED)
     table = block_tables + sequence.to(tl.int64) * table_stride
+    limits = tl.minimum(positions + 1, stop)
     running = nothing_yet(ROWS, LATENT_PADDED)
     for begin in range(start, stop, TOKENS):
         running = _attend(
-            (q, q_rope), positions, scale, (latent_cache, rope_cache), strides, table, begin, stop,
+            (q, q_rope), limits, scale, (latent_cache, rope_cache), strides, table, begin, stop,
             running, LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION,
         )  # fmt: skip
     store_rows(
@@ -72,7 +77,7 @@ def latent_attention(
 @triton.jit
 def _attend(
     queries,  # what meets the latents, and what meets the rope rows
-    positions,
+    limits,  # of each row: the first token that it does not see
     scale,
     caches,
     strides,
@@ -86,21 +91,26 @@ def _attend(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take TOKENS tokens from ``begin`` on into the rows' running softmax."""
+    """Take TOKENS tokens from ``begin`` on into the rows' running softmax.
+
+    Loads have no mask for tokens, whose predicates would take the last registers: beyond ``stop``
+    the last token is read again, and not counted.
+    """
     q, q_rope = queries
-    latent_at, rope_at = place(table, begin, stop, strides, BLOCK_SIZE, TOKENS, True)
-    seen = begin + tl.arange(0, TOKENS)
-    is_token = seen < stop
+    latent_at, rope_at = place_present(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
     dims, rope_dims = tl.arange(0, q.shape[1]), tl.arange(0, q_rope.shape[1])
-    is_there = is_token[:, None] & (dims < LATENT)[None, :]
-    latent = tl.load(caches[0] + latent_at[:, None] + dims[None, :], mask=is_there, other=0.0).to(
-        q.dtype
-    )
-    is_there = is_token[None, :] & (rope_dims < ROPE)[:, None]
-    rope = tl.load(caches[1] + rope_at[None, :] + rope_dims[:, None], mask=is_there, other=0.0)
-    rope = rope.to(q.dtype)
+    latent_at = caches[0] + latent_at[:, None] + dims[None, :]
+    rope_at = caches[1] + rope_at[None, :] + rope_dims[:, None]
+    if q.shape[1] == LATENT:
+        latent = tl.load(latent_at).to(q.dtype)
+    else:
+        latent = tl.load(latent_at, mask=(dims < LATENT)[None, :], other=0.0).to(q.dtype)
+    if q_rope.shape[1] == ROPE:
+        rope = tl.load(rope_at).to(q.dtype)
+    else:
+        rope = tl.load(rope_at, mask=(rope_dims < ROPE)[:, None], other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
     scores = tl.dot(q_rope, rope, scores, input_precision=PRECISION) * scale
-    visible = (seen[None, :] <= positions[:, None]) & is_token[None, :]
-    scores = tl.where(visible, scores, float("-inf"))
+    is_seen = (begin + tl.arange(0, TOKENS))[None, :] < limits[:, None]
+    scores = tl.where(is_seen, scores, float("-inf"))
     return absorb(scores, latent, running, PRECISION)

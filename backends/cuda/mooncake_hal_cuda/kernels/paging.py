@@ -27,3 +27,16 @@ def place(
         inside = seen % BLOCK_SIZE
     first = block * strides[0] + inside * strides[1]
     return first, block * strides[2] + inside * strides[3]
+
+
+@triton.jit
+def place_present(table, begin, stop, strides, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """The same; for those from ``stop`` on, which may never have been written, the last before."""
+    seen = tl.minimum(begin + tl.arange(0, TOKENS), stop - 1)
+    if BLOCK_SIZE % TOKENS == 0:
+        block = tl.load(table + begin // BLOCK_SIZE).to(tl.int64)
+    else:
+        block = tl.load(table + seen // BLOCK_SIZE).to(tl.int64)
+    inside = seen % BLOCK_SIZE
+    first = block * strides[0] + inside * strides[1]
+    return first, block * strides[2] + inside * strides[3]

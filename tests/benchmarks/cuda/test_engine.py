@@ -1,0 +1,172 @@
+"""An engine's decode steps on a GPU, beside its kernels, its bandwidth and transformers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.decoding import Decoder
+from support.figures import Figure, record
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.executor import InProcessExecutor
+from mooncake_hal.backend import Backend
+from mooncake_hal.errors import BackendUnavailable
+from mooncake_hal.testing.backends import load_backend
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(1800)]
+EIGHT_B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+"""The shape of Llama-3-8B."""
+
+PROMPT, STEPS, ROUNDS = 128, 64, 5
+COPY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Ours, one sequence under way, and transformers, of the same weights."""
+
+    decoder: Decoder
+    model: PreTrainedModel
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Backend:
+    try:
+        backend = load_backend("cuda")
+    except BackendUnavailable as exc:
+        pytest.skip(str(exc))
+    backend.runtime.bind_thread(0)
+    return backend
+
+
+@pytest.fixture(scope="module")
+def sides(cuda: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+    model = random_llama(EIGHT_B)
+    directory = tmp_path_factory.mktemp("eight-b")
+    model.save_pretrained(directory)
+    with closing(executor_of(directory, cuda)) as executor:
+        yield Sides(Decoder(executor, [prompt()], 2 * STEPS), model)
+
+
+def random_llama(shape: dict[str, Any], device: str = "cuda") -> PreTrainedModel:
+    """Random weights, made where they are going to be used."""
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**shape, dtype="bfloat16")).to(torch.bfloat16)
+    return model.eval()
+
+
+def executor_of(directory: Path, backend: Backend) -> InProcessExecutor:
+    """A warm engine of 1024 blocks; its memory is the smaller part."""
+    config = EngineConfig(
+        directory, backend=backend.name, dtype="bfloat16", num_kv_blocks=1024, max_num_seqs=1
+    )
+    executor = InProcessExecutor(config, backend)
+    executor.warm_up()
+    return executor
+
+
+def prompt() -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(3, 1000, (PROMPT,), generator=generator).tolist())
+
+
+def seconds_per_step(run: Callable[[], object], steps: int) -> float:
+    """The best of some rounds, after one that does not count."""
+    times = []
+    for _ in range(1 + ROUNDS):
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) / steps)
+    return min(times[1:])
+
+
+def ours_per_step(sides: Sides) -> float:
+    def run() -> None:
+        for _ in range(STEPS):
+            sides.decoder.step()
+
+    return seconds_per_step(run, STEPS)
+
+
+def seconds_of_kernels(sides: Sides) -> float:
+    """What the kernels of a step take one by one, without what lies between them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(STEPS):
+            sides.decoder.step()
+        torch.cuda.synchronize()
+    micros = sum(event.self_device_time_total for event in seen.key_averages())
+    return micros / 1e6 / STEPS
+
+
+def test_a_step_beside_its_kernels(benchmark: Any, sides: Sides) -> None:
+    step, kernels = ours_per_step(sides), seconds_of_kernels(sides)
+    times = f"{step * 1e3:.2f} against {kernels * 1e3:.2f} ms"
+    title = "engine: a decode step beside its kernels"
+    record(benchmark, Figure(title, step / kernels, 1.05, "times", at_least=False, context=times))
+    benchmark(sides.decoder.step)
+
+
+def test_a_step_beside_reading_the_weights(benchmark: Any, sides: Sides) -> None:
+    """The embeddings are looked up, all the others are read once."""
+    model = sides.model
+    unread = model.get_input_embeddings().weight.numel()
+    nbytes = 2 * (sum(weight.numel() for weight in model.parameters()) - unread)
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        for _ in range(STEPS):
+            target.copy_(source)
+        torch.cuda.synchronize()
+
+    bound = nbytes / (2 * COPY_BYTES) * seconds_per_step(copy, STEPS)
+    step = ours_per_step(sides)
+    times = f"{step * 1e3:.2f} ms for {nbytes / 1e9:.1f} GB, {1 / step:.0f} tokens/s"
+    title = "engine: single-stream decode of an 8B shape"
+    record(benchmark, Figure(title, bound / step, 0.8, "of copy", context=times))
+    benchmark(sides.decoder.step)
+
+
+def test_decode_beside_transformers(benchmark: Any, sides: Sides) -> None:
+    """Its static cache, compiled; a prompt alone is taken off."""
+    tokens = torch.tensor([prompt()], device=sides.model.device)
+
+    def generate(count: int) -> float:
+        with torch.inference_mode():
+            return seconds_per_step(
+                lambda: sides.model.generate(
+                    tokens,
+                    attention_mask=torch.ones_like(tokens),
+                    do_sample=False,
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    pad_token_id=0,
+                    cache_implementation="static",
+                ).tolist(),
+                1,
+            )
+
+    theirs = (generate(STEPS + 1) - generate(1)) / STEPS
+    step = ours_per_step(sides)
+    times = f"{1 / step:.0f} against {1 / theirs:.0f} tokens/s"
+    title = "engine: single-stream decode beside transformers"
+    record(benchmark, Figure(title, theirs / step, 1.5, "times", context=times))
+    benchmark(sides.decoder.step)

@@ -1,0 +1,170 @@
+"""Memory that processes share, over the emulated driver: layouts, refusals, and what is taken."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.cuda_emulation import (
+    emulated_driver,
+    emulated_library,
+    emulated_memory,
+    emulated_sharing,
+)
+
+from mooncake_hal.errors import CapabilityError, DeviceError, PeerLost, TransferTimeout
+from mooncake_hal_cuda.ipc.descriptors import Mailbox, send_descriptor
+from mooncake_hal_cuda.sharing import virtual
+from mooncake_hal_cuda.sharing.choice import MemoryKind
+from mooncake_hal_cuda.sharing.virtual import Attribute, HandleType, VirtualMemory
+
+MIB = 1 << 20
+DESCRIPTOR = HandleType.POSIX_FILE_DESCRIPTOR
+
+
+def header_fact(name: str) -> int:
+    """A size, offset or number, as NVIDIA's header has it."""
+    return int(emulated_library().header_fact(name.encode()))
+
+
+@pytest.fixture
+def memory() -> VirtualMemory:
+    emulated_driver().bind(0)
+    return VirtualMemory(emulated_driver())
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "channel0").touch()
+    monkeypatch.setenv("EMULATED_IMEX_CHANNELS", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Location", "AccessDesc", "AllocationProp", "FabricHandle"])
+def test_structures_are_as_large_as_in_the_header(name: str) -> None:
+    assert ctypes.sizeof(getattr(virtual, name)) == header_fact(f"{name}.size")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "AccessDesc.flags",
+        "AllocationProp.requestedHandleTypes",
+        "AllocationProp.location",
+        "AllocationProp.win32HandleMetaData",
+        "AllocationProp.allocFlags",
+        "AllocationFlags.gpuDirectRDMACapable",
+        "AllocationFlags.usage",
+    ],
+)
+def test_fields_lie_where_the_header_has_them(field: str) -> None:
+    structure, _, name = field.partition(".")
+    assert getattr(getattr(virtual, structure), name).offset == header_fact(field)
+
+
+def test_numbers_are_those_of_the_header() -> None:
+    assert all(attribute == header_fact(attribute.name) for attribute in Attribute)
+    for kind in (HandleType.POSIX_FILE_DESCRIPTOR, HandleType.FABRIC):
+        assert kind == header_fact(f"HandleType.{kind.name}")
+
+
+@pytest.mark.parametrize("nbytes", [1, 2 * MIB, 3 * MIB])
+def test_memory_is_zeroed_and_given_back(memory: VirtualMemory, nbytes: int) -> None:
+    free, _ = emulated_driver().memory_bytes()
+    mapped = memory.allocate(nbytes, 0, DESCRIPTOR, is_rdma=True)
+    assert ctypes.string_at(mapped.address, nbytes) == bytes(nbytes)
+    assert emulated_driver().memory_bytes()[0] <= free - nbytes
+    mapped.close()
+    assert emulated_driver().memory_bytes()[0] == free
+    assert emulated_library().emulated_leftovers() == 0
+
+
+def test_memory_lives_until_the_last_one_has_unmapped_it(memory: VirtualMemory) -> None:
+    owned = memory.allocate(2 * MIB, 0, DESCRIPTOR, is_rdma=False)
+    descriptor = memory.export_descriptor(owned.address)
+    seen = memory.open_descriptor(descriptor, 2 * MIB, 0)
+    os.close(descriptor)
+    ctypes.memmove(owned.address, b"kv", 2)
+    owned.close()
+    assert ctypes.string_at(seen.address, 2) == b"kv"
+    seen.close()
+    assert emulated_library().emulated_leftovers() == 0
+
+
+def test_a_way_that_was_not_asked_for_is_refused(memory: VirtualMemory) -> None:
+    mapped = memory.allocate(1, 0, DESCRIPTOR, is_rdma=False)
+    with pytest.raises(DeviceError, match="cuMemExportToShareableHandle failed"):
+        memory.export_fabric(mapped.address)
+    mapped.close()
+    assert emulated_library().emulated_leftovers() == 0
+
+
+def test_what_fails_half_way_is_undone(memory: VirtualMemory) -> None:
+    owned = memory.allocate(2 * MIB, 0, DESCRIPTOR, is_rdma=False)
+    descriptor = memory.export_descriptor(owned.address)
+    with pytest.raises(DeviceError, match="cuMemMap failed"):
+        memory.open_descriptor(descriptor, 4 * MIB, 0)  # more than there is
+    os.close(descriptor)
+    owned.close()
+    assert emulated_library().emulated_leftovers() == 0
+
+
+def test_other_memory_has_no_handle(memory: VirtualMemory) -> None:
+    address = emulated_driver().allocate(2 * MIB)
+    assert memory.handle_types(address) is None
+    emulated_driver().free(address)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "nvlink", "kind", "reason"),
+    [
+        ("", "9", MemoryKind.FABRIC, "other hosts reach it"),
+        ("imex", "9", MemoryKind.DESCRIPTOR, "no fabric: cuMemCreate failed: operation not perm"),
+        ("fabric", "9", MemoryKind.DESCRIPTOR, "no fabric: the device has no fabric handles"),
+        ("", "0", MemoryKind.DESCRIPTOR, "no fabric: the NVLink fabric ends at this host"),
+        ("", "none", MemoryKind.DESCRIPTOR, "no fabric: the GPU has not joined its NVLink fabric"),
+        ("fd", "9", MemoryKind.IPC, "no fd: the device exports no descriptors"),
+        ("vmm", "9", MemoryKind.IPC, "no fd: the device has no virtual memory management"),
+    ],
+)
+@pytest.mark.usefixtures("channels")
+def test_the_longest_reach_is_taken(
+    monkeypatch: pytest.MonkeyPatch, lacks: str, nvlink: str, kind: MemoryKind, reason: str
+) -> None:
+    monkeypatch.setenv("EMULATED_CUDA_LACKS", lacks)
+    monkeypatch.setenv("EMULATED_NVLINK", nvlink)
+    found = emulated_sharing().of(0)
+    assert found.kind is kind
+    assert reason in found.reason
+    assert (found.domain is not None) == (kind is MemoryKind.FABRIC)
+    assert emulated_library().emulated_leftovers() == 0
+
+
+def test_without_a_channel_there_is_no_fabric() -> None:
+    assert "no IMEX channel can be read" in emulated_sharing().of(0).reason
+
+
+def test_a_kind_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_CUDA_MEMORY", "fabric")
+    with pytest.raises(CapabilityError, match=r"'fabric' was asked for .*, but no IMEX channel"):
+        emulated_memory().allocate(1, 0)
+
+
+def test_a_descriptor_goes_to_who_knows_the_token() -> None:
+    with closing(Mailbox()) as mailbox, open(os.devnull) as file:
+        send_descriptor(mailbox.name, bytes(32), file.fileno())
+        send_descriptor(mailbox.name, mailbox.token, file.fileno())
+        received = mailbox.receive(5.0)
+    assert os.path.samestat(os.fstat(received), os.stat(os.devnull))
+    os.close(received)
+
+
+def test_a_descriptor_that_never_comes() -> None:
+    mailbox = Mailbox()
+    with pytest.raises(TransferTimeout, match="no descriptor of the peer's memory came within"):
+        mailbox.receive(0.01)
+    mailbox.close()
+    with pytest.raises(PeerLost, match="does not take a descriptor of our memory"):
+        send_descriptor(mailbox.name, mailbox.token, 0)

@@ -1,0 +1,73 @@
+"""The engine's decode steps on a GPU: graphs, one wait per step, no memory from the driver."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+from support.decoding import Decoder
+from support.pd import prompt_of, write_model
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.executor import InProcessExecutor
+from mooncake_hal.backend import Backend
+
+pytestmark = pytest.mark.cuda
+AN_HOUR = 120_000
+"""Steps of 30 ms."""
+
+
+@pytest.fixture(scope="module", params=["llama", "deepseek_v3"])
+def executor(
+    cuda: Backend, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[InProcessExecutor]:
+    model = write_model(tmp_path_factory.mktemp("model"), request.param)
+    config = EngineConfig(model, dtype="bfloat16", num_kv_blocks=256, max_num_seqs=4)
+    with closing(InProcessExecutor(config, cuda)) as loaded:
+        loaded.warm_up()
+        yield loaded
+
+
+@pytest.fixture
+def decoder(executor: InProcessExecutor) -> Iterator[Decoder]:
+    with closing(Decoder(executor, [prompt_of(40, row) for row in range(4)], 128)) as made:
+        for _ in range(3):
+            made.step()
+        yield made
+
+
+def test_a_step_waits_once(decoder: Decoder) -> None:
+    """For its tokens, which the scheduler needs."""
+    steps = 20
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(steps):
+                decoder.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in found if "synchroniz" in str(warning.message)]
+    assert len(waits) <= steps, waits[0]
+
+
+def test_a_step_takes_no_memory_of_the_driver(decoder: Decoder) -> None:
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    for _ in range(200):
+        decoder.step()
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
+@pytest.mark.timeout(900)
+def test_memory_is_flat_over_an_hour(decoder: Decoder) -> None:
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_allocated()
+    for _ in range(AN_HOUR):
+        decoder.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == held
+    assert torch.cuda.mem_get_info()[0] == free
