@@ -145,11 +145,11 @@ class Shapes:
         return dense[:, :, 1].transpose(1, 2)
 
 
-def draw_rows(rows: int = 4, vocab_size: int = 128_256) -> None:
-    """Launch the drawing of tokens, on tensors of no device."""
-    floats = torch.empty(rows, device="meta")
+def draw_rows(rows: int = 4, vocab_size: int = 128_256, device: str = "meta") -> None:
+    """Launch the drawing of tokens."""
+    floats = torch.ones(rows, device=device)
     filters = Drawing(floats, floats.int(), floats, floats, floats.double())
-    draw(torch.empty(rows, vocab_size, device="meta"), filters)
+    draw(torch.zeros(rows, vocab_size, device=device), filters)
 
 
 def copy_pieces(*, aligned: bool) -> None:

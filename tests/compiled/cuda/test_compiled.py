@@ -20,6 +20,9 @@ GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 SPILLED_BYTES = {"bfloat16": 0, "float16": 0, "float32": 64}
 """Allowed per thread: in exact float32, which nobody serves in, ptxas trades some for occupancy."""
 
+LOOPED_SPILLS = {"wgmma.mma": 1, "tcgen05.mma": 40}
+"""Allowed in the loop of latents on wide products; what else such a kernel spills is around it."""
+
 E4M3 = torch.float8_e4m3fn
 
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
@@ -47,7 +50,10 @@ def check(generation: str, dtype: str, kernels: list[CompiledKernel], wanted: se
     for kernel in kernels:
         assert kernel.cubin_bytes > 0
         assert kernel.shared_bytes <= SHARED_BYTES[generation], kernel
-        assert kernel.spilled_bytes <= SPILLED_BYTES[dtype], kernel
+        if kernel.name == "latent_attention" and kernel.matrix_unit in LOOPED_SPILLS:
+            assert kernel.looped_spills <= LOOPED_SPILLS[kernel.matrix_unit], kernel
+        else:
+            assert kernel.spilled_bytes <= SPILLED_BYTES[dtype], kernel
 
 
 @pytest.mark.parametrize("model", GROUPED)
@@ -80,6 +86,10 @@ def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: st
     with compiling(generation) as kernels:
         shapes.latent(LATENT_HEADS[model])
     check(generation, dtype, kernels, {"latent_attention", "merge_splits", "write_kv"})
+    if dtype != "float32":
+        units = {kernel.matrix_unit for kernel in kernels if kernel.name == "latent_attention"}
+        assert MATRIX_UNITS[generation] in units  # of prompts, and of decodes with 64 heads
+        assert all(kernel.wide_copies for kernel in kernels if kernel.matrix_unit)
 
 
 @pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
