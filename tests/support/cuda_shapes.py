@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch, Drawing
+from mooncake_hal.latents import LatentRows
 from mooncake_hal_cuda.copying.copier import launch_copy
 from mooncake_hal_cuda.ops import CudaOps
 from mooncake_hal_cuda.sampling import draw
@@ -125,8 +126,10 @@ class Shapes:
             one = self.ops.mla_decode_attention
             op = one if new_tokens == 1 else self.ops.mla_prefill_attention
             op(query, latent, rope, batch, 0.1)
-        new = self.new(4, 1, 512), self.new(4, 1, 64)
-        self.ops.write_kv(*new, latent, rope, self.new(4, dtype=torch.int64))
+        ids = self.new(4, dtype=torch.int64)
+        table = self.new(4096, 64, dtype=torch.float32)
+        rows = LatentRows(self.new(4, 576), self.new(512), 1e-6, ids, table)
+        self.ops.write_latents(self.new(4, heads, 64), rows, latent, rope, ids)
 
     def experts(self, layer: Experts) -> None:
         """Few tokens, and so many that every expert has a full tile."""

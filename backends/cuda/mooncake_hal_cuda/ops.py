@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch, Drawing
-from mooncake_hal.latents import ComposedLatentWrites
+from mooncake_hal.latents import LatentRows
 from mooncake_hal_cuda import experts
 from mooncake_hal_cuda.attention import Attention, attend_latent
 from mooncake_hal_cuda.choosing import OURS, Chooser
@@ -22,6 +22,7 @@ from mooncake_hal_cuda.kernels.rms_norm import rms_norm
 from mooncake_hal_cuda.kernels.rope import rope
 from mooncake_hal_cuda.kernels.silu_mul import silu_mul
 from mooncake_hal_cuda.kernels.write_kv import write_kv
+from mooncake_hal_cuda.kernels.write_latents import write_latents
 from mooncake_hal_cuda.libraries import GroupedAttention
 from mooncake_hal_cuda.sampling import draw
 from mooncake_hal_cuda.tuning import WIDTH, Tuning, power_of_two
@@ -30,7 +31,7 @@ _ROPE_ELEMENTS = 2048
 _MOVED_ELEMENTS = 4096
 
 
-class CudaOps(ComposedLatentWrites):
+class CudaOps:
     """See ``Ops``, ``ScaledKVOps`` and ``SamplingOps``.
 
     Args:
@@ -109,6 +110,51 @@ class CudaOps(ComposedLatentWrites):
         call = Attention.of_prompts(query, caches, batch, scale, self._kv_scales)
         return self._attend(call)
 
+    def pack_rope(self, rows: Tensor) -> Tensor:
+        """See ``LatentOps``: halves."""
+        return rows
+
+    def write_latents(
+        self,
+        query: Tensor,
+        rows: LatentRows,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See ``LatentOps``. Queries are rotated in place."""
+        query, compressed = _dense_rows(query), _dense_rows(rows.compressed)
+        tokens, heads, rope_dim = query.shape
+        if tokens == 0:
+            return query
+        half, latent_dim = rope_dim // 2, latent_cache.shape[3]
+        together = _rotated_together(heads, half)
+        write_latents[(tokens, -(-heads // together) + 1)](
+            query,
+            compressed,
+            rows.norm_weight,
+            rows.eps,
+            rows.positions,
+            rows.cos_sin.contiguous(),
+            latent_cache,
+            rope_cache,
+            slot_mapping,
+            *query.stride()[:2],
+            compressed.stride(0),
+            *latent_cache.stride()[:2],
+            *rope_cache.stride()[:2],
+            *(1.0 / scale for scale in self._kv_scales),
+            QUERY_HEADS=heads,
+            HEADS=together,
+            LATENT_DIM=latent_dim,
+            LATENT_PADDED=power_of_two(latent_dim),
+            HALF=half,
+            HALF_PADDED=power_of_two(half),
+            BLOCK_SIZE=latent_cache.shape[1],
+            num_warps=4,
+        )
+        return query
+
     def mla_decode_attention(
         self,
         query: Tensor,
@@ -158,7 +204,7 @@ class CudaOps(ComposedLatentWrites):
         tokens, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
         if tokens == 0:
             return query, key
-        together = max(1, min(power_of_two(heads), _ROPE_ELEMENTS // power_of_two(half)))
+        together = _rotated_together(heads, half)
         rope[(tokens, -(-heads // together) + -(-kv_heads // together))](
             query,
             key,
@@ -232,6 +278,11 @@ class CudaOps(ComposedLatentWrites):
     def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
         """See ``Ops``."""
         _move(staging, cache, None, block_ids)
+
+
+def _rotated_together(heads: int, half: int) -> int:
+    """Heads of one program, a power of two."""
+    return max(1, min(power_of_two(heads), _ROPE_ELEMENTS // power_of_two(half)))
 
 
 def _dense_rows(x: Tensor) -> Tensor:

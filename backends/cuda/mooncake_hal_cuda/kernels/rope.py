@@ -24,21 +24,30 @@ def rope(
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
-    dims = tl.arange(0, HALF_PADDED)
-    row = cos_sin + tl.load(positions + token) * (2 * HALF)
-    cos = tl.load(row + dims, mask=dims < HALF, other=0.0)[None, :]
-    sin = tl.load(row + HALF + dims, mask=dims < HALF, other=0.0)[None, :]
+    cos, sin = angles_at(cos_sin, tl.load(positions + token), HALF, HALF_PADDED)
     if tile < query_tiles:
         query += token * query_token_stride
-        _rotate(query, query_head_stride, tile, cos, sin, QUERY_HEADS, HALF, HALF_PADDED, HEADS)
+        rotate_heads(
+            query, query_head_stride, tile, cos, sin, QUERY_HEADS, HALF, HALF_PADDED, HEADS
+        )
     else:
         key += token * key_token_stride
         tile -= query_tiles
-        _rotate(key, key_head_stride, tile, cos, sin, KEY_HEADS, HALF, HALF_PADDED, HEADS)
+        rotate_heads(key, key_head_stride, tile, cos, sin, KEY_HEADS, HALF, HALF_PADDED, HEADS)
 
 
 @triton.jit
-def _rotate(
+def angles_at(cos_sin, position, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+    """Cosines and sines of a position: [1, HALF_PADDED] each."""
+    dims = tl.arange(0, HALF_PADDED)
+    row = cos_sin + position * (2 * HALF)
+    cos = tl.load(row + dims, mask=dims < HALF, other=0.0)[None, :]
+    sin = tl.load(row + HALF + dims, mask=dims < HALF, other=0.0)[None, :]
+    return cos, sin
+
+
+@triton.jit
+def rotate_heads(
     x,
     head_stride,
     tile,
@@ -49,6 +58,7 @@ def _rotate(
     HALF_PADDED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
+    """Rotate a tile of a token's heads, of which there are TOTAL, in place."""
     heads = tile * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, HALF_PADDED)[None, :]
     mask = (heads < TOTAL) & (dims < HALF)

@@ -66,6 +66,12 @@ def _copy(
     dims = tl.arange(0, DIM_PADDED)[None, :]
     mask = (heads < HEADS) & (dims < DIM)
     values = tl.load(source + heads * source_stride + dims, mask=mask)
-    if target.dtype.element_ty == tl.float8e4nv:
+    tl.store(target + heads * target_stride + dims, as_kept(values, target, factor), mask=mask)
+
+
+@triton.jit
+def as_kept(values, cache, factor):
+    """Values in the cache's type."""
+    if cache.dtype.element_ty == tl.float8e4nv:
         values = tl.clamp(values.to(tl.float32) * factor, -448.0, 448.0).to(tl.float8e4nv)
-    tl.store(target + heads * target_stride + dims, values, mask=mask)
+    return values
