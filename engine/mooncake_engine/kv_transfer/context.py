@@ -35,3 +35,18 @@ class SideContext:
     clock: Callable[[], float] = time.monotonic
     can_revoke: bool = True
     landing_s: float = 0.0
+
+
+class Side:
+    """One half of a connector, at one of the two ends. Loop thread only.
+
+    Args:
+        context: what both halves work with.
+    """
+
+    def __init__(self, context: SideContext) -> None:
+        self._facts = context.facts
+        self._lease_s = context.lease_s
+        self._sink = context.sink
+        self._spawn = context.spawn
+        self._clock = context.clock

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from mooncake_engine.errors import KVTransferError, LeaseLost
-from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.peers import Peer, PeerBook
@@ -40,7 +40,7 @@ class LoadCounts:
     seconds: float = 0.0
 
 
-class DecodeSide:
+class DecodeSide(Side):
     """Expected requests and running loads.
 
     Args:
@@ -50,12 +50,8 @@ class DecodeSide:
     """
 
     def __init__(self, context: SideContext, ranks: RankLoads, peers: PeerBook) -> None:
+        super().__init__(context)
         self.counts = LoadCounts()
-        self._facts = context.facts
-        self._lease_s = context.lease_s
-        self._sink = context.sink
-        self._spawn = context.spawn
-        self._clock = context.clock
         self._ranks = ranks
         self._peers = peers
         self._expected: dict[str, _Expected] = {}

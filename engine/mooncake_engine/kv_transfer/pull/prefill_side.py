@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from mooncake_engine.errors import HandshakeRefused
-from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LeaseEnded
 from mooncake_engine.kv_transfer.facts import check_fit
 from mooncake_engine.kv_transfer.protocol import (
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SWEEPS_PER_LEASE = 10
 
 
-class PrefillSide:
+class PrefillSide(Side):
     """Leases, and what peers may say about them.
 
     Args:
@@ -37,11 +37,9 @@ class PrefillSide:
     """
 
     def __init__(self, context: SideContext) -> None:
+        super().__init__(context)
         self.num_expired = 0
-        self._facts = context.facts
         self._leases = LeaseTable(context.lease_s)
-        self._sink = context.sink
-        self._clock = context.clock
 
     @property
     def num_held(self) -> int:

@@ -8,9 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.extension import ExtensionContext, LayerDone
-from mooncake_engine.kv_transfer.endpoints import RankEndpoints
 from mooncake_engine.kv_transfer.facts import RankFacts
 from mooncake_engine.kv_transfer.pull.rank_messages import (
     CancelLoad,
@@ -19,7 +17,8 @@ from mooncake_engine.kv_transfer.pull.rank_messages import (
     encode,
     to_rank,
 )
-from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer, RankReady
+from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
+from mooncake_engine.kv_transfer.rank_worker import RankWorker
 from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_hal.errors import HalError, PeerLost, TransferCancelled, TransferError
 from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
@@ -31,31 +30,19 @@ LOAD_THREADS = 4
 """Loads from one instance at a time."""
 
 
-class PullWorker:
-    """One rank's half of MooncakeConnector.
-
-    Args:
-        context: the rank's pool, hardware, and way to the core.
-    """
+class PullWorker(RankWorker):
+    """One rank's half of MooncakeConnector; see ``RankWorker``."""
 
     def __init__(self, context: ExtensionContext) -> None:
-        config = context.config.kv_transfer
-        if config is None:
-            raise ConfigError("PullWorker needs a kv_transfer configuration")
-        self.context = context
-        self._timeout_s = config.transfer_timeout_s
-        pool = context.pool
-        self._placement = KVPlacement(pool.shard, pool.layout)
-        self._endpoints = RankEndpoints(config, context.backend, pool.region)
+        super().__init__(context)
+        self._placement = KVPlacement(context.pool.shard, context.pool.layout)
         self._sources: dict[str, _Source] = {}
         self._former: list[_Source] = []  # given up; their last loads may still be ending
         self._loads: dict[str, _RunningLoad] = {}
         self._endings = ThreadPoolExecutor(1, f"kv-end-{context.rank}")  # never behind a load
-        facts = RankFacts(pool.shard, pool.layout, self._endpoints.addresses)
-        context.emit(encode(RankReady(facts, self._endpoints.can_revoke)))
+        self._announce()
 
-    def receive(self, message: bytes) -> None:
-        """See ``WorkerExtension``."""
+    def _obey(self, message: bytes) -> None:
         command = to_rank.decode(message)
         if isinstance(command, Load):
             self._loads[command.request_id] = load = _RunningLoad(command)
@@ -75,14 +62,12 @@ class PullWorker:
         """See ``WorkerExtension``: pulling does not care for steps."""
         return None
 
-    def close(self) -> None:
-        """See ``WorkerExtension``."""
+    def _drain(self) -> None:
         for load in list(self._loads.values()):
             load.cancel()
         for source in (*self._former, *self._sources.values()):
             source.threads.shutdown(wait=True)
         self._endings.shutdown(wait=True)
-        self._endpoints.close()
 
     def _run(self, load: _RunningLoad) -> None:
         """Top of a pool thread: the load is reported once, drained, whatever happens."""
@@ -122,7 +107,7 @@ class PullWorker:
         )
         try:
             for plan in plans:
-                peer = self._endpoints.peer(
+                peer = self._transports.peer(
                     command.engine_id, plan.peer, ranks[plan.peer].endpoints
                 )
                 load.start(peer.read(plan.spans, timeout=self._timeout_s), plan.spans.total_bytes)
@@ -132,12 +117,12 @@ class PullWorker:
             raise
         except TransferError:
             load.cancel()
-            self._endpoints.forget(command.engine_id)
+            self._transports.forget(command.engine_id)
             raise
 
     def _forget(self, engine_id: str) -> None:
         if self._dismiss(engine_id):
-            self._endings.submit(self._endpoints.forget, engine_id)
+            self._endings.submit(self._transports.forget, engine_id)
 
     def _dismiss(self, engine_id: str) -> bool:
         """No new loads from there; returns whether there could have been any."""

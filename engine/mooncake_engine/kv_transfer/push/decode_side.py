@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
-from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
 from mooncake_engine.kv_transfer.protocol import (
@@ -79,7 +79,7 @@ def spread_of(request_id: str) -> int:
     return crc32(request_id.encode())
 
 
-class PushDecodeSide:
+class PushDecodeSide(Side):
     """Reservations, and what writers may say about them.
 
     Args:
@@ -89,14 +89,10 @@ class PushDecodeSide:
     """
 
     def __init__(self, context: SideContext, inquire: Inquirer, post: Post = post_params) -> None:
+        super().__init__(context)
         self.counts = ReceiveCounts()
-        self._facts = context.facts
-        self._lease_s = context.lease_s
         self._can_revoke = context.can_revoke
         self._landing_s = context.landing_s
-        self._sink = context.sink
-        self._spawn = context.spawn
-        self._clock = context.clock
         self._inquire = inquire
         self._post = post
         self._pause_s = Interval(context.lease_s, LONGEST_PAUSE_S).of(())

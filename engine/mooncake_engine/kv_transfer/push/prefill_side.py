@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake_engine.errors import HandshakeRefused, KVTransferError, LeaseLost
-from mooncake_engine.kv_transfer.context import SideContext
+from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LeaseEnded
 from mooncake_engine.kv_transfer.params import PushTarget, RemoteKV
 from mooncake_engine.kv_transfer.peers import Peer, PeerBook
@@ -99,7 +99,7 @@ class SendCounts:
     seconds: float = 0.0
 
 
-class PushPrefillSide:
+class PushPrefillSide(Side):
     """Requests on their way out.
 
     Args:
@@ -112,12 +112,8 @@ class PushPrefillSide:
     def __init__(
         self, context: SideContext, ranks: RankGroup, peers: PeerBook, address: tuple[str, int]
     ) -> None:
+        super().__init__(context)
         self.counts = SendCounts()
-        self._facts = context.facts
-        self._lease_s = context.lease_s
-        self._sink = context.sink
-        self._spawn = context.spawn
-        self._clock = context.clock
         self._ranks = ranks
         self._peers = peers
         self._address = address

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial
 
-from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.extension import ExtensionContext, LayerDone
-from mooncake_engine.kv_transfer.endpoints import RankEndpoints
 from mooncake_engine.kv_transfer.facts import RankFacts
 from mooncake_engine.kv_transfer.push.lane import Due, LaneServices, PushLane, PushSession
 from mooncake_engine.kv_transfer.push.plan import PushSides, plan_push
@@ -22,44 +19,34 @@ from mooncake_engine.kv_transfer.push.rank_messages import (
     to_rank,
 )
 from mooncake_engine.kv_transfer.push.session import Portion, PromptProgress
-from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer, RankReady
+from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
+from mooncake_engine.kv_transfer.rank_worker import RankWorker
 from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_hal.errors import PeerLost
 from mooncake_hal.kv.plan import Movement, PeerSpans
 from mooncake_hal.transport import Peer
 
 
-class PushWorker:
-    """One rank's half of MooncakeLayerwiseConnector.
+class PushWorker(RankWorker):
+    """One rank's half of MooncakeLayerwiseConnector; see ``RankWorker``.
 
     A session begins with the first that comes: the request's step, or the peer's grant. It ends
     when its request has ended and its report is out.
-
-    Args:
-        context: the rank's pool, hardware, and way to the core.
     """
 
     def __init__(self, context: ExtensionContext) -> None:
-        config = context.config.kv_transfer
-        if config is None:
-            raise ConfigError("PushWorker needs a kv_transfer configuration")
-        self._context = context
-        self._timeout_s = config.transfer_timeout_s
-        pool = context.pool
-        self._layers = (pool.shard.layer_start, pool.shard.layer_stop)
-        self._transports = RankEndpoints(config, context.backend, pool.region)
-        self._lock = threading.Lock()
+        super().__init__(context)
+        shard = context.pool.shard
+        self._layers = (shard.layer_start, shard.layer_stop)
         self._sessions: dict[str, PushSession] = {}
         self._lanes: dict[str, PushLane] = {}
         self._peers: dict[str, tuple[RankFacts, ...]] = {}
         self._siblings: tuple[RankFacts, ...] = ()
-        facts = RankFacts(pool.shard, pool.layout, self._transports.addresses)
-        context.emit(encode(RankReady(facts, self._transports.can_revoke)))
+        self._announce()
 
     # --- from the core -----------------------------------------------------------------------
 
-    def receive(self, message: bytes) -> None:
-        """See ``WorkerExtension``."""
+    def _obey(self, message: bytes) -> None:
         command = to_rank.decode(message)
         if isinstance(command, MeetRanks):
             self._siblings = command.ranks
@@ -68,8 +55,7 @@ class PushWorker:
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
         else:
-            with self._lock:
-                self._steer(command)
+            self._steer(command)
 
     def _steer(self, command: StartPush | StopPush | EndPush) -> None:
         name = command.request_id
@@ -113,15 +99,14 @@ class PushWorker:
 
     def _forget(self, engine_id: str) -> None:
         """Stop all that goes to a peer, then drop its connections."""
-        with self._lock:
-            self._peers.pop(engine_id, None)
-            lane = self._lanes.pop(engine_id, None)
-            if lane is None:
-                return
-            for session in list(self._sessions.values()):
-                if session.lane is lane:
-                    self._stop(session, f"instance {engine_id} was given up")
-            lane.retire(partial(self._transports.forget, engine_id))
+        self._peers.pop(engine_id, None)
+        lane = self._lanes.pop(engine_id, None)
+        if lane is None:
+            return
+        for session in list(self._sessions.values()):
+            if session.lane is lane:
+                self._stop(session, f"instance {engine_id} was given up")
+        lane.retire(partial(self._transports.forget, engine_id))
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -144,7 +129,7 @@ class PushWorker:
         return partial(self._layer_done, active) if active else None
 
     def _layer_done(self, active: Sequence[PushSession], layer: int) -> None:
-        event = self._context.backend.runtime.event(self._context.device)
+        event = self.context.backend.runtime.event(self.context.device)
         event.record()
         with self._lock:
             for session in active:
@@ -155,7 +140,7 @@ class PushWorker:
     def _put_rest(self, session: PushSession, portions: Sequence[Portion]) -> None:
         """What no hook spoke of: the step has been enqueued, and may not be over."""
         for portion in portions:
-            event = self._context.backend.runtime.event(self._context.device)
+            event = self.context.backend.runtime.event(self.context.device)
             event.record()
             self._put(Due(session, portion, event))
 
@@ -180,7 +165,7 @@ class PushWorker:
     def _lane(self, engine_id: str) -> PushLane:
         lane = self._lanes.get(engine_id)
         if lane is None:
-            context = self._context
+            context = self.context
             services = LaneServices(
                 plan=partial(self._plan, self._peers[engine_id]),
                 connect=partial(self._connect, engine_id),
@@ -196,11 +181,11 @@ class PushWorker:
 
     def _plan(self, readers: Sequence[RankFacts], movement: Movement) -> list[PeerSpans]:
         sides = PushSides(
-            self._context.pool.geometry,
+            self.context.pool.geometry,
             tuple(rank.placement for rank in self._siblings),
             tuple(rank.placement for rank in readers),
         )
-        return plan_push(sides, self._context.rank, movement)
+        return plan_push(sides, self.context.rank, movement)
 
     def _connect(self, engine_id: str, rank: int) -> Peer:
         ranks = self._peers.get(engine_id)
@@ -223,14 +208,12 @@ class PushWorker:
                 session.seconds,
                 session.may_land,
             )
-            self._context.emit(encode(report))
+            self.context.emit(encode(report))
         if session.has_ended:
             self._sessions.pop(session.request_id, None)
 
-    def close(self) -> None:
-        """See ``WorkerExtension``."""
+    def _drain(self) -> None:
         with self._lock:
             lanes, self._lanes = list(self._lanes.values()), {}
         for lane in lanes:
             lane.close()
-        self._transports.close()
