@@ -7,6 +7,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from mooncake_proxy import admin, openai
@@ -48,6 +49,16 @@ FLOWS: dict[str, Flow] = {"pull": pull, "push": push}
 SWEEP_INTERVAL_S = 0.25
 DRAIN_POLL_S = 0.02
 ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in Endpoint}
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A request, from its top to its line in the access log; `call` once it is understood."""
+
+    exchange: Exchange
+    request_id: str
+    arrival: float
+    call: Call | None = None
 
 
 class Application:
@@ -185,13 +196,11 @@ class Application:
             answer_error(exchange, error, b"")
 
     async def _generate(self, exchange: Exchange, endpoint: Endpoint) -> None:
-        arrival = self.router.now()
-        request_id = request_id_of(exchange.headers)
-        call: Call | None = None
+        visit = _Visit(exchange, request_id_of(exchange.headers), self.router.now())
         try:
             if self.config.api_keys:
                 check_key(exchange.headers, self.config.api_keys)
-            call = self._call(exchange, endpoint, request_id, arrival)
+            visit.call = call = self._call(visit, endpoint)
             if self.router.tokenize is not None:
                 await self.router.read_prompt(call, self.router.tokenize)
             self.router.budget.deposit()
@@ -202,28 +211,27 @@ class Application:
             finally:
                 self.admission.leave()
         except asyncio.CancelledError:
-            self.router.metrics.disconnects.add(_stage_of(call))
+            self.router.metrics.disconnects.add(_stage_of(visit.call))
             exchange.status = CLIENT_LEFT
-            self._write_down(exchange, call, request_id, arrival, None)
+            self._write_down(visit, None)
             raise
         except ProxyError as error:
-            self._answer_error(exchange, error, request_id)
-            self._account(exchange, call, request_id, arrival, error)
+            self._answer_error(exchange, error, visit.request_id)
+            self._account(visit, error)
         else:
-            self._account(exchange, call, request_id, arrival, None)
+            self._account(visit, None)
 
-    def _call(
-        self, exchange: Exchange, endpoint: Endpoint, request_id: str, arrival: float
-    ) -> Call:
+    def _call(self, visit: _Visit, endpoint: Endpoint) -> Call:
+        exchange, arrival = visit.exchange, visit.arrival
         ask, fields = openai.parse_request(exchange.body)
         call = Call(
             exchange,
             endpoint,
             ask,
             fields,
-            request_id,
+            visit.request_id,
             arrival,
-            arrival + time_limit(exchange.headers, self.config.request_timeout_s),
+            arrival + time_limit(exchange.headers, ask, self.config.request_timeout_s),
             estimate_prompt_tokens(endpoint, ask),
             forwarded_headers(exchange.headers),
         )
@@ -241,28 +249,16 @@ class Application:
             self.router.metrics.stream_errors.add()
         answer_error(exchange, error, header_lines([("x-request-id", request_id)]))
 
-    def _account(
-        self,
-        exchange: Exchange,
-        call: Call | None,
-        request_id: str,
-        arrival: float,
-        error: ProxyError | None,
-    ) -> None:
-        path = exchange.target.decode("latin-1")
-        self.router.metrics.requests.add(path, str(exchange.status))
-        self.router.metrics.request_seconds.observe(self.router.now() - arrival, path)
-        self._write_down(exchange, call, request_id, arrival, error)
+    def _account(self, visit: _Visit, error: ProxyError | None) -> None:
+        path = visit.exchange.target.decode("latin-1")
+        self.router.metrics.requests.add(path, str(visit.exchange.status))
+        self.router.metrics.request_seconds.observe(self.router.now() - visit.arrival, path)
+        self._write_down(visit, error)
 
-    def _write_down(
-        self,
-        exchange: Exchange,
-        call: Call | None,
-        request_id: str,
-        arrival: float,
-        error: ProxyError | None,
-    ) -> None:
-        self.access.write(exchange, call, request_id, self.router.now() - arrival, error)
+    def _write_down(self, visit: _Visit, error: ProxyError | None) -> None:
+        exchange, call = visit.exchange, visit.call
+        elapsed_s = self.router.now() - visit.arrival
+        self.access.write(exchange, call, visit.request_id, elapsed_s, error)
         if call is not None and call.trace is not None:
             call.trace.end(exchange.status, error)
 

@@ -50,11 +50,7 @@ def test_a_pulled_prompt_is_moved_once(model: Path) -> None:
             ask(both.decode, PROMPT, seeded(seed), answer.params, group="d")
             for seed, answer in zip(SEEDS, first, strict=True)
         ]
-        answers = await all_of(asked)
-        assert [answer.tokens for answer in answers] == await single_answers(model)
-        assert both.decode.stat("load_failures") == 0
-        assert both.decode.stat("bytes_received") == bytes_of_prompt(both.decode)
-        await both.check_clean()
+        await check_moved_once(model, both, asked)
 
     async def main() -> None:
         async with pair(model) as both:
@@ -64,19 +60,22 @@ def test_a_pulled_prompt_is_moved_once(model: Path) -> None:
 
 
 def test_a_pushed_prompt_is_moved_once(model: Path) -> None:
-    async def scenario(both: PushPair) -> None:
-        asked = [ask_pushed(both, PROMPT, seeded(seed), group="d") for seed in SEEDS]
-        answers = await all_of(asked)
-        assert [answer.tokens for answer in answers] == await single_answers(model)
-        assert both.decode.stat("load_failures") == 0
-        assert both.decode.stat("bytes_received") == bytes_of_prompt(both.decode)
-        await both.check_clean()
-
     async def main() -> None:
         async with push_pair(model) as both:
-            await scenario(both)
+            asked = [ask_pushed(both, PROMPT, seeded(seed), group="d") for seed in SEEDS]
+            await check_moved_once(model, both, asked)
 
     asyncio.run(main())
+
+
+async def check_moved_once(
+    model: Path, both: Pair | PushPair, asked: list[Coroutine[Any, Any, Answer]]
+) -> None:
+    answers = await all_of(asked)
+    assert [answer.tokens for answer in answers] == await single_answers(model)
+    assert both.decode.stat("load_failures") == 0
+    assert both.decode.stat("bytes_received") == bytes_of_prompt(both.decode)
+    await both.check_clean()
 
 
 def bytes_of_prompt(where: Instance) -> int:

@@ -1,16 +1,7 @@
-"""One thread: two would wait for each other wherever something else runs on the machine."""
+"""What these tests share: a thread to compute in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from support.threads import single_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _single_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["single_thread"]

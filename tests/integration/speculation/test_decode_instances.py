@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.pd import (
@@ -63,27 +64,17 @@ async def compare(single: Instance, both: Both, ask_both: Ask) -> SpeculationSta
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["draft", "ngram"])
-def test_pulled_prompts(model: Path, index: int) -> None:
+@pytest.mark.parametrize(("both", "ask_both"), [(pair, ask_pair), (push_pair, ask_pushed)])
+def test_prompts_of_a_peer(model: Path, both: Any, ask_both: Any, index: int) -> None:
+    """Pulled or pushed."""
+
     async def scenario() -> SpeculationStats:
         options = {"speculative_config": speculations(model)[index]}
         async with (
             instance(model) as single,
-            pair(model, max_num_batched_tokens=CHUNK, **options) as both,
+            both(model, max_num_batched_tokens=CHUNK, **options) as of,
         ):
-            return await compare(single, both, lambda *case: ask_pair(both, *case))
-
-    check_acceptance(index, asyncio.run(scenario()))
-
-
-@pytest.mark.parametrize("index", [0, 1], ids=["draft", "ngram"])
-def test_pushed_prompts(model: Path, index: int) -> None:
-    async def scenario() -> SpeculationStats:
-        options = {"speculative_config": speculations(model)[index]}
-        async with (
-            instance(model) as single,
-            push_pair(model, max_num_batched_tokens=CHUNK, **options) as both,
-        ):
-            return await compare(single, both, lambda *case: ask_pushed(both, *case))
+            return await compare(single, of, lambda *case: ask_both(of, *case))
 
     check_acceptance(index, asyncio.run(scenario()))
 

@@ -1,0 +1,17 @@
+"""Fixtures for tests that compute: import them in a conftest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def single_thread() -> Iterator[None]:
+    """One thread: two would wait for each other wherever something else runs on the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
