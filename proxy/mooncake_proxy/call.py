@@ -118,8 +118,11 @@ def forwarded_headers(
     return lines
 
 
-def time_limit(headers: dict[bytes, bytes], limit_s: float) -> float:
-    """Seconds that a request may take: what its client allows, and at most `limit_s`."""
+def time_limit(headers: dict[bytes, bytes], ask: Ask, limit_s: float) -> float:
+    """Seconds that a request may take, in all its steps: what its client allows in header or body,
+    and at most `limit_s`. What the body says wrongly is left for an instance to refuse."""
+    if ask.timeout is not None and ask.timeout > 0.0:
+        limit_s = min(limit_s, ask.timeout)
     asked = headers.get(TIMEOUT_HEADER)
     if asked is None:
         return limit_s

@@ -15,6 +15,7 @@ ProxyError
     ├── ConnectFailed       nothing listens there, or not in time
     ├── ConnectionLost      it went away before its answer was whole
     ├── UpstreamTimeout     it was silent for too long
+    ├── DeadlineExceeded    the request's own time was up first
     ├── MalformedAnswer     it answered something that is no HTTP, JSON or SSE
     ├── Rejected            it answered with an error status, kept as it came
     ├── FailedStream        it answered 200 and then an SSE error event
@@ -134,6 +135,7 @@ class UpstreamError(ProxyError):
 
     reason = "failed"
     status = 502
+    type = "upstream_error"
 
     def __init__(self, instance: str, detail: str) -> None:
         super().__init__(f"{instance}: {detail}")
@@ -158,6 +160,18 @@ class UpstreamTimeout(UpstreamError):
 
     reason = "timeout"
     status = 504
+
+
+class DeadlineExceeded(UpstreamError):
+    """The time that the client or `--request-timeout` allowed was up. Says nothing of the instance:
+    a client in a hurry must not take a healthy one out of the pool."""
+
+    reason = "deadline_exceeded"
+    status = 504
+    type = "timeout"
+
+    def __init__(self, instance: str) -> None:
+        super().__init__(instance, "its answer was not whole in the time allowed")
 
 
 class MalformedAnswer(UpstreamError):

@@ -59,6 +59,7 @@ class Ask(Struct):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: Raw = ABSENT
+    timeout: float | None = None
     user: str | None = None
     tools: Raw = ABSENT
 
@@ -85,7 +86,7 @@ def parse_request(body: bytes) -> tuple[Ask, Fields]:
         return _ask_decoder.decode(body), _fields_decoder.decode(body)
     except msgspec.ValidationError as exc:
         raise BadRequest(f"request body: {exc}") from exc
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, RecursionError) as exc:
         raise BadRequest(f"request body is not JSON: {exc}", code="invalid_json") from exc
 
 

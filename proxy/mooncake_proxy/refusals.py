@@ -33,15 +33,18 @@ def answer_error(exchange: Exchange, error: ProxyError, headers: bytes) -> None:
         )
     else:
         status = error.status if isinstance(error, UpstreamError) else 500
-        body = openai.error_body(str(error), "upstream_error", code=_code(error), param=None)
+        body = openai.error_body(str(error), _type(error), code=_code(error), param=None)
         exchange.respond(status, body, "application/json", headers)
 
 
 def _error_event(error: ProxyError) -> bytes:
     if isinstance(error, FailedStream):
         return error.event
-    kind = error.type if isinstance(error, Refusal) else "upstream_error"
-    return openai.error_event(str(error), kind, code=_code(error))
+    return openai.error_event(str(error), _type(error), code=_code(error))
+
+
+def _type(error: ProxyError) -> str:
+    return error.type if isinstance(error, Refusal | UpstreamError) else "upstream_error"
 
 
 def _code(error: ProxyError) -> str | None:

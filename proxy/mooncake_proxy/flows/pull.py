@@ -47,7 +47,7 @@ async def _pass(router: Router, call: Call) -> None:
     try:
         prefilled = await router.attempt(Role.PREFILL, call, _prefill)
     except UpstreamError as error:
-        if not may_prefill_on_decoder(router, error):
+        if not may_prefill_on_decoder(router, call, error):
             raise
         await fall_back(router, call, "prefill_failed")
         return
@@ -144,10 +144,11 @@ def serve_alone(router: Router, call: Call) -> Role | None:
     return whole
 
 
-def may_prefill_on_decoder(router: Router, error: UpstreamError) -> bool:
-    """Whether D may do what P could not: unless forbidden, or the request itself is wrong."""
+def may_prefill_on_decoder(router: Router, call: Call, error: UpstreamError) -> bool:
+    """Whether D may do what P could not: unless forbidden, too late, or the request is wrong."""
     is_client_fault = isinstance(error, Rejected) and error.is_client_fault
-    return router.config.local_prefill and not is_client_fault
+    is_early = router.now() < call.deadline
+    return router.config.local_prefill and is_early and not is_client_fault
 
 
 async def fall_back(router: Router, call: Call, reason: str) -> None:

@@ -47,7 +47,7 @@ async def _pass(router: Router, call: Call) -> None:
     try:
         await router.attempt(Role.DECODE, call, _meet)
     except UpstreamError as error:
-        if call.is_committed or not _is_prefill_failure(router, error):
+        if call.is_committed or not _is_prefill_failure(router, call, error):
             raise
         await fall_back(router, call, "prefill_failed")
 
@@ -100,7 +100,7 @@ async def _prefill(body: bytes, router: Router, call: Call, instance: Instance) 
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
 
 
-def _is_prefill_failure(router: Router, error: UpstreamError) -> bool:
+def _is_prefill_failure(router: Router, call: Call, error: UpstreamError) -> bool:
     """Whether it was P that failed; D can then prefill itself."""
     prefillers = [i.name for i in router.fleet if i.spec.role is Role.PREFILL]
-    return error.instance in prefillers and may_prefill_on_decoder(router, error)
+    return error.instance in prefillers and may_prefill_on_decoder(router, call, error)

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
-from mooncake_proxy.errors import ConnectFailed, ConnectionLost, UpstreamTimeout
+from mooncake_proxy.errors import ConnectFailed, ConnectionLost, DeadlineExceeded, UpstreamTimeout
 from mooncake_proxy.http1.connection import ClientContext, Connection
 from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.timing import timeout
@@ -111,6 +111,8 @@ class Pool:
             async with timeout(limit):
                 return await self._create()
         except asyncio.TimeoutError as exc:
+            if limit == remaining:
+                raise DeadlineExceeded(self.name) from exc
             raise ConnectFailed(self.name, f"no connection within {limit:.1f} s") from exc
         except (OSError, ssl.SSLError) as exc:
             raise ConnectFailed(self.name, f"no connection: {exc}") from exc
@@ -133,4 +135,7 @@ def sweep_timeouts(context: ClientContext) -> None:
     """Fail every exchange whose deadline has passed; called a few times a second."""
     now = context.loop.time()
     for connection in [c for c in context.connections if c.is_overdue(now)]:
-        connection.fail(UpstreamTimeout(connection.name, "silent for longer than its limit"))
+        if now > connection.deadline:
+            connection.fail(DeadlineExceeded(connection.name))
+        else:
+            connection.fail(UpstreamTimeout(connection.name, "silent for longer than its limit"))

@@ -161,6 +161,36 @@ def test_a_client_may_ask_for_less_time() -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize("given", [{"timeout": 0.05}, {"X-Request-Timeout": "0.05"}])
+def test_clients_in_a_hurry_take_no_instance_out(given: dict[str, Any]) -> None:
+    in_body = BODY | given if "timeout" in given else BODY
+    headers = {} if "timeout" in given else given
+
+    async def main() -> None:
+        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+            s.decode.behaviour.hangs = True
+            for _ in range(5):  # more than --eject-after
+                answer = await client.post("/v1/completions", json=in_body, headers=headers)
+                assert answer.status_code == 504
+                error = answer.json()["error"]
+                assert (error["type"], error["code"]) == ("timeout", "deadline_exceeded")
+            s.decode.behaviour.hangs = False
+            assert (await post(s, BODY)).status_code == 200
+
+    uvloop.run(main())
+
+
+def test_a_prefill_that_took_all_the_time_is_not_repeated_on_the_decoder() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.prefill.behaviour.hangs = True
+            answer = await post(s, BODY | {"timeout": 0.05})
+            assert answer.json()["error"]["code"] == "deadline_exceeded"
+            assert not s.decode.generated
+
+    uvloop.run(main())
+
+
 def test_tls_and_ipv6(tmp_path: Path) -> None:
     async def main() -> None:
         certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"

@@ -64,6 +64,7 @@ def test_the_prefillers_parameters_reach_the_decoder(params: str) -> None:
         (b"[]", "Expected `object`"),
         (b'{"stream": 1}', r"\$.stream"),
         (b'{"max_tokens": "9"}', r"\$.max_tokens"),
+        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion"),
     ],
 )
 def test_bad_bodies_are_named(body: bytes, message: str) -> None:

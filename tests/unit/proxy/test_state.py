@@ -12,6 +12,7 @@ from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
     ConfigError,
     ConnectFailed,
+    DeadlineExceeded,
     NoInstance,
     NotFound,
     Rejected,
@@ -64,6 +65,7 @@ def test_passive_ejection_counts_failures_in_a_row_and_no_error_statuses() -> No
     health.succeeded("a")
     assert not health.failed("a", refused)
     assert not health.failed("a", Rejected("a", 500, {}, b""))
+    assert not health.failed("a", DeadlineExceeded("a"))
     assert health.failed("a", timeout)
     assert not health.failed("a", timeout)  # whoever comes back starts anew
 
