@@ -12,13 +12,16 @@ import logging
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.rank_place import RankPlace
 from mooncake_engine.execution.ranks import Rank, import_path
 
 logger = logging.getLogger(__name__)
@@ -31,14 +34,16 @@ _KEY_BYTES = 32
 class RankActor:
     """What runs on the rank's host; Ray makes an actor of it."""
 
-    def describe(self) -> tuple[str, int, tuple[int, int]]:
-        """Address of the host, the actor's process id, and free ports for the groups that it may
-        lead: its stage's, and that of its like in all stages."""
-        ray = _ray()
-        address = ray.util.get_node_ip_address()
-        with socket.create_server((address, 0)) as one, socket.create_server((address, 0)) as two:
-            first, second = (int(probe.getsockname()[1]) for probe in (one, two))
-            return address, os.getpid(), (first, second)
+    def describe(self) -> tuple[str, int]:
+        """Address of the host, and the actor's process id."""
+        return _ray().util.get_node_ip_address(), os.getpid()
+
+    def find_ports(self, count: int) -> list[int]:
+        """So many free ports of the host."""
+        address = _ray().util.get_node_ip_address()
+        with ExitStack() as held:
+            probes = [held.enter_context(socket.create_server((address, 0))) for _ in range(count)]
+            return [int(probe.getsockname()[1]) for probe in probes]
 
     def serve(self, address: tuple[str, int], key: bytes) -> int:
         """Connect to the executor and be a rank until told to stop."""
@@ -132,8 +137,11 @@ class RayLauncher:
     def __init__(self, config: EngineConfig, resource: str = "") -> None:
         ray = _connect(config.ray_address)
         self.threads = config.threads or 1
-        self._tp_size = config.tp_size
-        self._leaders: list[tuple[str, tuple[int, int]]] = []
+        self._places = [
+            RankPlace(rank, config.tp_size, config.pp_size) for rank in range(config.num_ranks)
+        ]
+        self._stages: list[str] = []
+        self._pipelines: list[str] = []
         devices = {resource: 1.0} if resource else {}
         self._bundle = {"CPU": float(self.threads), **devices}
         self._place = ray.util.placement_group([self._bundle] * config.num_ranks, strategy="PACK")
@@ -155,31 +163,39 @@ class RayLauncher:
         actors = [self._actor(index) for index in range(self._place.bundle_count)]
         try:
             described = ray.get([actor.describe.remote() for actor in actors])
+            self._choose_rendezvous(actors, [host for host, _ in described])
         except ray.exceptions.RayError as exc:
             raise EngineDead(f"Ray could not start the ranks: {exc}") from exc
-        self._leaders = [(host, ports) for host, _, ports in described]
         our_host = ray.util.get_node_ip_address()
         with socket.create_server((our_host, 0)) as listener:
             listener.settimeout(_CONNECT_TIMEOUT_S)
             return [
                 self._connect_rank(listener, rank, actor, (host, our_host, pid))
-                for rank, (actor, (host, pid, _)) in enumerate(zip(actors, described, strict=True))
+                for rank, (actor, (host, pid)) in enumerate(zip(actors, described, strict=True))
             ]
 
     def stage_rendezvous(self, stage: int) -> str:
         """See ``Launcher``."""
-        host, (port, _) = self._leaders[stage * self._tp_size]
-        return f"tcp://{host}:{port}"
+        return self._stages[stage]
 
     def pipeline_rendezvous(self, tp_rank: int) -> str:
         """See ``Launcher``."""
-        host, (_, port) = self._leaders[tp_rank]
-        return f"tcp://{host}:{port}"
+        return self._pipelines[tp_rank]
 
     def close(self) -> None:
         """See ``Launcher``."""
         ray = _ray()
         ray.util.remove_placement_group(self._place)
+
+    def _choose_rendezvous(self, actors: Sequence[Any], hosts: Sequence[str]) -> None:
+        """Where groups meet: at their first ranks, which alone look for ports."""
+        stages = [place.rank for place in self._places if place.tp_rank == 0]
+        pipelines = [place.rank for place in self._places if place.stage == 0]
+        led = Counter([*stages, *pipelines])
+        found = _ray().get([actors[rank].find_ports.remote(count) for rank, count in led.items()])
+        ports = dict(zip(led, found, strict=True))
+        self._stages = [f"tcp://{hosts[rank]}:{ports[rank].pop()}" for rank in stages]
+        self._pipelines = [f"tcp://{hosts[rank]}:{ports[rank].pop()}" for rank in pipelines]
 
     def _actor(self, index: int) -> Any:
         ray = _ray()
