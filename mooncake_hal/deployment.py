@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from mooncake_hal.backend import Capabilities, DeploymentConstraints
 from mooncake_hal.errors import DeploymentRefused
+from mooncake_hal.port_range import PortRange, ReservedPorts, why_reserved
 from mooncake_hal.ports import Port, find_taken
 
 CONNECTOR_GROUP = "mooncake_hal.connectors"
@@ -90,6 +91,7 @@ class InstancePlan:
         connector: name of its KV connector; empty for one that works alone.
         ports: every port of every rank that it binds.
         facts: None as long as its hardware is not known.
+        reserved: ports that may be taken below its transports.
     """
 
     name: str
@@ -97,6 +99,7 @@ class InstancePlan:
     connector: str = ""
     ports: tuple[Port, ...] = ()
     facts: PairFacts | None = None
+    reserved: tuple[ReservedPorts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,12 @@ class Deployment:
         for (host, number), names in users.items():
             if len(names) > 1:
                 yield f"port {number} on {host} is planned for {' and '.join(names)}"
+        for instance in self.instances:
+            for port in instance.ports:
+                wanted = PortRange(port.number, port.number) if port.number else None
+                problem = wanted and why_reserved(port.what, wanted, instance.reserved)
+                if problem:
+                    yield f"{instance.name}: {problem}"
 
     def _pair_problems(self) -> Iterator[str]:
         sides: dict[str, list[InstancePlan]] = {"prefill": [], "decode": []}

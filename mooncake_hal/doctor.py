@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import (
     Deployment,
     Hardware,
@@ -27,7 +28,7 @@ from mooncake_hal.deployment import (
     default_block_size,
 )
 from mooncake_hal.errors import DeploymentRefused, HalError
-from mooncake_hal.negotiation import Transports
+from mooncake_hal.negotiation import Transports, reserved_ports
 from mooncake_hal.ports import Port
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
@@ -193,17 +194,20 @@ def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
     default_connector = "" if role == "both" else "MooncakeConnector"
     wanted = (("HTTP", raw.get("http")), ("KV side channel", raw.get("kv")))
     ports = tuple(Port(what, host, int(number)) for what, number in wanted if number)
+    connector = raw.get("connector", default_connector)
+    backend = registry.select_backend(raw.get("backend", "auto"))
+    moves = backend.capabilities.transports
     return InstancePlan(
         raw.get("name", role),
         role,
-        raw.get("connector", default_connector),
+        connector,
         ports,
-        _facts(raw, registry),
+        _facts(raw, backend),
+        tuple(reserved_ports(registry, allowed=moves)) if connector else (),
     )
 
 
-def _facts(raw: dict[str, Any], registry: Registry) -> PairFacts:
-    backend = registry.select_backend(raw.get("backend", "auto"))
+def _facts(raw: dict[str, Any], backend: Backend) -> PairFacts:
     generation = backend.runtime.devices()[0].generation
     hardware = Hardware(backend.name, generation, backend.capabilities.constraints)
     tp_size, pp_size = int(raw.get("tp", 1)), int(raw.get("pp", 1))

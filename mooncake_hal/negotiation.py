@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake_hal.errors import PluginError, TransportUnavailable
+from mooncake_hal.port_range import ReservedPorts
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
+from mooncake_hal.specs import TransportSpec
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Peer, Transport
 
 logger = logging.getLogger(__name__)
@@ -191,12 +193,28 @@ def count_ports(
     registry: Registry, *, wanted: str = AUTO, allowed: Sequence[str] | None = None
 ) -> int:
     """TCP ports that ``Transports.open`` listens on, for the same arguments, if all goes well."""
+    return sum(spec.num_ports for spec in _specs(registry, wanted, allowed))
+
+
+def reserved_ports(
+    registry: Registry, *, wanted: str = AUTO, allowed: Sequence[str] | None = None
+) -> list[ReservedPorts]:
+    """TCP ports that may be taken below what ``Transports.open`` opens, for the same arguments.
+
+    Raises:
+        HalError: a transport's settings make no sense.
+    """
+    return [each for spec in _specs(registry, wanted, allowed) for each in spec.reserved_ports()]
+
+
+def _specs(registry: Registry, wanted: str, allowed: Sequence[str] | None) -> list[TransportSpec]:
+    """What ``Transports.open`` opens, if all goes well."""
     if wanted != AUTO:
         names = [wanted] if wanted in registry.transports else []
     else:
         rows = (row for row in _eligible(registry, allowed) if row.name in (allowed or (row.name,)))
         names = [row.name for row in rows if row.status is PluginStatus.AVAILABLE]
-    return sum(registry.transports[name][0].num_ports for name in names)
+    return [registry.transports[name][0] for name in names]
 
 
 def _eligible(registry: Registry, allowed: Sequence[str] | None) -> list[TableRow]:

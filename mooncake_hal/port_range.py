@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MAX_PORT = 65_535
@@ -47,3 +47,36 @@ class PortRange:
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.first, self.last + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedPorts:
+    """Ports that something below us takes by itself, at any time, and that we keep out of.
+
+    Args:
+        what: takes them.
+        ports: any of them.
+        setting: what moves them.
+    """
+
+    what: str
+    ports: PortRange
+    setting: str
+
+
+def why_reserved(what: str, wanted: PortRange, reserved: Sequence[ReservedPorts]) -> str | None:
+    """Say which reserved ports are among those that we want, and what to do; None if none are.
+
+    Args:
+        what: they are wanted for.
+        wanted: a range, or one port.
+        reserved: all of this host.
+    """
+    for each in reserved:
+        if wanted.first <= each.ports.last and each.ports.first <= wanted.last:
+            name = f"ports {wanted}" if len(wanted) > 1 else f"port {wanted.first}"
+            return (
+                f"{name}, wanted for {what}, lies in {each.ports}, of which {each.what} may take "
+                f"any at any time; choose one outside, or move those ({each.setting})"
+            )
+    return None

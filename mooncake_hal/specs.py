@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
+    from mooncake_hal.port_range import ReservedPorts
     from mooncake_hal.transport import Transport
 
 API_VERSION = 1
@@ -42,6 +43,11 @@ class Check:
 
     what: str
     problem: str | None = None
+
+
+def none_reserved() -> Sequence[ReservedPorts]:
+    """Ports that are taken below a transport which has nothing below it: none."""
+    return ()
 
 
 def no_checks() -> Sequence[Check]:
@@ -84,6 +90,8 @@ class TransportSpec:
         examine: looks at the host one thing after the other, for ``mooncake-hal doctor``; may run
             tools and take seconds, and loads nothing.
         num_ports: TCP ports that an endpoint of it listens on.
+        reserved_ports: says which others whatever it is built on may take on this host; loads
+            nothing. Raises HalError where a setting makes no sense.
     """
 
     name: str
@@ -93,3 +101,4 @@ class TransportSpec:
     load: Callable[[], Transport]
     examine: Callable[[], Sequence[Check]] = no_checks
     num_ports: int = 1
+    reserved_ports: Callable[[], Sequence[ReservedPorts]] = none_reserved

@@ -35,7 +35,8 @@ from mooncake_engine.text.tokenizer import same_tokens, tokenizer_fingerprint
 from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
-from mooncake_hal.negotiation import count_ports
+from mooncake_hal.negotiation import count_ports, reserved_ports
+from mooncake_hal.port_range import PortRange, why_reserved
 from mooncake_hal.ports import Port, count_free, find_taken
 from mooncake_hal.registry import Registry
 
@@ -82,6 +83,7 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
     entry = None if config.kv_transfer is None else find_connector(config.kv_transfer.connector)
     registry = Registry.discover()
     backend = _select_backend(registry, config)
+    _check_reserved_ports(config, backend, registry)
     _check_port_range(config, backend, registry)
     block_size = choose_block_size(config, backend)
     logger.info("KV blocks of %d tokens: %s", block_size.tokens, block_size.reason)
@@ -136,6 +138,7 @@ def _connect(
             num_kv_blocks=facts.num_blocks,
             block_size=facts.block_size,
             engine_id=engine_id,
+            lends_kv=not facts.has_resident_latents,
         ),
     )
 
@@ -178,6 +181,7 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         delay_factor=config.scheduler_delay_factor,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
         feeds_forward=config.feeds_forward,
+        names_arrivals=facts.has_resident_latents,
     )
     if config.async_scheduling and not config.feeds_forward:
         logger.warning(
@@ -208,6 +212,24 @@ def _settle_addresses(config: EngineConfig) -> EngineConfig:
     if problems:
         raise PortTaken("; ".join(problems))
     return replace(config, kv_transfer=kv)
+
+
+def _check_reserved_ports(config: EngineConfig, backend: Backend, registry: Registry) -> None:
+    """What a transport is built on may take ports later, and fail then if they are ours."""
+    kv = config.kv_transfer
+    if kv is None:
+        return
+    single = {"the API (--port)": kv.api_port, "the KV side channel (--kv-port)": kv.port}
+    wanted = {what: PortRange(port, port) for what, port in single.items() if port}
+    if kv.port_range is not None:
+        wanted["--kv-port-range"] = kv.port_range
+    try:
+        reserved = reserved_ports(registry, **transports_wanted(kv, backend))
+    except HalError as exc:
+        raise ConfigError(str(exc)) from exc
+    found = [why_reserved(what, ports, reserved) for what, ports in wanted.items()]
+    if any(found):
+        raise PortTaken("; ".join(problem for problem in found if problem))
 
 
 def _check_port_range(config: EngineConfig, backend: Backend, registry: Registry) -> None:

@@ -45,6 +45,7 @@ class KVTransferConfig:
         port: side channel's port; 0 takes a free one.
         port_range: where free ports are taken from, by the side channel and the transports of all
             ranks; None: anywhere.
+        api_port: the port of the instance's own API, which transports leave alone; 0: none.
         transports: names in order of preference; empty takes all that the backend can use.
         secret: shared by all instances of a deployment.
         lease_s: how long a prefill instance keeps blocks without a word from the decode side.
@@ -57,6 +58,7 @@ class KVTransferConfig:
     advertise_host: str = ""
     port: int = 0
     port_range: PortRange | None = None
+    api_port: int = 0
     transports: tuple[str, ...] = ()
     secret: str = ""
     lease_s: float = 30.0

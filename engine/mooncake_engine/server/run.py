@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -60,14 +61,21 @@ def serve(
     options = options or ServerOptions()
     with closing(bind(host, port)) as listener, _tracing(config, options) as tracing:
         tokenizer = Tokenizer.load(config.model)
-        with closing(start_engine(config)) as engine:
-            url = f"http://{_in_url(host)}:{listener.getsockname()[1]}"
+        port = listener.getsockname()[1]
+        with closing(start_engine(_with_api_port(config, port))) as engine:
+            url = f"http://{_in_url(host)}:{port}"
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
             app = create_app(engine, tokenizer, options, tracing)
             # What is loaded stays: full collections need not walk it while tokens wait.
             gc.collect()
             gc.freeze()
             _run_server(app, listener, url)
+
+
+def _with_api_port(config: EngineConfig, port: int) -> EngineConfig:
+    if config.kv_transfer is None:
+        return config
+    return replace(config, kv_transfer=replace(config.kv_transfer, api_port=port))
 
 
 @contextmanager

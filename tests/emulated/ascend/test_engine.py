@@ -12,7 +12,9 @@ from support.pd import ask, ask_pair, instance, make_config, pair, start, write_
 from support.push import ask_pushed, push_pair
 from torch import Tensor
 
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.config import Role
+from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_hal.port_range import PortRange
 from mooncake_hal_ascend.hccs.runs import U64
 from mooncake_hal_ascend.hccs.spreading import Spreader, Wait
 
@@ -164,6 +166,24 @@ def test_fewer_ranks_for_prefill_are_refused() -> None:
 def test_what_the_ops_do_not_take_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(make_config(TINY_LLAMA, **{**ON_NPU, **options}))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        ({"api_port": 15_100}, r"port 15100, wanted for the API \(--port\), lies in 15000-17000"),
+        ({"port": 23_500}, r"port 23500, wanted for the KV side channel \(--kv-port\), lies in 20"),
+        (
+            {"port_range": PortRange(14_000, 15_000)},
+            "ports 14000-15000, wanted for --kv-port-range",
+        ),
+    ],
+)
+def test_ports_that_the_transfer_engine_may_take_are_refused(
+    wanted: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(PortTaken, match=name):
+        start(make_config(TINY_LLAMA, Role.DECODE, **{**OVER_HCCS, **wanted}))
 
 
 def test_latents_of_another_width_are_refused(tmp_path: Path) -> None:

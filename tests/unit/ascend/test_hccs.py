@@ -11,7 +11,14 @@ import pytest
 from support import fake_hccs
 from support.fake_hccs import DEVICE, HostMemory, HostRuntime, NpuBuffer
 
-from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout, TransportUnavailable
+from mooncake_hal.errors import (
+    HalError,
+    PeerLost,
+    TransferError,
+    TransferTimeout,
+    TransportUnavailable,
+)
+from mooncake_hal.port_range import PortRange
 from mooncake_hal.specs import Availability
 from mooncake_hal.testing.transports import one_span
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
@@ -92,8 +99,11 @@ def test_the_257th_region_is_refused_before_the_engine_does(transport: AdapterTr
 @pytest.mark.parametrize(("engine", "port"), [("mooncake", 15100), ("memfabric", 17500)])
 def test_our_port_is_not_one_of_the_engines(engine: str, port: int) -> None:
     transport = fake_hccs.load_with({engine: ENGINES[engine]()})
-    with pytest.raises(TransportUnavailable, match=f"port {port} lies in .* may take at any time"):
+    with pytest.raises(TransportUnavailable, match=f"port {port}, wanted for the transport, lies"):
         transport.open(EndpointOptions(device=DEVICE, port=port))
+    around = PortRange(port - 5000, port)
+    with pytest.raises(TransportUnavailable, match=f"ports {around}, wanted for the transport"):
+        transport.open(EndpointOptions(device=DEVICE, port_range=around))
 
 
 def test_the_engine_is_told_its_deadlines_and_ports() -> None:
@@ -309,3 +319,18 @@ def test_the_plugin_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
         plugin, "installed", lambda names: f"{names[0]} 9.9" if "memfabric" in names[0] else None
     )
     assert plugin.probe() == Availability(True, "memfabric-hybrid 9.9; 8 Ascend devices")
+
+
+def test_the_plugin_says_what_its_engines_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are installed, or the one that is set; for all NPUs of the host."""
+    monkeypatch.setattr(plugin, "_installed", lambda: {"memfabric_hybrid": "memfabric-hybrid 9.9"})
+    monkeypatch.setattr(plugin, "_devices", lambda: [0, 1])
+    os.environ["MF_CONFIG_STORE_PORT_START"] = "18000"
+    [store] = plugin.mooncake_hal_transport().reserved_ports()
+    assert store.ports == PortRange(18000, 19000)
+    os.environ["MOONCAKE_HAL_HCCS"] = "engine=mooncake"
+    links, handshakes = plugin.mooncake_hal_transport().reserved_ports()
+    assert (links.ports, handshakes.ports) == (PortRange(20000, 22000), PortRange(15000, 17000))
+    os.environ["MC_MAX_RPC_PORT"] = "many"
+    with pytest.raises(HalError, match="MC_MAX_RPC_PORT='many' must be a port"):
+        plugin.mooncake_hal_transport().reserved_ports()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mooncake_hal.errors import HalError
-from mooncake_hal_ascend.hccs.ports import PortRange, engine_ports, why_taken
+from mooncake_hal.port_range import PortRange, ReservedPorts, why_reserved
+from mooncake_hal_ascend.hccs.ports import engine_ports
 from mooncake_hal_ascend.hccs.settings import (
     Deadlines,
     HccsSettings,
@@ -79,16 +80,22 @@ def test_a_setting_that_makes_no_sense_is_named(vendor: dict[str, str]) -> None:
 
 def test_mooncake_takes_a_thousand_ports_per_npu() -> None:
     assert engine_ports("mooncake", {}, [2, 3]) == (
-        PortRange("the mooncake engine's links", 22000, 24000),
-        PortRange("the mooncake engine's handshakes", 15000, 17000),
+        ReservedPorts("the mooncake engine's links", PortRange(22000, 24000), "ASCEND_BASE_PORT"),
+        ReservedPorts(
+            "the mooncake engine's handshakes",
+            PortRange(15000, 17000),
+            "MC_MIN_RPC_PORT and MC_MAX_RPC_PORT",
+        ),
     )
     moved = engine_ports("mooncake", {"ASCEND_BASE_PORT": "30000"}, [0])
-    assert moved[0] == PortRange("the mooncake engine's links", 30000, 31000)
+    assert moved[0].ports == PortRange(30000, 31000)
 
 
 def test_memfabric_takes_what_it_is_given() -> None:
     vendor = {"MF_CONFIG_STORE_PORT_START": "40000", "MF_CONFIG_STORE_PORT_END": "40100"}
-    assert engine_ports("memfabric", vendor, [0]) == (PortRange("memfabric's store", 40000, 40100),)
+    [store] = engine_ports("memfabric", vendor, [0])
+    assert (store.what, store.ports) == ("memfabric's store", PortRange(40000, 40100))
+    assert store.setting == "MF_CONFIG_STORE_PORT_START and MF_CONFIG_STORE_PORT_END"
 
 
 def test_ranges_that_leave_the_ports_are_refused() -> None:
@@ -96,14 +103,14 @@ def test_ranges_that_leave_the_ports_are_refused() -> None:
         engine_ports("mooncake", {"ASCEND_BASE_PORT": "50000"}, list(range(16)))
     with pytest.raises(HalError, match="ASCEND_BASE_PORT='80' must be a port"):
         engine_ports("mooncake", {"ASCEND_BASE_PORT": "80"}, [0])
+    with pytest.raises(HalError, match="MC_MIN_RPC_PORT and MC_MAX_RPC_PORT: wanted a range of po"):
+        engine_ports("mooncake", {"MC_MIN_RPC_PORT": "17001"}, [0])
 
 
 def test_our_ports_stay_out_of_them() -> None:
     ranges = engine_ports("mooncake", {}, [0])
-    assert why_taken(0, ranges) is None
-    assert why_taken(19999, ranges) is None
-    reason = why_taken(20000, ranges)
-    assert reason == (
-        "port 20000 lies in 20000-21000, which the mooncake engine's links may take at any time; "
-        "choose one outside"
+    assert why_reserved("HTTP", PortRange(19999, 19999), ranges) is None
+    assert why_reserved("HTTP", PortRange(20000, 20000), ranges) == (
+        "port 20000, wanted for HTTP, lies in 20000-21000, of which the mooncake engine's links "
+        "may take any at any time; choose one outside, or move those (ASCEND_BASE_PORT)"
     )

@@ -19,6 +19,7 @@ from mooncake_hal.deployment import (
     default_block_size,
 )
 from mooncake_hal.errors import DeploymentRefused
+from mooncake_hal.port_range import PortRange, ReservedPorts
 from mooncake_hal.ports import Port, find_taken, holder_of
 
 FREE = PairFacts(Hardware("cpu", "x86_64"), 1, 16)
@@ -139,6 +140,16 @@ def test_a_taken_port_names_its_holder() -> None:
         with pytest.raises(DeploymentRefused, match=rf"port {number} .* is taken by .*pid"):
             Deployment((plan, DECODE)).validate()
         assert f"(pid {os.getpid()})" in str(holder_of(number))
+
+
+def test_ports_that_a_transport_may_take_below_are_left_to_it() -> None:
+    engine = ReservedPorts("an engine", PortRange(20_000, 21_000), "ITS_PORT")
+    ports = (Port("HTTP", "127.0.0.1", 20_500), Port("KV side channel", "127.0.0.1", 0))
+    plan = replace(PREFILL, ports=ports, reserved=(engine,))
+    assert Deployment((plan, DECODE)).problems() == [
+        "p0: port 20500, wanted for HTTP, lies in 20000-21000, of which an engine may take any at "
+        "any time; choose one outside, or move those (ITS_PORT)"
+    ]
 
 
 def test_all_ports_are_tried_at_once() -> None:

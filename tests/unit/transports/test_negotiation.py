@@ -12,7 +12,8 @@ import pytest
 from support.ports import free_range
 
 from mooncake_hal.errors import AccessDenied, PortsExhausted, TransportUnavailable
-from mooncake_hal.negotiation import Transports, count_ports
+from mooncake_hal.negotiation import Transports, count_ports, reserved_ports
+from mooncake_hal.port_range import PortRange, ReservedPorts
 from mooncake_hal.registry import Registry
 from mooncake_hal.specs import Availability, TransportSpec
 from mooncake_hal.testing.transports import one_span
@@ -221,3 +222,13 @@ def test_what_would_listen_is_counted() -> None:
     assert count_ports(known, allowed=("tcp", "nixl", "rdma")) == 2
     assert count_ports(known, wanted="staged") == 2
     assert count_ports(known, wanted="nobody") == 0
+
+
+def test_what_may_be_taken_below_is_known_of_those_that_open() -> None:
+    engine = ReservedPorts("an engine", PortRange(20_000, 21_000), "ITS_PORT")
+    taking = replace(TCP, name="over-it", reserved_ports=lambda: (engine,))
+    known = registry(SHM, TCP, ABSENT, taking)
+    assert reserved_ports(known) == [engine]
+    assert reserved_ports(known, allowed=("shm", "over-it")) == [engine]
+    assert reserved_ports(known, wanted="over-it") == [engine]
+    assert reserved_ports(known, allowed=("shm", "tcp")) == []

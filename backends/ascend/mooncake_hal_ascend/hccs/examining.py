@@ -73,9 +73,9 @@ def _ports(devices: Sequence[int], vendor: Mapping[str, str]) -> Iterator[Check]
         return
     low, high = _local_ports()
     for each in taken:
-        overlaps = each.first <= high and low <= each.last
+        overlaps = each.ports.first <= high and low <= each.ports.last
         yield Check(
-            f"ports {each.first}-{each.last} for {each.what}; keep --port and --kv-port out",
+            f"ports {each.ports} for {each.what}; keep --port and --kv-port out",
             f"the kernel gives {low}-{high} to anybody (net.ipv4.ip_local_port_range): move one "
             "of the two ranges"
             if overlaps

@@ -13,6 +13,7 @@ from mooncake_hal_ascend import env, plugin as backend
 from mooncake_hal_ascend.machine import look
 
 if TYPE_CHECKING:
+    from mooncake_hal.port_range import ReservedPorts
     from mooncake_hal.transport import Transport
 
 NAME = "hccs"
@@ -27,23 +28,23 @@ DISTRIBUTIONS = {
 """Which packages bring a module that the transport can use."""
 
 
+ENGINES = {"mooncake": "mooncake", "memfabric_hybrid": "memfabric"}
+"""What the transport calls the engine of a module."""
+
+
 def probe() -> Availability:
     """Look for NPUs as the backend does, then for an engine; whether one loads is seen later."""
     machine = backend.probe()
     if not machine.ok:
         return machine
-    found = [
-        name
-        for module, names in DISTRIBUTIONS.items()
-        if importlib.util.find_spec(module) is not None and (name := installed(names)) is not None
-    ]
+    found = _installed()
     if not found:
         return Availability(
             False,
             "no transfer engine is installed: pip install mooncake-transfer-engine-npu, or "
             "memfabric-hybrid",
         )
-    return Availability(True, f"{', '.join(found)}; {machine.reason}")
+    return Availability(True, f"{', '.join(found.values())}; {machine.reason}")
 
 
 def load() -> Transport:
@@ -62,11 +63,44 @@ def examine() -> Sequence[Check]:
     from mooncake_hal_ascend.hccs import env as vendor
     from mooncake_hal_ascend.hccs.examining import examine as examine_host
 
-    devices = sorted(int(name.removeprefix("davinci")) for name in look().device_files)
-    return examine_host(devices, vendor.vendor_settings(), vendor.transport_settings(), env.root())
+    return examine_host(
+        _devices(), vendor.vendor_settings(), vendor.transport_settings(), env.root()
+    )
+
+
+def reserved_ports() -> Sequence[ReservedPorts]:
+    """What the engines may take on this host for its NPUs, whichever of its processes they are in.
+
+    Raises:
+        HalError: a variable that says so makes no sense.
+    """
+    from mooncake_hal_ascend.hccs import env as vendor
+    from mooncake_hal_ascend.hccs.ports import engine_ports
+    from mooncake_hal_ascend.hccs.settings import settings_of_endpoint
+
+    wanted = settings_of_endpoint({}, vendor.transport_settings()).engine
+    engines = (ENGINES[module] for module in _installed()) if wanted == "auto" else (wanted,)
+    said, devices = vendor.vendor_settings(), _devices() or [0]
+    return [each for engine in engines for each in engine_ports(engine, said, devices)]
+
+
+def _devices() -> list[int]:
+    """Physical numbers of this host's NPUs."""
+    return sorted(int(name.removeprefix("davinci")) for name in look().device_files)
+
+
+def _installed() -> dict[str, str]:
+    """The engines' modules that are here, and of which distribution."""
+    return {
+        module: name
+        for module, names in DISTRIBUTIONS.items()
+        if importlib.util.find_spec(module) is not None and (name := installed(names)) is not None
+    }
 
 
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
     """Offer NPU memory to NPU memory."""
-    return TransportSpec(NAME, API_VERSION, PRIORITY, probe, load, examine)
+    return TransportSpec(
+        NAME, API_VERSION, PRIORITY, probe, load, examine, reserved_ports=reserved_ports
+    )

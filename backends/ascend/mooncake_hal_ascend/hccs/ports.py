@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from mooncake_hal.errors import HalError
+from mooncake_hal.port_range import PortRange, ReservedPorts
 
 PORTS_PER_DEVICE = 1000
 """Older engines take one of so many; 0.3.13 one of the first hundred."""
@@ -26,18 +26,9 @@ DEFAULTS = {
 """What the engines are told where the operator says nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class PortRange:
-    """Ports from ``first`` to ``last``, and what the engine takes them for."""
-
-    what: str
-    first: int
-    last: int
-
-
 def engine_ports(
     engine: str, vendor: Mapping[str, str], devices: Sequence[int]
-) -> tuple[PortRange, ...]:
+) -> tuple[ReservedPorts, ...]:
     """Return what an engine may take on this host.
 
     Args:
@@ -50,8 +41,7 @@ def engine_ports(
     """
     named = {name: _port(name, vendor.get(name, text)) for name, text in DEFAULTS[engine].items()}
     if engine == "memfabric":
-        store = named["MF_CONFIG_STORE_PORT_START"], named["MF_CONFIG_STORE_PORT_END"]
-        return (PortRange("memfabric's store", *store),)
+        return (_range("memfabric's store", named),)
     base = named["ASCEND_BASE_PORT"]
     last = base + (max(devices) + 1) * PORTS_PER_DEVICE
     if last > 65535:
@@ -60,22 +50,22 @@ def engine_ports(
             f"of at most {65535 - (max(devices) + 1) * PORTS_PER_DEVICE}"
         )
     first = base + min(devices) * PORTS_PER_DEVICE
-    rpc = named["MC_MIN_RPC_PORT"], named["MC_MAX_RPC_PORT"]
+    links = PortRange(first, last)
+    del named["ASCEND_BASE_PORT"]
     return (
-        PortRange("the mooncake engine's links", first, last),
-        PortRange("the mooncake engine's handshakes", *rpc),
+        ReservedPorts("the mooncake engine's links", links, "ASCEND_BASE_PORT"),
+        _range("the mooncake engine's handshakes", named),
     )
 
 
-def why_taken(port: int, ranges: Sequence[PortRange]) -> str | None:
-    """Say which range one of our ports lies in, and what to do; None if in none."""
-    for taken in ranges:
-        if taken.first <= port <= taken.last:
-            return (
-                f"port {port} lies in {taken.first}-{taken.last}, which {taken.what} may take at "
-                f"any time; choose one outside"
-            )
-    return None
+def _range(what: str, named: Mapping[str, int]) -> ReservedPorts:
+    """What two variables, the first and the last port, say."""
+    first, last = named.values()
+    setting = " and ".join(named)
+    try:
+        return ReservedPorts(what, PortRange(first, last), setting)
+    except ValueError as exc:
+        raise HalError(f"{setting}: {exc}") from exc
 
 
 def _port(name: str, text: str) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from mooncake_hal.backend import Memory, Runtime
 from mooncake_hal.errors import BackendUnavailable, HalError, TransportUnavailable
+from mooncake_hal.port_range import PortRange, why_reserved
 from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports.adapter.agent import Agent, Engine
 from mooncake_hal.transports.adapter.transport import AdapterTransport
@@ -22,7 +23,7 @@ from mooncake_hal_ascend.hccs.arena import ARENA_BYTES, Arena
 from mooncake_hal_ascend.hccs.landing import LENT_BYTES, MAX_BORROWERS, Landing
 from mooncake_hal_ascend.hccs.locating import locate, physical_device
 from mooncake_hal_ascend.hccs.place import Place, why_apart
-from mooncake_hal_ascend.hccs.ports import DEFAULTS, engine_ports, why_taken
+from mooncake_hal_ascend.hccs.ports import DEFAULTS, engine_ports
 from mooncake_hal_ascend.hccs.pushing import Pusher
 from mooncake_hal_ascend.hccs.runs import BUFFER_BYTES
 from mooncake_hal_ascend.hccs.settings import (
@@ -105,7 +106,7 @@ def configure(loaded: Loaded, options: EndpointOptions) -> Engine:
     generation = loaded.runtime.devices()[device].generation
     vendor = env.vendor_settings()
     try:
-        _prepare(engine, settings, vendor, device, options.port)
+        _prepare(engine, settings, vendor, device, options)
     except HalError as exc:
         raise TransportUnavailable(NAME, str(exc)) from exc
     place = locate(generation, device, _reach(engine, settings), vendor)
@@ -141,18 +142,23 @@ def _device_index(runtime: Runtime, device: str) -> int:
 
 
 def _prepare(
-    engine: str, settings: HccsSettings, vendor: Mapping[str, str], device: int, port: int
+    engine: str,
+    settings: HccsSettings,
+    vendor: Mapping[str, str],
+    device: int,
+    options: EndpointOptions,
 ) -> None:
-    """Derive what the engine has to be told, check our port against its own, and tell it.
+    """Derive what the engine has to be told, check our ports against its own, and tell it.
 
     Raises:
-        HalError: a variable makes no sense, or our port is one of the engine's.
+        HalError: a variable makes no sense, or a port of ours is one of the engine's.
     """
     limits = deadlines(vendor, settings.protocol)
     ranges = engine_ports(engine, vendor, [physical_device(device, vendor)])
-    taken = why_taken(port, ranges)
-    if taken is not None:
-        raise HalError(taken)
+    ours = PortRange(options.port, options.port) if options.port else options.port_range
+    problem = ours and why_reserved("the transport", ours, ranges)
+    if problem:
+        raise HalError(problem)
     told = {
         "ASCEND_CONNECT_TIMEOUT": str(limits.connect_ms),
         "ASCEND_TRANSFER_TIMEOUT": str(limits.transfer_ms),
@@ -169,7 +175,7 @@ def _prepare(
         limits.connect_ms,
         limits.transfer_ms,
         limits.why,
-        ", ".join(f"{taken.first}-{taken.last}" for taken in ranges),
+        ", ".join(str(each.ports) for each in ranges),
     )
 
 
