@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -237,6 +238,36 @@ def test_a_prefill_instance_that_shuts_down_leaves_nothing_behind(model: Path, g
             assert (await asking).tokens == expected
             assert both.decode.stat("load_failures") == 1
             await closing
+            await both.decode.check_clean()
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings(  # the thread that hung finds nobody to report to
+    "ignore:Exception in thread kv-push:pytest.PytestUnhandledThreadExceptionWarning"
+)
+def test_a_prefill_instance_that_can_not_stop_writing_is_not_taken_for_dead(
+    model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shutdown is over, a write is not: its port stays taken, so nobody frees the blocks."""
+    monkeypatch.setattr("mooncake_engine.kv_transfer.push.lane.JOIN_TIMEOUT_S", 0.1)
+
+    async def main() -> None:
+        async with push_pair(model, lease_s=0.5, transfer_timeout_s=0.5, **GATED) as both:
+            topology = both.prefill.core.topology()
+            assert topology is not None
+            gate.is_deaf = True
+            gate.close()
+            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            await wait_until(lambda: gate.num_held > 0, 10)
+            both.metaserver.is_failure_expected = True
+            await asyncio.to_thread(both.prefill.engine.close)
+            socket.create_connection((topology.host, topology.port), 5).close()
+            assert (await asking).finish is FinishReason.LENGTH, "computed by D itself"
+            assert both.decode.stat("reservations") == 1
+            gate.open()
+            await wait_until(lambda: "kv-push-0" not in {t.name for t in enumerate_threads()}, 10)
+            both.prefill.core._connector._context.destroy(linger=0)  # as the process' end does
             await both.decode.check_clean()
 
     asyncio.run(main())
