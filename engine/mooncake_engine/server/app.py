@@ -62,6 +62,7 @@ def _generation_routes(planner: Planner, answerer: Answerer, live: LiveRequests)
 def _plain_routes(plain: PlainEndpoints) -> list[Route]:
     return [
         Route("/v1/models", plain.models, methods=["GET"]),
+        Route("/v1/models/{model:path}", plain.model, methods=["GET"]),
         Route("/version", plain.version, methods=["GET"]),
         Route("/v1/load_lora_adapter", plain.refuse_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", plain.refuse_adapter, methods=["POST"]),

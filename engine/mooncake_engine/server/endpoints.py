@@ -24,11 +24,12 @@ from mooncake_engine.server.errors import ApiError, to_api_error
 from mooncake_engine.server.forms import Form
 from mooncake_engine.server.jobs import Job
 from mooncake_engine.server.planning import Planner
-from mooncake_engine.server.prompts import encode, template_messages
+from mooncake_engine.server.prompts import encode, render_chat
 from mooncake_engine.server.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from mooncake_engine.server.reply import Reply
 from mooncake_engine.server.request_ids import LiveRequests
 from mooncake_engine.server.streams import ClientGone, until_disconnect
+from mooncake_engine.server.tools import shown_tools
 
 log = logging.getLogger(__name__)
 
@@ -109,15 +110,12 @@ class PlainEndpoints:
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        facts = self.planner.facts
-        card = {
-            "id": self.planner.model_name,
-            "object": "model",
-            "created": self.started,
-            "owned_by": "mooncake-engine",
-            "max_model_len": facts.max_model_len,
-        }
-        return _json({"object": "list", "data": [card]})
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """``GET /v1/models/NAME``; names may hold slashes."""
+        self.planner.check_model(request.path_params["model"])
+        return _json(self._card())
 
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
@@ -193,6 +191,15 @@ class PlainEndpoints:
         text = self.planner.tokenizer.decode(wanted.tokens, skip_special_tokens=False)
         return _json({"prompt": text})
 
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.planner.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "mooncake-engine",
+            "max_model_len": self.planner.facts.max_model_len,
+        }
+
     def _text(self, wanted: TokenizeRequest) -> tuple[str, bool]:
         """Text, and whether special tokens are added by default: not around a chat template."""
         adds_special = wanted.add_special_tokens
@@ -200,10 +207,7 @@ class PlainEndpoints:
             raise InvalidRequest("give either prompt or messages", param="prompt")
         if wanted.prompt is not None:
             return wanted.prompt, adds_special is not False
-        text = self.planner.tokenizer.render_chat(
-            template_messages(wanted.messages or []),
-            add_generation_prompt=wanted.add_generation_prompt is not False,
-        )
+        text = render_chat(wanted, self.planner.tokenizer, shown_tools(wanted.tools or ()))
         return text, bool(adds_special)
 
 

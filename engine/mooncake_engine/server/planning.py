@@ -18,7 +18,7 @@ from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_promp
 from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
 from mooncake_engine.server.request_ids import choice_ids
 from mooncake_engine.server.sampling import chat_sampling, completion_sampling, is_prompt_only
-from mooncake_engine.server.structured import check_grammar, grammar_of
+from mooncake_engine.server.structured import check_grammar, grammar_of, structure_field
 from mooncake_engine.server.tools import offered_tools
 from mooncake_engine.text.detokenizer import text_offsets
 from mooncake_engine.text.limits import answer_sampling
@@ -45,7 +45,7 @@ class Planner:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
         sampling = completion_sampling(request, self.facts)
-        sampling = await self._structured(sampling, grammar_of(request))
+        sampling = await self._structured(sampling, grammar_of(request), structure_field(request))
         prompts = await completion_prompts(request, self.tokenizer, self.facts)
         job = self._job(request, envelope, sampling, prompts)
         return replace(
@@ -58,8 +58,10 @@ class Planner:
         """Raises InvalidRequest for whatever is wrong with it."""
         self.check_model(request.model)
         sampling = chat_sampling(request, self.facts)
-        tools = offered_tools(request, self.tool_format, grammar_of(request))
-        sampling = await self._structured(sampling, tools.grammar)
+        structure = grammar_of(request)
+        tools = offered_tools(request, self.tool_format, structure)
+        field = structure_field(request) if tools.grammar is structure else "tools"
+        sampling = await self._structured(sampling, tools.grammar, field)
         prompt = await chat_prompt(request, self.tokenizer, self.facts, tools.shown)
         job = self._job(request, envelope, sampling, [prompt])
         return replace(job, is_chat=True, tool_format=tools.tool_format)
@@ -74,12 +76,12 @@ class Planner:
             )
 
     async def _structured(
-        self, sampling: SamplingParams, grammar: Grammar | None
+        self, sampling: SamplingParams, grammar: Grammar | None, field: str
     ) -> SamplingParams:
         if grammar is None:
             return sampling
         structured = replace(sampling, grammar=grammar)
-        await check_grammar(grammar, self.tokenizer, self.facts)
+        await check_grammar(grammar, field, self.tokenizer, self.facts)
         return structured
 
     async def _echoes(

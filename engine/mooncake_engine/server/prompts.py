@@ -9,7 +9,12 @@ from typing import Any, cast
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineFacts
-from mooncake_engine.server.protocol import ChatMessage, ChatRequest, CompletionRequest
+from mooncake_engine.server.protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 from mooncake_engine.server.tools import template_calls
 from mooncake_engine.text.limits import check_prompt
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -61,6 +66,24 @@ async def chat_prompt(
         InvalidRequest: no messages, no template, or the template refuses them.
         PromptTooLong: no room for an answer.
     """
+    text = render_chat(request, tokenizer, tools)
+    ids = await encode(tokenizer, text, add_special_tokens=bool(request.add_special_tokens))
+    check_prompt(ids, facts, param="messages")
+    return Prompt(ids, text)
+
+
+def render_chat(
+    request: ChatRequest | TokenizeRequest,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The conversation's text, as the chat template lays it out with the tools that are offered.
+
+    Raises:
+        InvalidRequest: no messages, no template, or the template refuses them.
+    """
+    if not request.messages:
+        raise InvalidRequest("messages must hold at least one message", param="messages")
     continues = bool(request.continue_final_message)
     adds_prompt = request.add_generation_prompt
     if continues and adds_prompt:
@@ -68,27 +91,13 @@ async def chat_prompt(
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
-    text = tokenizer.render_chat(
-        template_messages(request.messages),
+    return tokenizer.render_chat(
+        [_template_message(message) for message in request.messages],
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         tools=tools,
         template_kwargs=request.chat_template_kwargs,
     )
-    ids = await encode(tokenizer, text, add_special_tokens=bool(request.add_special_tokens))
-    check_prompt(ids, facts, param="messages")
-    return Prompt(ids, text)
-
-
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: plain text, and ``developer`` by its older name.
-
-    Raises:
-        InvalidRequest: no messages.
-    """
-    if not messages:
-        raise InvalidRequest("messages must hold at least one message", param="messages")
-    return [_template_message(message) for message in messages]
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -118,6 +127,7 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str] | list[lis
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """As chat templates expect it: plain text, and ``developer`` by its older name."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)

@@ -69,6 +69,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -198,13 +200,16 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /tokenize``: a prompt, or messages to lay out by the chat template."""
+    """``POST /tokenize``: a prompt, or messages to lay out as a chat request would have them."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 

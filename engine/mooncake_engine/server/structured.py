@@ -37,8 +37,13 @@ def grammar_of(request: GenerationFields) -> Grammar | None:
     return grammars[0] if grammars else None
 
 
-async def check_grammar(grammar: Grammar, tokenizer: Tokenizer, facts: EngineFacts) -> None:
+async def check_grammar(
+    grammar: Grammar, field: str, tokenizer: Tokenizer, facts: EngineFacts
+) -> None:
     """Compile a grammar, on another thread; the engine will find it compiled.
+
+    Args:
+        field: of the request, which asked for it.
 
     Raises:
         InvalidRequest: it is wrong or too large, or the library is not installed.
@@ -47,14 +52,22 @@ async def check_grammar(grammar: Grammar, tokenizer: Tokenizer, facts: EngineFac
         raise InvalidRequest(
             f"the {grammar.kind.value} has {len(grammar.source)} characters, more than "
             f"{_MAX_CHARACTERS}",
-            param="response_format",
+            param=field,
         )
 
     def compile_grammar() -> None:
         vocabulary = vocabulary_of(tokenizer, facts.vocab_size, facts.eos_token_ids)
         vocabulary.matcher(grammar)
 
-    await asyncio.to_thread(compile_grammar)
+    try:
+        await asyncio.to_thread(compile_grammar)
+    except InvalidRequest as exc:
+        raise InvalidRequest(str(exc), param=field) from exc
+
+
+def structure_field(request: GenerationFields) -> str:
+    """Which field says what the answer looks like, where one does."""
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
 def _of_format(request: GenerationFields) -> Grammar | None:

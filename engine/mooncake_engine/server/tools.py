@@ -65,8 +65,13 @@ def offered_tools(
             "one, start the server with --tool-call-parser hermes or llama3_json",
             param="tools",
         )
-    shown = [_shown(tool) for tool in request.tools]
+    shown = shown_tools(request.tools)
     return OfferedTools(tool_format, shown, _grammar(request, tool_format, structure))
+
+
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates expect them."""
+    return [_shown(tool) for tool in tools]
 
 
 def call_prefix(request_id: str, index: int) -> str:

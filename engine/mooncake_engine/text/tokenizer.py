@@ -140,7 +140,7 @@ class Tokenizer:
                 tools=list(tools) or None,
                 **kwargs,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as exc:
+        except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as exc:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {exc}", param="messages"
             ) from exc

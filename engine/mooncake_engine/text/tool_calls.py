@@ -245,6 +245,8 @@ def detect_parser(chat_template: str | None) -> str | None:
     """The form that a chat template teaches, or None."""
     if chat_template is None or "tools" not in chat_template:
         return None
+    if "<function=" in chat_template:  # Qwen3-Coder: the same tags around XML
+        return None
     if HermesParser.opening in chat_template:
         return "hermes"
     is_llama = '"parameters"' in chat_template and "<|start_header_id|>" in chat_template

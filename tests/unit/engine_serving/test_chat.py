@@ -126,3 +126,17 @@ def test_a_stop_string_is_the_stop_reason(client: AsgiClient) -> None:
     choice = client.post(PATH, messages=[USER], stop=["?", "a"]).json()["choices"][0]
     assert choice["message"]["content"] == "te"
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "a")
+
+
+def test_what_replaces_user_is_taken_like_user(client: AsgiClient) -> None:
+    hints = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
+    assert client.post(PATH, messages=[USER], **hints).status_code == 200
+
+
+def test_what_is_nested_too_deeply_for_the_template_is_a_400(client: AsgiClient) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(450):
+        nested = {"a": nested}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested}}
+    answer = client.post(PATH, messages=[USER], tools=[tool])
+    assert answer.status_code == 400

@@ -19,6 +19,11 @@ def test_models(client: AsgiClient) -> None:
     assert card["max_model_len"] == 256
 
 
+def test_one_model(client: AsgiClient) -> None:
+    assert client.get("/v1/models/fake").json() == client.get("/v1/models").json()["data"][0]
+    assert client.get("/v1/models/some/other").status_code == 404
+
+
 def test_version(client: AsgiClient) -> None:
     assert client.get("/version").json() == {"version": version("mooncake-engine")}
 
@@ -51,6 +56,19 @@ def test_tokenize_messages(client: AsgiClient) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokens = client.post("/tokenize", messages=messages).json()["tokens"]
     assert bytes(tokens) == b"<|user|>hi\n<|assistant|>"
+
+
+def test_tokenize_counts_what_a_chat_request_would(client: AsgiClient) -> None:
+    body: dict[str, object] = {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "He"}],
+        "continue_final_message": True,
+        "chat_template_kwargs": {"unknown": 1},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    tokens = client.post("/tokenize", **body).json()["tokens"]
+    assert bytes(tokens).endswith(b"He")
+    answer = client.post("/v1/chat/completions", **body, max_tokens=1, tool_choice="none").json()
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,21 @@ def test_requests_do_not_share_a_place(byte_tokenizer: Tokenizer) -> None:
     first.accept(ord("a"))
     assert allowed_ids(first.allowed()) == {ord("b")}
     assert allowed_ids(second.allowed()) == {ord("a")}
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_refused_grammar_names_the_field_that_asked(
+    client: AsgiClient, asked: dict[str, Any], field: str
+) -> None:
+    response = client.post("/v1/completions", prompt="tea?", **asked)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field

@@ -168,6 +168,7 @@ def test_every_well_formed_call_is_found(
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ('{% if tools %}<|start_header_id|>{"name": …, "parameters": …}{% endif %}', "llama3_json"),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
+        ("{% if tools %}<tool_call>\n<function=…>{% endif %}", None),
     ],
 )
 def test_a_chat_template_tells_its_form(template: str | None, name: str | None) -> None:
