@@ -51,11 +51,20 @@ def bench(args: argparse.Namespace) -> Report:
         ExchangeFailed, NothingAnswered: the endpoint does not answer.
     """
     replay, objective = _replay(args), _objective(args)
+    as_json, as_page = (_writable(f"{args.out}.{ending}") for ending in ("json", "html"))
     records, tokens_per_word = asyncio.run(_run(replay, args.tokens_per_word))
     report = Report.of(_setting(args, tokens_per_word), records, objective)
-    args.out.with_suffix(".json").write_bytes(report.json())
-    args.out.with_suffix(".html").write_text(page(report))
+    as_json.write_bytes(report.json())
+    as_page.write_text(page(report), encoding="utf-8")
     return report
+
+
+def _writable(name: str) -> Path:
+    """Where a result goes. Looked at before the replay, whose figures would be lost after it."""
+    path = Path(name)
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(f"--out: can't write {path}; name a file in a folder that can be written")
+    return path
 
 
 async def _run(replay: Replay, tokens_per_word: float | None) -> tuple[list[Record], float]:

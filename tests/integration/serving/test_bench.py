@@ -13,7 +13,7 @@ import pytest
 from support.fake_engine import FakeEngine
 
 from mooncake_engine.cli import build_parser
-from mooncake_engine.errors import EngineError, Overloaded
+from mooncake_engine.errors import ConfigError, EngineError, Overloaded
 from mooncake_engine.replay.command import bench
 
 TRACE = [
@@ -103,3 +103,18 @@ def test_it_needs_no_torch() -> None:
         "assert not {'torch', 'numpy', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_results_are_named_as_asked(served: Any, trace: Path) -> None:
+    out = trace.with_name("rate-0.5")  # a point of its own
+    options = ("--model", "fake", "--tokens-per-word", "5", "--out", str(out))
+    bench(arguments(trace, served.url, *options))
+    assert {path.name for path in out.parent.glob("rate*")} == {"rate-0.5.json", "rate-0.5.html"}
+
+
+def test_results_that_could_not_be_written_are_refused_before_the_replay(
+    served: Any, trace: Path
+) -> None:
+    out = str(trace.with_name("missing") / "result")
+    with pytest.raises(ConfigError, match="can't write .*missing/result.json"):
+        bench(arguments(trace, served.url, "--model", "fake", "--out", out))
