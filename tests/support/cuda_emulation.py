@@ -47,7 +47,11 @@ def emulated_backend(processors: int = 132) -> CpuBackend:
     backend.ops = CudaOps(tuning)
     backend.memory = emulated_memory()
     backend.capabilities = replace(
-        backend.capabilities, dtypes=DTYPES, sampling=True, kv_dtypes=tuning.kv_dtypes
+        backend.capabilities,
+        dtypes=DTYPES,
+        graphs=False,  # the CPU's tapes hear nothing of interpreted kernels
+        sampling=True,
+        kv_dtypes=tuning.kv_dtypes,
     )
     return backend
 
