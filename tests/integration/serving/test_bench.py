@@ -116,5 +116,5 @@ def test_results_that_could_not_be_written_are_refused_before_the_replay(
     served: Any, trace: Path
 ) -> None:
     out = str(trace.with_name("missing") / "result")
-    with pytest.raises(ConfigError, match="can't write .*missing/result.json"):
+    with pytest.raises(ConfigError, match=r"can't write .*missing/result\.json"):
         bench(arguments(trace, served.url, "--model", "fake", "--out", out))
