@@ -1,4 +1,4 @@
-"""Everything but generation: models, health, metrics."""
+"""Everything but generation: models, tokens, health, metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import msgspec
 
 from mooncake_proxy import __version__, openai, page
 from mooncake_proxy.access import check_key
-from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, UpstreamError
+from mooncake_proxy.call import forwarded_headers, request_id_of
+from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, Rejected, UpstreamError
 from mooncake_proxy.http1.server import Exchange
 from mooncake_proxy.http1.wire import header_lines
 from mooncake_proxy.instances import Instance, Role
@@ -20,7 +21,9 @@ from mooncake_proxy.refusals import answer_error
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
-MODELS_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
+# Of every path below it: one model's card.
+MODEL_PATH = "/v1/models/"
 
 
 def routes(process: Process, handle: Handler) -> Routes:
@@ -33,10 +36,18 @@ def routes(process: Process, handle: Handler) -> Routes:
         "/health": {"GET": surface.health},
         "/ready": {"GET": surface.ready},
         "/metrics": {"GET": surface.metrics},
-        "/v1/models": {"GET": surface.models},
+        "/v1/models": {"GET": surface.ask_instance},
+        MODEL_PATH: {"GET": surface.ask_instance},
+        "/tokenize": {"POST": surface.ask_instance},
+        "/detokenize": {"POST": surface.ask_instance},
         "/instances": {"GET": surface.instances, "POST": surface.change},
         **generating,
     }
+
+
+def route_of(path: str) -> str:
+    """The route that serves a path."""
+    return MODEL_PATH if path.startswith(MODEL_PATH) else path
 
 
 def respond_json(exchange: Exchange, status: int, value: Any) -> None:
@@ -151,21 +162,33 @@ class Surface:
             f"{prefix}waiting", "Requests in the queue.", [({}, admission.num_waiting)]
         )
 
-    async def models(self, exchange: Exchange) -> None:
-        """The models of the first live instance that answers, as it says them."""
+    async def ask_instance(self, exchange: Exchange) -> None:
+        """What every instance knows alike, as the first live one says that answers: models, and
+        text to tokens and back."""
         check_key(exchange.headers, self._process.config.api_keys)
         last: UpstreamError | None = None
         for instance in self._router.fleet.require(self._router.fleet.whole() or Role.DECODE):
-            deadline = self._router.now() + MODELS_TIMEOUT_S
+            deadline = self._router.now() + ANSWER_TIMEOUT_S
             try:
-                body = await instance.pool.fetch(instance.get("/v1/models"), deadline)
+                body = await instance.pool.fetch(_passed_on(exchange, instance), deadline)
             except UpstreamError as error:
                 last = error
+                if isinstance(error, Rejected) and error.is_client_fault:
+                    break
                 continue
             exchange.respond(200, body, "application/json")
             return
         assert last is not None
         answer_error(exchange, last, b"")
+
+
+def _passed_on(exchange: Exchange, instance: Instance) -> bytes:
+    if exchange.method != "POST":
+        return instance.get(exchange.path)
+    forward = forwarded_headers(exchange.headers)
+    return instance.request(
+        exchange.path, request_id_of(exchange.headers), forward, bytes(exchange.body)
+    )
 
 
 def facts_of(instance: Instance) -> dict[str, Any]:

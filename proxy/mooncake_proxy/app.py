@@ -269,7 +269,7 @@ class Application:
         if path.startswith(METASERVER_PATH):
             await self.router.rendezvous.receive(exchange)
             return
-        methods = self.admin_routes.get(path)
+        methods = self.admin_routes.get(admin.route_of(path))
         if methods is None:
             raise NotFound(f"no such path: {path}")
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)

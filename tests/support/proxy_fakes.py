@@ -198,8 +198,8 @@ class FakeInstance:
         if seen.path == "/query":  # a bootstrap server of vLLM's Mooncake connector
             _respond(writer, 200, {"0": {"engine_id": f"engine-{self.name}", "worker_addr": {}}})
             return
-        if seen.path == "/v1/models":
-            _respond(writer, 200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
+        if (known := _known_to_all(seen)) is not None:
+            _respond(writer, *known)
             return
         await self._misbehave(behaviour, writer)
         _check_open(writer)
@@ -474,6 +474,18 @@ async def _closed(reader: asyncio.StreamReader) -> None:
     """Until the other side closes. Nothing else may come while an answer is due."""
     while not reader.at_eof():  # noqa: ASYNC110  # a StreamReader has no such event
         await asyncio.sleep(0.002)
+
+
+def _known_to_all(seen: Seen) -> tuple[int, Json] | None:
+    """Status and body of what any instance would answer alike."""
+    if seen.path == "/v1/models":
+        return 200, {"object": "list", "data": [{"id": "m", "object": "model"}]}
+    if seen.path.startswith("/v1/models/"):
+        known = seen.path == "/v1/models/m"
+        return (200, {"id": "m"}) if known else (404, {"error": "unknown"})
+    if seen.path == "/tokenize":
+        return 200, {"tokens": list(seen.body["prompt"].encode())}
+    return None
 
 
 def _respond(

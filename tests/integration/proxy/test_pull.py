@@ -143,6 +143,19 @@ def test_several_choices_stream_side_by_side() -> None:
     uvloop.run(main())
 
 
+def test_what_any_instance_knows_is_asked_of_one() -> None:
+    async def main() -> None:
+        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+            assert (await client.get("/v1/models/m")).json() == {"id": "m"}
+            unknown = await client.get("/v1/models/other")
+            assert (unknown.status_code, unknown.json()) == (404, {"error": "unknown"})
+            answer = await client.post("/tokenize", json={"prompt": "é"})
+            assert answer.json() == {"tokens": list("é".encode())}
+            assert (await client.get("/tokenize")).status_code == 405
+
+    uvloop.run(main())
+
+
 def test_models_metrics_health() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
