@@ -1,7 +1,11 @@
 // HIXL (libllm_datadist), by which mooncake's engine moves bytes, over host memory: an engine's name
 // leads to a file with its process and its registered memory, and the kernel copies between
 // processes. The rules are HIXL's: memory begins at a page, 256 regions at most, a link knows what
-// was registered on both ends when it came up.
+// was registered on both ends when it came up; and an engine holds the port that it is named by, or
+// mooncake's, which looks for a free one, would take two engines for one.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -84,6 +88,22 @@ bool holds(const Regions &regions, uintptr_t address, size_t nbytes) {
     return address + nbytes <= region->first + region->second;
 }
 
+// Listens on the port of "address:port"; -1 if that is somebody else's.
+int hold_port(const std::string &name) {
+    size_t colon = name.rfind(':');
+    if (colon == std::string::npos) return -1;
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons((uint16_t)std::atoi(name.c_str() + colon + 1));
+    if (inet_pton(AF_INET, name.substr(0, colon).c_str(), &address.sin_addr) != 1) return -1;
+    int held = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (bind(held, (sockaddr *)&address, sizeof address) || listen(held, 1)) {
+        close(held);
+        return -1;
+    }
+    return held;
+}
+
 bool copy(pid_t process, TransferOp operation, const TransferOpDesc &piece) {
     for (size_t done = 0; done < piece.len;) {
         iovec here = {(void *)(piece.local_addr + done), piece.len - done};
@@ -102,6 +122,7 @@ struct State {
     Regions regions;
     std::map<std::string, std::pair<Regions, Published>> links;
     bool connects_by_itself = false;
+    int port = -1;  // a socket that listens on it
     std::mutex lock;
 
     void publish() {
@@ -146,6 +167,8 @@ Status AdxlEngine::Initialize(
     auto option = options.find("AutoConnect");
     state_->connects_by_itself =
         option != options.end() && !std::strcmp(option->second.GetString(), "1");
+    state_->port = hold_port(name.GetString());
+    if (state_->port < 0) return FAILED;
     state_->name = name.GetString();
     state_->publish();
     return SUCCESS;
@@ -155,6 +178,8 @@ void AdxlEngine::Finalize() {
     std::lock_guard<std::mutex> held(state_->lock);
     if (!state_->name.empty()) std::remove(file_of(state_->name).c_str());
     state_->name.clear();
+    if (state_->port >= 0) close(state_->port);
+    state_->port = -1;
 }
 
 Status AdxlEngine::RegisterMem(const MemDesc &memory, MemType type, MemHandle &handle) {

@@ -173,8 +173,8 @@ typedef struct {
         uint32_t type;  // 0 host, 1 device
     } location;
     uint32_t page_bytes;
-    uint32_t reserved[15];
-} Attributes;
+    uint32_t reserved[4];
+} Attributes;  // aclrtPtrAttributes, which callers have on their stacks
 Error aclrtPointerGetAttributes(const void *address, Attributes *attributes) {
     memset(attributes, 0, sizeof *attributes);
     attributes->location.type = 1;
