@@ -18,6 +18,7 @@ from mooncake_proxy.errors import BadRequest
 
 Fields = dict[str, Raw]
 _LIST = re.compile(rb"\s*\[")
+_FIELD = re.compile(r" - at `\$\.(.*?)`$")
 _TOKEN_IDS = re.compile(rb"\s*\[\s*\d")
 ABSENT = Raw(b"null")
 DONE = b"data: [DONE]\n\n"
@@ -85,7 +86,8 @@ def parse_request(body: bytes) -> tuple[Ask, Fields]:
     try:
         return _ask_decoder.decode(body), _fields_decoder.decode(body)
     except msgspec.ValidationError as exc:
-        raise BadRequest(f"request body: {exc}") from exc
+        field = _FIELD.search(str(exc))
+        raise BadRequest(f"request body: {exc}", param=field[1] if field else None) from exc
     except (msgspec.DecodeError, RecursionError) as exc:
         raise BadRequest(f"request body is not JSON: {exc}", code="invalid_json") from exc
 

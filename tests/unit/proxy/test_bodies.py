@@ -58,18 +58,19 @@ def test_the_prefillers_parameters_reach_the_decoder(params: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "message", "param"),
     [
-        (b"{", "not JSON"),
-        (b"[]", "Expected `object`"),
-        (b'{"stream": 1}', r"\$.stream"),
-        (b'{"max_tokens": "9"}', r"\$.max_tokens"),
-        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion"),
+        (b"{", "not JSON", None),
+        (b"[]", "Expected `object`", None),
+        (b'{"stream": 1}', r"\$.stream", "stream"),
+        (b'{"max_tokens": "9"}', r"\$.max_tokens", "max_tokens"),
+        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion", None),
     ],
 )
-def test_bad_bodies_are_named(body: bytes, message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
+def test_bad_bodies_are_named(body: bytes, message: str, param: str | None) -> None:
+    with pytest.raises(BadRequest, match=message) as refusal:
         openai.parse_request(body)
+    assert refusal.value.param == param
 
 
 @pytest.mark.parametrize(
