@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _MATRIX_UNITS = ("tcgen05.mma", "wgmma.mma", "mma.sync")
 _WIDE_COPY = re.compile(r"cp\.async\.cg\.shared\.global[^;]*, 0x10")
+_TILES = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+xb?f16,")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+([^;]+);")
 _BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
@@ -44,6 +45,7 @@ class CompiledKernel:
         cubin_bytes: its size.
         matrix_unit: the best instruction for matrix products that it has, or none.
         wide_copies: how many copies of 16 bytes into shared memory, past the registers, it has.
+        buffers: tiles that it loads into shared memory ahead of their use; 0 if none.
     """
 
     name: str
@@ -55,6 +57,7 @@ class CompiledKernel:
     cubin_bytes: int
     matrix_unit: str
     wide_copies: int
+    buffers: int
 
 
 class CompileOnlyDriver:
@@ -119,6 +122,7 @@ def measure(kernel: Any) -> CompiledKernel:
         len(cubin),
         next((unit for unit in _MATRIX_UNITS if unit in kernel.asm["ptx"]), ""),
         len(_WIDE_COPY.findall(kernel.asm["ptx"])),
+        min(map(int, _TILES.findall(kernel.asm["ttgir"])), default=0),
     )
 
 

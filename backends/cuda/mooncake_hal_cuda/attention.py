@@ -107,14 +107,18 @@ def attend_grouped(call: Attention, tuning: Tuning) -> Tensor:
     else:
         tile, splitting, splits = tuning.prefill(dim, size), Splitting(_MIN_SPLIT, 1), 1
     target, weights = _split_buffers(out, splits)
-    grid = (-(-call.new_tokens * group // tile.rows) * splits, kv_heads, call.sequences)
+    row_blocks = -(-call.new_tokens * group // tile.rows)
+    programs = tuning.programs(splits, row_blocks * kv_heads * call.sequences)
+    grid = (row_blocks * programs, kv_heads, call.sequences)
     paged_attention[grid](
         target,
         weights,
         call.query,
         key,
         value,
-        *_lengths(call, splits),
+        *_lengths(call),
+        splits,
+        programs,
         call.kv_scales[1],
         out.stride()[:2],
         call.query.stride()[:2],
@@ -152,7 +156,8 @@ def attend_latent(call: Attention, tuning: Tuning) -> Tensor:
         query,
         latent,
         rope,
-        *_lengths(call, splits),
+        *_lengths(call),
+        splits,
         call.kv_scales[0],
         out.stride()[:2],
         query.stride()[:2],
@@ -177,7 +182,7 @@ def _with_rope_scale(call: Attention) -> Tensor:
     return query
 
 
-def _lengths(call: Attention, splits: int) -> tuple[Tensor | int | float, ...]:
+def _lengths(call: Attention) -> tuple[Tensor | int | float, ...]:
     """The arguments about sequences that both kernels take, in their order."""
     batch = call.batch
     return (
@@ -185,7 +190,6 @@ def _lengths(call: Attention, splits: int) -> tuple[Tensor | int | float, ...]:
         batch.context_lens,
         batch.query_start,
         call.first,
-        splits,
         batch.block_tables.stride(0),
         call.scale * call.kv_scales[0] * _LOG2_E,
     )

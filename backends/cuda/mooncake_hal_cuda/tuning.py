@@ -22,6 +22,11 @@ SHARED_BYTES = {
 """Shared memory that one program may have, per generation (CUDA C Programming Guide)."""
 
 _ROOMY_BYTES = 160_000
+_LEAST_PROGRAMS = 8
+_OVERLAPPED = 5
+"""Stages with which Triton loads a tile while the one before it is worked on, where the addresses
+are loaded too (from the block table): those take two, and with less there is one buffer."""
+
 WIDTH = 1024
 """Elements per program of the kernels that work element by element."""
 
@@ -114,16 +119,22 @@ class Tuning:
         if element_bytes == 4:
             return self._exact
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
-        is_deep = self._is_wide or (self._is_roomy and dim > 64)
-        warps = 8 if kv_bytes < element_bytes else 4
-        return AttentionTile(max(16, power_of_two(group)), tokens, warps, 3 if is_deep else 2)
+        if self.generation in ("sm_100", "sm_103"):  # whose assembler rather spills than waits
+            tokens = max(32, tokens // 2)
+        rows = max(16, power_of_two(group))
+        if kv_bytes < element_bytes:
+            return AttentionTile(rows, tokens, 8, 3 if self._is_roomy else 2)
+        return AttentionTile(rows, tokens, 4, _OVERLAPPED if self._is_roomy else 2)
 
     def prefill(self, dim: int, element_bytes: int) -> AttentionTile:
         """For grouped heads over many new tokens: matrix products are all that matters."""
         if element_bytes == 4:
             return self._exact
-        # with products in tensor memory and narrow heads, a third stage spills
-        stages = 2 if dim <= 64 and self.generation in ("sm_100", "sm_103") else 3
+        stages = 3
+        if self._is_roomy and not self._is_wide:
+            stages = _OVERLAPPED
+        elif dim <= 64 and self.generation in ("sm_100", "sm_103"):
+            stages = 2  # with products in tensor memory and narrow heads, a third one spills
         return AttentionTile(128, 64 if self._is_wide and dim <= 128 else 32, 8, stages)
 
     def latent(self, rows: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
@@ -138,8 +149,9 @@ class Tuning:
             return AttentionTile(16, 32, 8, 2)
         if self._is_wide and rows >= 64:
             return AttentionTile(64, 64 if self.generation == "sm_90" else 32, 8, 2)
-        tokens = 64 if self.generation in ("sm_80", "sm_90") else 32
-        return AttentionTile(max(16, min(32, power_of_two(rows))), tokens, 8, 2)
+        height = max(16, min(32, power_of_two(rows)))
+        fits = self._is_roomy or height == 16
+        return AttentionTile(height, 32, 8, _OVERLAPPED if fits else 2)
 
     def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
         """For experts; ``rows`` is how many an expert has on average."""
@@ -158,6 +170,18 @@ class Tuning:
             min_tokens: below which a split costs more to merge than it saves.
         """
         return Splitting(min_tokens, min(256, power_of_two(2 * self.processors // programs or 1)))
+
+    def programs(self, splits: int, others: int) -> int:
+        """How many programs share the splits of one sequence's rows.
+
+        A launch has room for the longest context there may be: a program per split would leave a
+        large batch of short ones with little but programs that have nothing to do.
+
+        Args:
+            splits: of the longest context.
+            others: programs that there would be without splits.
+        """
+        return min(splits, max(_LEAST_PROGRAMS, power_of_two(4 * self.processors // others or 1)))
 
 
 def power_of_two(value: int) -> int:

@@ -20,8 +20,8 @@ GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 SPILLED_BYTES = {"bfloat16": 0, "float16": 0, "float32": 64}
 """Allowed per thread: in exact float32, which nobody serves in, ptxas trades some for occupancy."""
 
-LOOPED_SPILLS = {"wgmma.mma": 1, "tcgen05.mma": 40}
-"""Allowed in the loop of latents on wide products; what else such a kernel spills is around it."""
+LOOPED_SPILLS = {"mma.sync": 0, "wgmma.mma": 4, "tcgen05.mma": 60}
+"""Instructions in the loops of latents that may be about spills; what else they spill is around."""
 
 E4M3 = torch.float8_e4m3fn
 
@@ -78,7 +78,10 @@ def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: s
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "paged_attention"}
         assert MATRIX_UNITS[generation] in units  # of prompts; a decode has too few rows
-        assert all(kernel.wide_copies for kernel in kernels if kernel.matrix_unit)
+        for kernel in kernels:
+            if kernel.matrix_unit:  # one tile is loaded while another one is worked on
+                assert kernel.wide_copies, kernel
+                assert kernel.buffers >= 2, kernel
 
 
 @pytest.mark.parametrize("model", LATENT_HEADS)
@@ -89,7 +92,10 @@ def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: st
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "latent_attention"}
         assert MATRIX_UNITS[generation] in units  # of prompts, and of decodes with 64 heads
-        assert all(kernel.wide_copies for kernel in kernels if kernel.matrix_unit)
+        for kernel in kernels:
+            if kernel.matrix_unit:  # one tile is loaded while another one is worked on
+                assert kernel.wide_copies, kernel
+                assert kernel.buffers >= 2, kernel
 
 
 @pytest.mark.parametrize("generation", ["sm_90", "sm_100"])

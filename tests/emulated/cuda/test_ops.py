@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from support.cuda_emulation import emulated_backend
 
 from mooncake_hal.backend import Backend
@@ -15,6 +16,7 @@ from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
+from mooncake_hal_cuda.tuning import Tuning
 
 
 class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite, ScaledKVSuite):
@@ -28,3 +30,14 @@ class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite,
         made.batch = replace(made.batch, num_decodes=1)
         self.check_decode(backend, made)
         self.check_prefill(backend, made)
+
+    @pytest.mark.parametrize("programs", [1, 3])
+    def test_programs_that_take_several_splits_say_the_same(
+        self, backend: Backend, case: MakeCase, programs: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To the bit: how many there are depends on the batch."""
+        made = case(Shape(), ((1, 700), (1, 33), (1, 1500)))
+        arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
+        expected = backend.ops.decode_attention(*arguments)
+        monkeypatch.setattr(Tuning, "programs", lambda *_: programs)
+        assert torch.equal(backend.ops.decode_attention(*arguments), expected)

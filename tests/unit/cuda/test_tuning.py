@@ -48,3 +48,13 @@ def test_many_heads_of_latents_take_the_widest_products() -> None:
     assert hopper.latent(128, 2, 2).rows == hopper.latent(64, 2, 2).rows == 64
     assert hopper.latent(16, 2, 2).rows == 16
     assert ampere.latent(128, 2, 2).rows == 32
+
+
+@pytest.mark.parametrize(
+    ("splits", "others", "programs"), [(64, 8, 64), (64, 256, 8), (64, 2048, 8), (4, 2048, 4)]
+)
+def test_large_batches_have_few_programs_per_sequence(
+    splits: int, others: int, programs: int
+) -> None:
+    """Most of which would be idle where contexts are short."""
+    assert Tuning("sm_90", 132).programs(splits, others) == programs

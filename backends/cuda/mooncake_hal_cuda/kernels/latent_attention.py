@@ -11,7 +11,7 @@ import triton.language as tl
 from mooncake_hal_cuda.kernels.paging import place_present
 from mooncake_hal_cuda.kernels.rows import load_rows, rows_of, store_rows
 from mooncake_hal_cuda.kernels.softmax import absorb, nothing_yet
-from mooncake_hal_cuda.kernels.splitting import split_range
+from mooncake_hal_cuda.kernels.splitting import split_plan
 
 
 @triton.jit(do_not_specialize=["first", "splits", "table_stride"])
@@ -25,9 +25,9 @@ def latent_attention(
     context_lens,
     query_start,
     first,  # of the sequences that this launch is about
-    splits,  # per row block, of which a short context leaves some idle
     table_stride,
     scale,  # with log2(e) and the latents' own
+    splits,  # per row block, of which a short context leaves some idle
     latent_scale,
     out_strides,  # of tokens and heads
     query_strides,  # the same
@@ -55,15 +55,16 @@ def latent_attention(
     is_row, tokens, heads, positions, context, _, seen = rows_of(
         query_start, context_lens, first, sequence, row_block, HEADS, ROWS
     )
-    start, stop = split_range(context, seen, split, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
-    if start >= stop:
+    share, count = split_plan(context, seen, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
+    if split >= count:
         return
+    stop = tl.minimum(seen, (split + 1) * share)
     q = load_rows(query, is_row, tokens, heads, query_strides, LATENT, LATENT_PADDED)
     q_rope = load_rows(query + LATENT, is_row, tokens, heads, query_strides, ROPE, ROPE_PADDED)
     table = block_tables + sequence.to(tl.int64) * table_stride
     limits = tl.minimum(positions + 1, stop)
     running = nothing_yet(ROWS, LATENT_PADDED)
-    for begin in range(start, stop, TOKENS):
+    for begin in range(split * share, stop, TOKENS):
         running = _attend(
             (q, q_rope), limits, scale, (latent_cache, rope_cache), strides, table, begin, stop,
             running, LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION,

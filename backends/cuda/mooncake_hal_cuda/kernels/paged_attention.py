@@ -8,13 +8,13 @@ FlashAttention-2 (Dao 2023, arXiv 2307.08691), in base 2.
 import triton
 import triton.language as tl
 
-from mooncake_hal_cuda.kernels.paging import place
+from mooncake_hal_cuda.kernels.paging import place, place_present
 from mooncake_hal_cuda.kernels.rows import load_rows, rows_of, store_rows
 from mooncake_hal_cuda.kernels.softmax import absorb, nothing_yet
-from mooncake_hal_cuda.kernels.splitting import split_range
+from mooncake_hal_cuda.kernels.splitting import split_plan
 
 
-@triton.jit(do_not_specialize=["first", "splits", "table_stride"])
+@triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
 def paged_attention(
     out,  # [tokens, heads, DIM]; of splits: float32 [tokens, heads, splits, DIM], dense
     weights,  # of splits: float32 [tokens, heads, splits], log2 of each one's sum of exponentials
@@ -25,9 +25,10 @@ def paged_attention(
     context_lens,
     query_start,
     first,  # of the sequences that this launch is about
-    splits,  # per row block, of which a short context leaves some idle
     table_stride,
     scale,  # with log2(e) and the keys' own
+    splits,  # that the partial results have room for
+    programs,  # per row block; each takes one split in so many
     value_scale,
     out_strides,  # of tokens and heads
     query_strides,  # the same
@@ -45,20 +46,63 @@ def paged_attention(
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: some rows of one sequence and kv head, over all it sees or one split of it."""
-    row_block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
+    """One program: some rows of one sequence and kv head, over all it sees or some splits of it."""
+    row_block, turn = tl.program_id(0) // programs, tl.program_id(0) % programs
     kv_head, sequence = tl.program_id(1), first + tl.program_id(2)
     is_row, tokens, heads, positions, context, common, seen = rows_of(
         query_start, context_lens, first, sequence, row_block, GROUP, ROWS
     )
-    start, stop = split_range(context, seen, split, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
-    if start >= stop:
+    share, count = split_plan(context, seen, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
+    if turn >= count:
         return
     heads += kv_head * GROUP
     q = load_rows(query, is_row, tokens, heads, query_strides, DIM, DIM_PADDED)
     caches = (key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2])
     table = block_tables + sequence.to(tl.int64) * table_stride
     strides = (key_strides[0], key_strides[1], value_strides[0], value_strides[1])
+    if IS_SPLIT:
+        for split in range(turn, count, programs):
+            stop = tl.minimum(seen, (split + 1) * share)
+            running = nothing_yet(ROWS, DIM_PADDED)
+            for begin in range(split * share, stop, TOKENS):
+                running = _attend_few(
+                    q, scale, caches, strides, table, begin, stop, running,
+                    DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION,
+                )  # fmt: skip
+            store_rows(
+                out, weights, running, is_row, tokens, heads, out_strides, value_scale, split,
+                splits, HEADS, DIM, DIM_PADDED, IS_SPLIT,
+            )  # fmt: skip
+    else:
+        running = _attend_range(
+            q, positions, scale, caches, strides, table, 0, seen, common,
+            DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
+        )  # fmt: skip
+        store_rows(
+            out, weights, running, is_row, tokens, heads, out_strides, value_scale, 0, splits,
+            HEADS, DIM, DIM_PADDED, IS_SPLIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_range(
+    q,
+    positions,
+    scale,
+    caches,  # of this kv head
+    strides,
+    table,
+    start,
+    stop,
+    common,  # tokens that every row sees
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The rows' softmax over the tokens [start, stop)."""
     running = nothing_yet(ROWS, DIM_PADDED)
     whole = start + tl.maximum(tl.minimum(common, stop) - start, 0) // TOKENS * TOKENS
     for begin in range(start, whole, TOKENS):
@@ -71,10 +115,7 @@ def paged_attention(
             q, positions, scale, caches, strides, table, begin, stop, running,
             DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION, True,
         )  # fmt: skip
-    store_rows(
-        out, weights, running, is_row, tokens, heads, out_strides, value_scale, split, splits,
-        HEADS, DIM, DIM_PADDED, IS_SPLIT,
-    )  # fmt: skip
+    return running
 
 
 @triton.jit
@@ -112,4 +153,36 @@ def _attend(
         visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
     v = tl.load(caches[1] + v_at[:, None] + dims[None, :], mask=is_value, other=0.0)
+    return absorb(scores, v.to(q.dtype), running, PRECISION)
+
+
+@triton.jit
+def _attend_few(
+    q,  # of the sequence's last token, which sees all of it
+    scale,
+    caches,
+    strides,
+    table,
+    begin,
+    stop,
+    running,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The same without a mask for tokens, which would cost registers: see ``place_present``."""
+    k_at, v_at = place_present(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
+    dims = tl.arange(0, DIM_PADDED)
+    k_at = caches[0] + k_at[None, :] + dims[:, None]
+    v_at = caches[1] + v_at[:, None] + dims[None, :]
+    if DIM == DIM_PADDED:
+        k, v = tl.load(k_at), tl.load(v_at)
+    else:
+        k = tl.load(k_at, mask=(dims < DIM)[:, None], other=0.0)
+        v = tl.load(v_at, mask=(dims < DIM)[None, :], other=0.0)
+    scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+    is_seen = begin + tl.arange(0, TOKENS) < stop
+    scores = tl.where(is_seen[None, :], scores, float("-inf"))
     return absorb(scores, v.to(q.dtype), running, PRECISION)

@@ -16,19 +16,16 @@ def split_tokens(context, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, TOK
 
 
 @triton.jit
-def split_range(
+def split_plan(
     context,
     seen,  # by the rows in question
-    split,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """The tokens [start, stop) that a split's program looks at."""
-    start, stop = 0, seen
+    """(tokens of a split, how many splits there are); none if no row sees anything."""
+    share = seen
     if IS_SPLIT:
         share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
-        start = split * share
-        stop = tl.minimum(stop, start + share)
-    return start, stop
+    return share, tl.cdiv(seen, tl.maximum(share, 1))
