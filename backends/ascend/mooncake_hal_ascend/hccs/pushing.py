@@ -48,8 +48,9 @@ class Pusher:
     ) -> bool:
         """Write, if that is better done so; all is at its place when this returns.
 
-        However it ends, the peer spreads nothing of it after that: one that does not say so in
-        time is given up, with its connection.
+        However it ends, the peer spreads nothing of it after that. One that does not say so in
+        time, being stopped, say, is given up with its connection: it may still spread what it had
+        been asked for when it goes on.
 
         Args:
             spans: pieces that go to one region of the peer's.
