@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What can be said about a replay."""
     add = parser.add_argument
     add("trace", type=Path, help="Mooncake's JSON lines, or a ShareGPT file")
-    add("--url", required=True, help="of the endpoint, without /v1")
+    add("--url", required=True, help="of the endpoint; /v1 may be left out")
     add("--model", required=True, help="name to ask for")
     add("--chat", action="store_true", help="use /v1/chat/completions")
     add("--openai-only", action="store_true", help="leave ignore_eos out: answers may end early")
@@ -81,7 +81,7 @@ def _replay(args: argparse.Namespace) -> Replay:
     pacing.times_s(requests)  # refuse before anything is sent
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    server = Server(args.url, headers, timeout_s=args.timeout)
+    server = Server(args.url.rstrip("/").removesuffix("/v1"), headers, timeout_s=args.timeout)
     writer = PromptWriter(block_tokens=max(1, round(args.block_tokens * args.length_scale)))
     return Replay(
         requests, Client(server, args.model, args.chat, not args.openai_only), writer, pacing

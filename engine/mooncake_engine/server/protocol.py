@@ -1,7 +1,8 @@
 """The requests that the API takes: OpenAI's fields, and the extensions of vLLM that we honour.
 
 A field that is not here is refused by name. Fields of type ``None`` are OpenAI's too, but not
-supported: they may be sent as null, which is what clients do when they don't use them.
+supported: they may be sent as null, which is what clients do when they don't use them. What only
+a service with accounts has a use for (``user``, ``metadata``, ``service_tier``) changes nothing.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    metadata: None = None
-    store: None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -184,11 +185,11 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     functions: None = None
     function_call: None = None
-    modalities: None = None
+    modalities: list[Literal["text"]] | None = None
     audio: None = None
     prediction: None = None
     reasoning_effort: None = None
-    service_tier: None = None
+    service_tier: Literal["auto", "default"] | None = None
     verbosity: None = None
     web_search_options: None = None
 

@@ -75,9 +75,10 @@ def chat_sampling(request: ChatRequest, facts: EngineFacts) -> SamplingParams:
     """
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    max_tokens = request.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = request.max_tokens
+    limit = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens: int | None = getattr(request, limit)
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequest(f"{limit} must be at least 1, got {max_tokens}", param=limit)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     return _sampling(request, facts, max_tokens=max_tokens, logprobs=logprobs)
 
@@ -89,6 +90,8 @@ def _sampling(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
+    if request.store:
+        raise InvalidRequest("answers are not stored here: leave store out", param="store")
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest(

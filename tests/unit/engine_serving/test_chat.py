@@ -128,9 +128,23 @@ def test_a_stop_string_is_the_stop_reason(client: AsgiClient) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "a")
 
 
-def test_what_replaces_user_is_taken_like_user(client: AsgiClient) -> None:
+def test_what_a_service_with_accounts_is_told_changes_nothing(client: AsgiClient) -> None:
     hints = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
-    assert client.post(PATH, messages=[USER], **hints).status_code == 200
+    defaults = {"metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"]}
+    assert client.post(PATH, messages=[USER], store=False, **hints, **defaults).status_code == 200
+
+
+def test_what_it_would_do_otherwise_is_refused(client: AsgiClient) -> None:
+    for name, value in (("store", True), ("service_tier", "flex"), ("modalities", ["audio"])):
+        answer = client.post(PATH, messages=[USER], **{name: value})
+        assert answer.status_code == 400
+        assert name in answer.json()["error"]["param"]
+
+
+def test_a_limit_is_refused_by_the_name_it_was_given_by(client: AsgiClient) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = client.post(PATH, messages=[USER], **{name: 0})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 def test_what_is_nested_too_deeply_for_the_template_is_a_400(client: AsgiClient) -> None:
