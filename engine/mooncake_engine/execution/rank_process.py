@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
@@ -39,11 +40,15 @@ class RankProcess:
     Args:
         orders: the executor's orders, and our reports.
         messages: extension messages.
+        on_loaded: called in the rank's thread once the end of ``messages`` is watched for.
     """
 
-    def __init__(self, orders: Connection, messages: Connection) -> None:
+    def __init__(
+        self, orders: Connection, messages: Connection, on_loaded: Callable[[], None] | None = None
+    ) -> None:
         self._orders = orders
         self._messages = messages
+        self._on_loaded = on_loaded
         self._message_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._reporter: ThreadPoolExecutor | None = None
@@ -59,6 +64,8 @@ class RankProcess:
         worker = self._load(start)
         try:
             threading.Thread(target=self._receive, args=(worker,), daemon=True).start()
+            if self._on_loaded is not None:
+                self._on_loaded()
             self._report(wire.Ready(rank_facts(start.place.rank, worker)))
             while self._obey(worker, start.place):
                 pass
@@ -154,12 +161,20 @@ def main(arguments: list[str]) -> int:
     # a terminal's Ctrl-C reaches every process; when a rank ends is the parent's decision
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders, messages = (Connection(int(descriptor)) for descriptor in arguments)
-    return serve(orders, messages)
+    return serve(orders, messages, _outlast_sigterm)
 
 
-def serve(orders: Connection, messages: Connection) -> int:
-    """Be a rank until told to stop; returns the exit status."""
-    rank = RankProcess(orders, messages)
+def _outlast_sigterm() -> None:
+    """A service manager's stop reaches every process, too: the parent still has answers to end.
+    Not before the rank would notice that the parent is gone, as it is at once if it loads."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def serve(
+    orders: Connection, messages: Connection, on_loaded: Callable[[], None] | None = None
+) -> int:
+    """Be a rank until told to stop; returns the exit status. ``on_loaded``: see RankProcess."""
+    rank = RankProcess(orders, messages, on_loaded)
     try:
         rank.run()
     except (EOFError, ConnectionError):

@@ -101,9 +101,22 @@ def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backe
     executor = ProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
     try:
         executor.check()
-        os.kill(executor.rank_pids[0], signal.SIGTERM)
-        with pytest.raises(EngineDead, match="rank 0 of 2 died: killed by SIGTERM"):
+        os.kill(executor.rank_pids[0], signal.SIGKILL)
+        with pytest.raises(EngineDead, match="rank 0 of 2 died: killed by SIGKILL"):
             check_until(executor, time.monotonic() + 5)
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_asks_everybody_to_end_leaves_ranks_to_their_parent(
+    number: signal.Signals, checkpoint: Path, backend: Backend, expected: list[list[int]]
+) -> None:
+    executor = ProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
+    try:
+        for pid in executor.rank_pids:
+            os.kill(pid, number)
+        assert [request.output for request in generate(executor)] == expected
     finally:
         executor.close()
 

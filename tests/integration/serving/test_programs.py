@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -37,6 +38,20 @@ def test_stops_in_the_middle_of_an_answer() -> None:
         with urllib.request.urlopen(request) as response:
             assert response.readline().startswith(b"data: ")
             assert program.end() == 0
+
+
+def test_a_stop_that_reaches_the_ranks_too_lets_answers_end() -> None:
+    with serving("--tp-size", "2") as (url, program):
+        body = {"prompt": PAGE, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request) as response:
+            assert response.readline().startswith(b"data: ")
+            os.killpg(program.process.pid, signal.SIGTERM)  # as systemd does
+            events = [line for line in response if line.startswith(b"data: ")]
+        assert program.wait() == 0
+    assert b'"finish_reason":"length"' in events[-2]
+    assert events[-1] == b"data: [DONE]\n"
+    assert "died" not in program.error_text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
