@@ -83,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start prefill and decode instances and a proxy")
     up.add_argument("--host", default="127.0.0.1")
     up.add_argument("--port", type=int, default=8000, help="the proxy's")
-    up.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill instances")
-    up.add_argument("--decode", type=int, default=1, metavar="N", help="decode instances")
+    up.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill instances")
+    up.add_argument("--decode", type=_count, default=1, metavar="N", help="decode instances")
     up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
     up.add_argument("--prompt", default="What is prefill?", help="asked once everything is up")
     _add_engine_options(up)
@@ -120,7 +120,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *KV_CACHE_DTYPES),
         help="type that KV is kept in; auto: the model's own",
     )
-    add("--threads", type=int, default=_DEFAULTS.threads, help="CPU threads per rank")
+    add("--threads", type=_count, default=_DEFAULTS.threads, help="CPU threads per rank")
     add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
     add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
     add("--log-level", default="info", choices=_LOG_LEVELS)
@@ -302,11 +302,24 @@ def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
     if args.speculative_method is not None:
         return SpeculativeConfig(SpeculativeMethod(args.speculative_method), **options)
     if options:
-        raise ConfigError(
-            f"{', '.join(options)} say how to guess tokens ahead, but not that it is to be done: "
-            "add --speculative-method"
-        )
+        raise ConfigError(_without_method(list(options)))
     return None
+
+
+def _without_method(names: list[str]) -> str:
+    """What to add to options about guessing that don't say what guesses."""
+    flags = ["--speculative-model" if name == "model" else _flag(name) for name in names]
+    if "model" in names:
+        method = f"--speculative-method {SpeculativeMethod.DRAFT.value}"
+    elif names == ["num_speculative_tokens"]:
+        method = f"--speculative-method, one of {', '.join(SpeculativeMethod)}"
+    else:
+        method = f"--speculative-method {SpeculativeMethod.NGRAM.value}"
+    return f"{', '.join(flags)} without --speculative-method: no tokens are guessed; add {method}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
@@ -358,6 +371,16 @@ def _secret(path: Path | None) -> str:
     if not secret:
         raise ConfigError(f"--kv-secret-file {path} is empty; put the deployment's secret there")
     return secret
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text!r}")
+    return count
 
 
 def _port_range(text: str) -> PortRange:

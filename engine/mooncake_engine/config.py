@@ -141,6 +141,12 @@ KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 """Narrower types that KV may be kept in, as vLLM calls them."""
 
 
+_POSITIVE = (
+    *("tp_size", "pp_size", "block_size"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that an instance needs to know before it loads anything.
@@ -215,8 +221,7 @@ class EngineConfig:
     seed: int | None = field(default=None)
 
     def __post_init__(self) -> None:
-        positive = ("tp_size", "pp_size", "block_size", "max_num_seqs", "max_num_batched_tokens")
-        for name in positive:
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")

@@ -323,7 +323,7 @@ def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -
             )
         return min(model.max_positions, pool_tokens)
     for limit, owner in ((model.max_positions, "model was made for"), (pool_tokens, "pool holds")):
-        if not 1 <= wanted <= limit:
+        if wanted > limit:
             raise ConfigError(
                 f"max_model_len {wanted} was asked for, the {owner} {limit} tokens; lower it"
             )

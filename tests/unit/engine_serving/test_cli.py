@@ -151,6 +151,25 @@ def test_a_deployment_has_both_halves(prefill: int, decode: int) -> None:
         Deployment("127.0.0.1", 0, prefill, decode, ())
 
 
+@pytest.mark.parametrize("option", ["--prefill", "--decode", "--threads"])
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_counts_below_one_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--model", "m", option, value])
+    assert ended.value.code == 2
+    assert f"argument {option}: wanted 1 or more, got {value!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_sequence_has_a_token_at_least(
+    command: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--model", str(model), "--max-model-len", "0"]) == 2
+    assert "max_model_len must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_a_missing_model_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "no/such/model"]) == 2
     assert capsys.readouterr().err == (
@@ -208,8 +227,24 @@ def test_guessing_ahead_is_asked_for_by_its_method(model: Path) -> None:
     asked = parse("serve", "--model", str(model), "--speculative-method", "ngram", *lookup)
     wanted = SpeculativeConfig(SpeculativeMethod.NGRAM, prompt_lookup_min=2, prompt_lookup_max=4)
     assert engine_config(asked, None).speculative_config == wanted
-    with pytest.raises(ConfigError, match="add --speculative-method"):
-        engine_config(parse("serve", "--model", str(model), *lookup), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        (("--speculative-model", "{model}"), "--speculative-method draft"),
+        (("--prompt-lookup-min", "2"), "--speculative-method ngram"),
+        (("--num-speculative-tokens", "3"), "--speculative-method, one of ngram, draft"),
+    ],
+)
+def test_options_about_guessing_name_themselves_and_what_is_missing(
+    given: tuple[str, str], missing: str, model: Path
+) -> None:
+    options = [word.format(model=model) for word in given]
+    with pytest.raises(ConfigError) as refused:
+        engine_config(parse("serve", "--model", str(model), *options), None)
+    assert str(refused.value).startswith(f"{given[0]} without --speculative-method")
+    assert str(refused.value).endswith(f"add {missing}")
 
 
 def test_a_draft_model_that_is_not_there_is_named(model: Path) -> None:
