@@ -86,7 +86,6 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
     _check_reserved_ports(config, backend, registry)
     _check_port_range(config, backend, registry)
     block_size = choose_block_size(config, backend)
-    logger.info("KV blocks of %d tokens: %s", block_size.tokens, block_size.reason)
     _limit_threads(config)
     rank_post = _Post()
     options = ExecutorOptions(entry.worker if entry else None, rank_post, progress)
@@ -94,6 +93,7 @@ def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) 
         executor = _build_executor(config, backend, options)
     except HalError as exc:
         raise ConfigError(f"backend {backend.name!r} can't load the model: {exc}") from exc
+    logger.info("KV blocks of %d tokens: %s", block_size.tokens, block_size.reason)
     try:
         return _connect(config, engine_id, backend, executor, (entry, rank_post))
     except BaseException:
