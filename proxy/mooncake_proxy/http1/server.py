@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 import httptools
 
+from mooncake_proxy.errors import Refusal
 from mooncake_proxy.http1 import wire
 from mooncake_proxy.http1.driver import Driver
 from mooncake_proxy.openai import error_body
@@ -317,7 +318,7 @@ class ServerProtocol(asyncio.Protocol):
         assert exchange is not None
         if isinstance(error, Exception):
             logger.error("request handler failed", exc_info=error)
-            exchange.break_off()
+            self._own_up(exchange)
         self._driver = None
         self._current = None
         if self._transport is None:
@@ -329,6 +330,16 @@ class ServerProtocol(asyncio.Protocol):
         if self._waiting:
             self._transport.resume_reading()
             self._context.loop.call_soon(self._start_next)
+
+    def _own_up(self, exchange: Exchange) -> None:
+        """Say that the fault is ours, or where the answer has begun break it off."""
+        if exchange.has_started:
+            exchange.break_off()
+            return
+        exchange.keep_alive = False
+        message = "the proxy failed at this request; its log says how"
+        body = error_body(message, Refusal.type, code=None, param=None)
+        exchange.respond(Refusal.status, body, "application/json")
 
     # ------------------------------------------------ used by exchanges and the sweep
 
