@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.health import HealthConfig
@@ -95,6 +96,11 @@ class ProxyConfig:
             raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: wanted 1 or more")
+        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+            raise ConfigError(
+                f"--otlp-endpoint {self.otlp_endpoint!r}: wanted the URL of a collector such as "
+                "http://collector:4318"
+            )
         names = [spec.name for spec in self.instances]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
@@ -107,3 +113,11 @@ class ProxyConfig:
     def _check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
         if value not in allowed:
             raise ConfigError(f"{flag} {value!r}: wanted one of {', '.join(allowed)}")
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or an IPv6 address is cut off
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -21,7 +22,7 @@ class ServerOptions:
         otlp_endpoint: where traces go (OTLP over HTTP); None for none.
 
     Raises:
-        ConfigError: an unknown form.
+        ConfigError: an unknown form, or an endpoint that is no http or https URL.
     """
 
     tool_call_parser: str = AUTO
@@ -34,9 +35,22 @@ class ServerOptions:
                 f"--tool-call-parser must be one of {', '.join(known)}, "
                 f"got {self.tool_call_parser!r}"
             )
+        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+            raise ConfigError(
+                "--otlp-endpoint must be the URL of a collector such as http://collector:4318, "
+                f"got {self.otlp_endpoint!r}"
+            )
 
     def tool_format(self, tokenizer: Tokenizer) -> str | None:
         """The form in which this model calls tools; None if it can't."""
         if self.tool_call_parser == AUTO:
             return detect_parser(tokenizer.chat_template)
         return None if self.tool_call_parser == NONE else self.tool_call_parser
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or an IPv6 address is cut off
+        return False

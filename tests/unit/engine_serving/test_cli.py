@@ -170,6 +170,15 @@ def test_a_sequence_has_a_token_at_least(
     assert "max_model_len must be at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize("url", ["nonsense", "collector:4318", "http://", "http://[::1", "ftp://c"])
+def test_traces_go_to_a_url(
+    command: str, url: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--model", str(model), "--otlp-endpoint", url]) == 2
+    assert f"such as http://collector:4318, got {url!r}" in capsys.readouterr().err
+
+
 def test_a_missing_model_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "no/such/model"]) == 2
     assert capsys.readouterr().err == (
