@@ -60,33 +60,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instance",
         action="append",
+        type=_from_flag,
         default=[],
         metavar="KEY=VALUE,...",
         help=f"an instance to be started here; keys: {', '.join(FIELDS)}",
     )
-    parser.add_argument("--file", type=Path, help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}')
+    parser.add_argument(
+        "--file", type=_from_file, default=[], help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}'
+    )
     parser.add_argument(
         "--peer", action="append", default=[], metavar="URL", help="a live instance to reach"
     )
     parser.add_argument(
         "--transport", action="append", default=[], metavar="NAME", help="what this host has for it"
     )
-    parser.add_argument("--secret-file", type=Path, help="the deployment's secret, for --peer")
+    parser.add_argument(
+        "--secret-file", type=_secret, default=b"", help="the deployment's secret, for --peer"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Check everything asked for; the status is 0 if all is in order."""
     findings = []
-    plans = [_from_flag(text) for text in options.instance]
-    if options.file is not None:
-        plans += json.loads(options.file.read_text())["instances"]
+    plans = [*options.instance, *options.file]
     if plans:
         findings += examine_plan(plans)
-    secret = options.secret_file.read_bytes().strip() if options.secret_file else b""
     for name in options.transport:
         findings += examine_transport(name)
     for url in options.peer:
-        findings += examine_peer(url, secret)
+        findings += examine_peer(url, options.secret_file)
     if not findings:
         findings = [
             Finding("arguments", "nothing to check: give --instance, --file, --transport or --peer")
@@ -182,7 +184,31 @@ def _own_address(host: str) -> str:
 
 def _from_flag(text: str) -> dict[str, Any]:
     pairs = [item.partition("=") for item in text.split(",")]
+    if not all(sign for _, sign, _ in pairs):
+        raise argparse.ArgumentTypeError(
+            f"wanted KEY=VALUE,... such as role=prefill,tp=2, got {text!r}"
+        )
     return {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
+
+
+def _from_file(path: str) -> list[dict[str, Any]]:
+    try:
+        instances = json.loads(Path(path).read_text())["instances"]
+        return [dict(instance) for instance in instances]
+    except OSError as exc:
+        raise argparse.ArgumentTypeError(f"can't read it: {exc}") from exc
+    except (ValueError, TypeError, KeyError) as exc:
+        raise argparse.ArgumentTypeError(
+            f'{path}: wanted JSON such as {{"instances": [{{"role": "prefill"}}]}}, got another '
+            f"form ({type(exc).__name__}: {exc})"
+        ) from exc
+
+
+def _secret(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes().strip()
+    except OSError as exc:
+        raise argparse.ArgumentTypeError(f"can't read it: {exc}") from exc
 
 
 def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
@@ -193,7 +219,7 @@ def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
     host = raw.get("host", "127.0.0.1")
     default_connector = "" if role == "both" else "MooncakeConnector"
     wanted = (("HTTP", raw.get("http")), ("KV side channel", raw.get("kv")))
-    ports = tuple(Port(what, host, int(number)) for what, number in wanted if number)
+    ports = tuple(Port(what, host, _number(what, number)) for what, number in wanted if number)
     connector = raw.get("connector", default_connector)
     backend = registry.select_backend(raw.get("backend", "auto"))
     moves = backend.capabilities.transports
@@ -210,6 +236,16 @@ def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
 def _facts(raw: dict[str, Any], backend: Backend) -> PairFacts:
     generation = backend.runtime.devices()[0].generation
     hardware = Hardware(backend.name, generation, backend.capabilities.constraints)
-    tp_size, pp_size = int(raw.get("tp", 1)), int(raw.get("pp", 1))
     default = default_block_size(backend.capabilities).tokens
-    return PairFacts(hardware, tp_size, int(raw.get("block_size", default)), pp_size)
+    tp_size, pp_size, block_size = (
+        _number(key, raw.get(key, otherwise))
+        for key, otherwise in (("tp", 1), ("pp", 1), ("block_size", default))
+    )
+    return PairFacts(hardware, tp_size, block_size, pp_size)
+
+
+def _number(what: str, given: Any) -> int:
+    try:
+        return int(given)
+    except (ValueError, TypeError) as exc:
+        raise DeploymentRefused([f"{what}: wanted a number, got {given!r}"]) from exc
