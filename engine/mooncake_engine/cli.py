@@ -379,7 +379,7 @@ def _count(text: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise argparse.ArgumentTypeError(f"wanted 1 or more, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number, at least 1, got {text!r}")
     return count
 
 

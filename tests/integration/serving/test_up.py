@@ -87,7 +87,7 @@ def test_nothing_outlives_a_killed_launcher(up: Program) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--prefill", "0"), "--prefill must be at least 1, got 0"),
+        (("--prefill", "0"), "argument --prefill: must be a number, at least 1, got '0'"),
         (("--block-size", "0"), "block_size must be at least 1"),
     ],
 )

@@ -159,7 +159,9 @@ def test_counts_below_one_are_refused(
     with pytest.raises(SystemExit) as ended:
         main(["up", "--model", "m", option, value])
     assert ended.value.code == 2
-    assert f"argument {option}: wanted 1 or more, got {value!r}" in capsys.readouterr().err
+    assert (
+        f"argument {option}: must be a number, at least 1, got {value!r}" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])
