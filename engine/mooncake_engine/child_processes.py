@@ -29,10 +29,38 @@ _STOP_S = 15.0
 """From the request to end to the end without asking; longer than the children's own grace."""
 _LONGEST_LINE = 1 << 20
 _LAST_WORDS = 3
+_NAMES_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|\berror:|^[\w.]*(Error|Exception)\b")
+"""A log line of that level, a program's own refusal, or the end of a traceback."""
 
 
 class ChildDied(EngineError):
     """A child ended that should have gone on; the message holds its last words."""
+
+
+class LastWords:
+    """What a program said last on standard error: its errors, and its lines of any kind."""
+
+    def __init__(self) -> None:
+        self._errors: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._lines: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._is_in_traceback = False
+
+    def note(self, line: str) -> None:
+        """One more line."""
+        if not line:
+            return
+        self._lines.append(line)
+        is_continued = self._is_in_traceback and line[0].isspace()
+        if not is_continued and (self._is_in_traceback or _NAMES_ERROR.search(line)):
+            self._errors.append(line)
+        self._is_in_traceback = is_continued or line.startswith("Traceback (most recent call last)")
+
+    def __str__(self) -> str:
+        if self._errors:
+            return "; ".join(self._errors)
+        if self._lines:
+            return f"it named no error, its last lines are: {'; '.join(self._lines)}"
+        return "without a word"
 
 
 class Child:
@@ -44,12 +72,12 @@ class Child:
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.ensure_future(self._end())
         self._log = log
-        self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._last_words = LastWords()
 
     def death(self) -> ChildDied:
         """Why everything else has to stop."""
-        words = "; ".join(self._last_words) or "without a word"
-        return ChildDied(f"{self.name} ended with status {self.process.returncode}: {words}")
+        status = self.process.returncode
+        return ChildDied(f"{self.name} ended with status {status}: {self._last_words}")
 
     async def stop(self) -> None:
         """Ask it to end, and see to it that it has, with everything that it started."""
@@ -67,7 +95,7 @@ class Child:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         relays = [self._relay(self.process.stdout, self._announce)]
-        relays.append(self._relay(self.process.stderr, self._last_words_append))
+        relays.append(self._relay(self.process.stderr, self._last_words.note))
         await asyncio.gather(*relays, self.process.wait())
 
     async def _relay(self, stream: asyncio.StreamReader, notice: Callable[[str], None]) -> None:
@@ -81,10 +109,6 @@ class Child:
         url = _URL.search(line)
         if url is not None and not self.ready.done():
             self.ready.set_result(url[0])
-
-    def _last_words_append(self, line: str) -> None:
-        if line:
-            self._last_words.append(line)
 
 
 class ChildProcesses:
