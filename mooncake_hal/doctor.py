@@ -65,30 +65,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help=f"an instance to be started here; keys: {', '.join(FIELDS)}",
     )
-    parser.add_argument(
-        "--file", type=_from_file, default=[], help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}'
-    )
+    parser.add_argument("--file", type=Path, help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}')
     parser.add_argument(
         "--peer", action="append", default=[], metavar="URL", help="a live instance to reach"
     )
     parser.add_argument(
         "--transport", action="append", default=[], metavar="NAME", help="what this host has for it"
     )
-    parser.add_argument(
-        "--secret-file", type=_secret, default=b"", help="the deployment's secret, for --peer"
-    )
+    parser.add_argument("--secret-file", type=Path, help="the deployment's secret, for --peer")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything asked for; the status is 0 if all is in order."""
+    """Check everything asked for; the status is 0 if all is in order.
+
+    Raises:
+        DeploymentRefused: a file that can't be read.
+    """
     findings = []
-    plans = [*options.instance, *options.file]
+    plans = [*options.instance, *_from_file(options.file)]
+    secret = _secret(options.secret_file)
     if plans:
         findings += examine_plan(plans)
     for name in options.transport:
         findings += examine_transport(name)
     for url in options.peer:
-        findings += examine_peer(url, options.secret_file)
+        findings += examine_peer(url, secret)
     if not findings:
         findings = [
             Finding("arguments", "nothing to check: give --instance, --file, --transport or --peer")
@@ -191,24 +192,30 @@ def _from_flag(text: str) -> dict[str, Any]:
     return {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
 
 
-def _from_file(path: str) -> list[dict[str, Any]]:
+def _from_file(path: Path | None) -> list[dict[str, Any]]:
+    if path is None:
+        return []
     try:
-        instances = json.loads(Path(path).read_text())["instances"]
+        instances = json.loads(path.read_text())["instances"]
         return [dict(instance) for instance in instances]
     except OSError as exc:
-        raise argparse.ArgumentTypeError(f"can't read it: {exc}") from exc
+        raise DeploymentRefused([f"can't read --file: {exc}"]) from exc
     except (ValueError, TypeError, KeyError) as exc:
-        raise argparse.ArgumentTypeError(
-            f'{path}: wanted JSON such as {{"instances": [{{"role": "prefill"}}]}}, got another '
-            f"form ({type(exc).__name__}: {exc})"
+        raise DeploymentRefused(
+            [
+                f'--file {path}: wanted JSON such as {{"instances": [{{"role": "prefill"}}]}}, got '
+                f"another form ({type(exc).__name__}: {exc})"
+            ]
         ) from exc
 
 
-def _secret(path: str) -> bytes:
+def _secret(path: Path | None) -> bytes:
+    if path is None:
+        return b""
     try:
-        return Path(path).read_bytes().strip()
+        return path.read_bytes().strip()
     except OSError as exc:
-        raise argparse.ArgumentTypeError(f"can't read it: {exc}") from exc
+        raise DeploymentRefused([f"can't read --secret-file: {exc}"]) from exc
 
 
 def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
