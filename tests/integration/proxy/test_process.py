@@ -80,6 +80,25 @@ def test_a_running_stream_ends_before_the_process_does() -> None:
     asyncio.run(main())
 
 
+def test_a_stop_that_reaches_the_workers_too_lets_streams_end() -> None:
+    async def main() -> None:
+        async with pair() as (p, d):
+            d.behaviour.token_delay_s = 0.05
+            flags = ("--workers", "2", "--prefill", p.url, "--decode", d.url)
+            async with proxy(*flags) as (url, process):
+                await _ready(url)
+                async with httpx.AsyncClient(base_url=url) as client:
+                    asked = asyncio.ensure_future(
+                        client.post("/v1/completions", json=BODY | {"stream": True})
+                    )
+                    await d.wait_for(lambda: bool(d.generated))
+                    for pid in (process.pid, *_children(process.pid)):  # as systemd does
+                        os.kill(pid, signal.SIGTERM)
+                    assert (await asked).text.endswith("data: [DONE]\n\n")
+
+    asyncio.run(main())
+
+
 def test_workers_share_one_view(tmp_path: object) -> None:
     async def main() -> None:
         async with pair() as (p, d):
