@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8"}, "dtype 'float8' was asked for, the backend has"),
     ({"max_model_len": 257}, "the model was made for 256 tokens; lower it"),
     ({"max_model_len": 161}, "the pool holds 160 tokens; lower it"),
-    ({"max_model_len": 0}, "max_model_len 0 was asked for"),
+    ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
     ({"kv_layout": "XYZ"}, "KV layout 'XYZ' was asked for"),
 ]
 
