@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 # A worker that dies sooner than this after its start is not started again at once.
 RESTART_PAUSE_S = 1.0
+STOPS = (signal.SIGINT, signal.SIGTERM)
 BUFFER_BYTES = 4 * 1024 * 1024
 
 # Runs one worker to its end.
@@ -48,7 +49,7 @@ class Parent:
 
     def run(self) -> int:
         """Until SIGINT or SIGTERM; 0 when all workers ended well."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPS:
             signal.signal(number, self._stop)
         for _ in range(self.config.workers):
             self._start()
@@ -60,6 +61,15 @@ class Parent:
         return 0
 
     def _start(self) -> None:
+        """Start a worker, unless all shall end; a stop waits until it can be told, too."""
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            if not self._is_stopping:
+                self._fork()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    def _fork(self) -> None:
         worker = self._num_started
         self._num_started += 1
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -78,8 +88,9 @@ class Parent:
         """The child's whole life; never returns."""
         status = 1
         try:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOPS:
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
             parents.close()
             for other in self._links.values():
                 other.close()

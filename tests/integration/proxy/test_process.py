@@ -163,6 +163,22 @@ def test_a_dead_worker_is_replaced() -> None:
     asyncio.run(main())
 
 
+def test_a_stop_while_a_worker_is_about_to_be_replaced_ends_all() -> None:
+    async def main() -> None:
+        async with pair() as (p, d):
+            flags = ("--workers", "2", "--prefill", p.url, "--decode", d.url)
+            async with proxy(*flags) as (url, process):
+                await _ready(url)
+                for pid in _children(process.pid):
+                    os.kill(pid, signal.SIGKILL)
+                for _ in range(1000):  # until the parent has noticed one
+                    if len(_children(process.pid)) < 2:
+                        break
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
 def _children(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(child) for child in file.read().split()]
