@@ -162,7 +162,7 @@ class GroupCommunicator:
 
 
 class Accelerator(Protocol):
-    """What torch has for a kind of device: ``torch.cuda``, ``torch.npu``."""
+    """What torch has for a kind of device: the module of that name."""
 
     def device_count(self) -> int:
         """How many this process sees."""

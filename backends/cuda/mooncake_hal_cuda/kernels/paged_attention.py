@@ -3,6 +3,8 @@
 The query heads of a group share keys and values, so they are rows of one matrix: row r of a
 sequence is head ``r % GROUP`` of its new token ``r // GROUP``. Softmax is carried along as in
 FlashAttention-2 (Dao 2023, arXiv 2307.08691), in base 2.
+
+Half of the kernel's lines are its arguments, which a launch has to name one by one.
 """
 
 import triton
@@ -62,13 +64,11 @@ def paged_attention(
     strides = (key_strides[0], key_strides[1], value_strides[0], value_strides[1])
     if IS_SPLIT:
         for split in range(turn, count, programs):
-            stop = tl.minimum(seen, (split + 1) * share)
-            running = nothing_yet(ROWS, DIM_PADDED)
-            for begin in range(split * share, stop, TOKENS):
-                running = _attend_few(
-                    q, scale, caches, strides, table, begin, stop, running,
-                    DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION,
-                )  # fmt: skip
+            running = _attend_split(
+                q, scale, caches, strides, table, split * share,
+                tl.minimum(seen, (split + 1) * share),
+                DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
+            )  # fmt: skip
             store_rows(
                 out, weights, running, is_row, tokens, heads, out_strides, value_scale, split,
                 splits, HEADS, DIM, DIM_PADDED, IS_SPLIT,
@@ -82,6 +82,32 @@ def paged_attention(
             out, weights, running, is_row, tokens, heads, out_strides, value_scale, 0, splits,
             HEADS, DIM, DIM_PADDED, IS_SPLIT,
         )  # fmt: skip
+
+
+@triton.jit
+def _attend_split(
+    q,  # of the sequence's last token, which sees all of it
+    scale,
+    caches,
+    strides,
+    table,
+    start,
+    stop,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The rows' softmax over the tokens [start, stop)."""
+    running = nothing_yet(ROWS, DIM_PADDED)
+    for begin in range(start, stop, TOKENS):
+        running = _attend_few(
+            q, scale, caches, strides, table, begin, stop, running,
+            DIM, DIM_PADDED, BLOCK_SIZE, TOKENS, PRECISION,
+        )  # fmt: skip
+    return running
 
 
 @triton.jit
