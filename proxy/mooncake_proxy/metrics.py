@@ -43,7 +43,7 @@ class Counter:
         yield f"# HELP {self.name} {self.text}"
         yield f"# TYPE {self.name} counter"
         for values, number in self.values.items():
-            yield f"{self.name}{label_text(self.labels, values)} {number:g}"
+            yield f"{self.name}{label_text(self.labels, values)} {number_text(number)}"
 
 
 class Histogram:
@@ -97,10 +97,10 @@ class Histogram:
             for bound, count in zip((*map(str, SECONDS), "+Inf"), row, strict=False):
                 total += count
                 labels = label_text((*self.labels, "le"), (*values, bound))
-                yield f"{self.name}_bucket{labels} {total:g}"
+                yield f"{self.name}_bucket{labels} {number_text(total)}"
             labels = label_text(self.labels, values)
-            yield f"{self.name}_sum{labels} {row[-1]:g}"
-            yield f"{self.name}_count{labels} {total:g}"
+            yield f"{self.name}_sum{labels} {number_text(row[-1])}"
+            yield f"{self.name}_count{labels} {number_text(total)}"
 
 
 def label_text(names: Labels, values: Labels) -> str:
@@ -118,7 +118,13 @@ def gauge_lines(
     yield f"# HELP {name} {text}"
     yield f"# TYPE {name} gauge"
     for labels, number in rows:
-        yield f"{name}{label_text(tuple(labels), tuple(labels.values()))} {number:g}"
+        labelled = label_text(tuple(labels), tuple(labels.values()))
+        yield f"{name}{labelled} {number_text(number)}"
+
+
+def number_text(number: float) -> str:
+    """Every digit: a rounded count stands still while it grows, and its rate is 0."""
+    return str(int(number)) if number == int(number) else repr(float(number))
 
 
 def _escape(value: str) -> str:

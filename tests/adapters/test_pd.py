@@ -42,7 +42,7 @@ def test_same_tokens(transport: str, expected: list[list[int]]) -> None:
             assert await tokens_of(decode, prompt, params) == answer, f"{len(prompt)} tokens"
         await prefill.wait_until_idle(20)
         await decode.wait_until_idle(20)
-        assert await decode.figure("mooncake:kv_transfer_loads") == len(PROMPTS)
+        assert await decode.figure("mooncake:kv_transfer_loads_total") == len(PROMPTS)
 
     forced = ("--transport", transport)
     with (

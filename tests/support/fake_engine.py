@@ -66,6 +66,7 @@ class FakeEngine:
     hold_at: int | None = None
     held_ids: str = ""
     num_cached_tokens: int = 0
+    num_leases: int = 0
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[EngineRequest] = field(default_factory=list)
@@ -105,7 +106,7 @@ class FakeEngine:
             num_preemptions=5,
             num_swap_outs=4,
             prompt_tokens=7,
-            kv_transfer={"bytes-received": 9.0},
+            kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
         )
 
     def topology(self) -> None:

@@ -106,8 +106,7 @@ class Answerer:
             outcome = FinishReason.ERROR
             raise
         finally:
-            for clock in clocks:
-                self.metrics.end(clock, time.monotonic(), outcome)
+            self.metrics.end(job, clocks, time.monotonic(), outcome)
             if self.tracing is not None:
                 self.tracing.record(job, clocks, outcome)
 

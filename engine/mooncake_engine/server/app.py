@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_engine.errors import EngineError
 from mooncake_engine.server.answering import Answerer
@@ -26,6 +29,18 @@ from mooncake_engine.text.generation import Engine
 from mooncake_engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = ServerOptions()
+_MODEL_PATH = "/v1/models/"
+_COUNTED = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        _MODEL_PATH,
+        "/tokenize",
+        "/detokenize",
+        "/abort",
+    }
+)
 
 
 def create_app(
@@ -38,13 +53,37 @@ def create_app(
     caller's."""
     tool_format = options.tool_format(tokenizer)
     planner = Planner(engine.config.model_name, engine.facts, tokenizer, tool_format)
-    answerer = Answerer(engine, tokenizer, ServerMetrics(engine), tracing)
+    metrics = ServerMetrics(engine)
+    answerer = Answerer(engine, tokenizer, metrics, tracing)
     live = LiveRequests()
     plain = PlainEndpoints(planner, answerer, live, started=int(time.time()))
     return Starlette(
         routes=[*_generation_routes(planner, answerer, live), *_plain_routes(plain)],
+        middleware=[Middleware(_Counted, count=metrics.answered)],
         exception_handlers={EngineError: _engine_error, HTTPException: _http_error},
     )
+
+
+class _Counted:
+    """Counts answers by path and status; what is asked of every server all the time is left out."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]) -> None:
+        self._app = app
+        self._count = count
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        path = scope.get("path", "")
+        if path.startswith(_MODEL_PATH):
+            path = _MODEL_PATH
+        if path not in _COUNTED:
+            return self._app(scope, receive, send)
+
+        def counted(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                self._count(scope["method"], path, message["status"])
+            return send(message)
+
+        return self._app(scope, receive, counted)
 
 
 def _generation_routes(planner: Planner, answerer: Answerer, live: LiveRequests) -> list[Route]:

@@ -32,6 +32,7 @@ class RequestClock:
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
+        self.num_cached_tokens = 0
         self.num_tokens = 0
         self.started = time.monotonic()
         self.first_token: float | None = None
@@ -44,6 +45,7 @@ class RequestClock:
         first one."""
         self.finish = update.finish
         self.times = update.times or self.times
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         if not update.token_ids:
             return None
         gap = None if self.last_token is None else now - self.last_token

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,6 +21,7 @@ from prometheus_client.metrics_core import (
 
 from mooncake_engine.messages import FinishReason, SpeculationStats
 from mooncake_engine.server.clock import RequestClock
+from mooncake_engine.server.jobs import Job
 from mooncake_engine.text.generation import Engine, TextUpdate
 
 _LABELS = ("model_name", "engine")
@@ -31,6 +38,9 @@ _WHOLE_REQUEST_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
+_LEVELS = frozenset({"leases_held", "reservations"})
+"""Of a connector's figures those that fall again; the others count."""
 _HISTOGRAMS = {
     "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
     "between_tokens": (
@@ -46,6 +56,23 @@ _HISTOGRAMS = {
     "whole": ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _WHOLE_REQUEST_S),
     "prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKENS),
     "tokens": ("vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS),
+    "computed": (
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens that no cache held, per request.",
+        _TOKENS,
+    ),
+    "max_tokens": ("vllm:request_params_max_tokens", "The request's max_tokens.", _TOKENS),
+    "longest": (
+        "vllm:request_max_num_generation_tokens",
+        "Generated tokens of a prompt's longest answer.",
+        _TOKENS,
+    ),
+    "n": ("vllm:request_params_n", "The request's n.", _ANSWERS),
+    "inference": (
+        "vllm:request_inference_time_seconds",
+        "First step to last token.",
+        _WHOLE_REQUEST_S,
+    ),
     # by the names of an answer's stages
     "queue": ("vllm:request_queue_time_seconds", "Waiting for a place.", _WHOLE_REQUEST_S),
     "kv_transfer": (
@@ -73,6 +100,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._label_values = (engine.config.model_name, "0")
         self.registry.register(_EngineCollector(engine, self._label_values))
+        ProcessCollector(registry=self.registry)
         self._histograms = {
             name: self._histogram(metric, words, buckets)
             for name, (metric, words, buckets) in _HISTOGRAMS.items()
@@ -81,6 +109,12 @@ class ServerMetrics:
             "vllm:request_success",
             "Finished requests by reason.",
             (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._answers = Counter(
+            "http_requests",
+            "HTTP requests answered, by class of status.",
+            ("method", "handler", "status"),
             registry=self.registry,
         )
         self._by_reason = {
@@ -97,19 +131,43 @@ class ServerMetrics:
         elif is_first and clock.first_token is not None:
             self._observe("first_token", now - clock.started)
 
-    def end(self, clock: RequestClock, now: float, otherwise: FinishReason) -> None:
-        """An answer is over; ``otherwise`` is why, if it has not come to its own end."""
-        self._by_reason[clock.finish or otherwise].inc()
-        if clock.finish is None:
-            return
+    def end(
+        self, job: Job, clocks: Sequence[RequestClock], now: float, otherwise: FinishReason
+    ) -> None:
+        """A job is over; ``otherwise`` is why its answers are that have not come to their own
+        end."""
+        for clock, request in zip(clocks, job.requests, strict=True):
+            self._by_reason[clock.finish or otherwise].inc()
+            if clock.finish is not None:
+                self._end_answer(clock, now)
+                if request.sampling.max_tokens is not None:
+                    self._observe("max_tokens", request.sampling.max_tokens)
+        size = job.answers_per_prompt
+        for start in range(0, len(clocks), size):
+            self._end_prompt(job, clocks[start : start + size])
+
+    def _end_prompt(self, job: Job, clocks: Sequence[RequestClock]) -> None:
+        if all(clock.finish is not None for clock in clocks):
+            self._observe("n", job.sampling.n)
+            self._observe("longest", max(clock.num_tokens for clock in clocks))
+
+    def _end_answer(self, clock: RequestClock, now: float) -> None:
         self._observe("whole", now - clock.started)
         self._observe("prompt_tokens", clock.num_prompt_tokens)
+        self._observe("computed", max(0, clock.num_prompt_tokens - clock.num_cached_tokens))
         self._observe("tokens", clock.num_tokens)
-        for stage in clock.stages():
+        stages = clock.stages()
+        for stage in stages:
             self._observe(stage.name, stage.duration_s)
+        if stages and clock.times is not None and clock.times.scheduled is not None:
+            self._observe("inference", stages[-1].end - clock.times.scheduled)
         if clock.num_tokens > 1 and clock.first_token and clock.last_token:
             decode_s = clock.last_token - clock.first_token
             self._observe("per_token", decode_s / (clock.num_tokens - 1))
+
+    def answered(self, method: str, handler: str, status: int) -> None:
+        """An HTTP request got its status; ``handler`` is the path of its route."""
+        self._answers.labels(method, handler, f"{status // 100}xx").inc()
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -137,8 +195,9 @@ class _EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """The metrics at this moment."""
         stats, facts = self._engine.stats(), self._engine.facts
-        blocks = {"block_size": str(facts.block_size), "num_gpu_blocks": str(facts.num_kv_blocks)}
-        yield InfoMetricFamily("vllm:cache_config", "The KV pool.", blocks)
+        pool = {"block_size": str(facts.block_size), "num_gpu_blocks": str(facts.num_kv_blocks)}
+        labels = dict(zip(_LABELS, self._label_values, strict=True))
+        yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **pool})
         gauge, counter = self._gauge, self._counter
         yield gauge("vllm:num_requests_running", "Requests in steps.", stats.num_running)
         num_queued = stats.num_waiting - stats.num_swapped
@@ -157,7 +216,8 @@ class _EngineCollector:
             yield from self._speculation(stats.speculation)
         for name, value in sorted(stats.kv_transfer.items()):
             safe = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            yield gauge(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
+            family = gauge if safe in _LEVELS else counter
+            yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
 
     def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
         prefix, counter = "vllm:spec_decode_num", self._counter

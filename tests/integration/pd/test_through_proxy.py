@@ -17,7 +17,7 @@ from support.programs import TINY_LLAMA, running
 PAGE = (TINY_LLAMA / "page.txt").read_text()
 ENDLESS: dict[str, Any] = {"max_tokens": 1500, "temperature": 0, "extra_body": {"ignore_eos": True}}
 LEASE_S = 2.0
-EXPIRED = "mooncake:kv_transfer_leases_expired"
+EXPIRED = "mooncake:kv_transfer_leases_expired_total"
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_a_decode_instance_that_is_killed_and_comes_back_is_not_written_to(
                     await prefill.check_clean(10 * LEASE_S)
                     assert prefill.stat("push_failures") == 1
                     found = await successor.complete(body)
-                    assert await successor.figure("mooncake:kv_transfer_load_failures") == 0
+                    assert await successor.figure("mooncake:kv_transfer_load_failures_total") == 0
                     await successor.wait_until_idle(5.0)
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens

@@ -166,8 +166,10 @@ def test_kv_crosses_and_is_released(client: httpx.Client, urls: Urls) -> None:
     before = figures(client, urls.decode)
     ask(client, urls.proxy, {"prompt": PAGE[100:500], "max_tokens": 5, "n": 2})
     after = figures(client, urls.decode)
-    assert after["mooncake:kv_transfer_loads"] == before["mooncake:kv_transfer_loads"] + 2
-    assert after["mooncake:kv_transfer_load_failures"] == 0
+    assert (
+        after["mooncake:kv_transfer_loads_total"] == before["mooncake:kv_transfer_loads_total"] + 2
+    )
+    assert after["mooncake:kv_transfer_load_failures_total"] == 0
     deadline = time.monotonic() + 5
     while figures(client, urls.prefill)["mooncake:kv_transfer_leases_held"] > 0:
         assert time.monotonic() < deadline, "the prefill instance still holds KV"

@@ -111,10 +111,11 @@ def test_stages_are_counted(byte_tokenizer: Tokenizer) -> None:
     figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     labels = '{engine="0",model_name="fake"}'
     assert figures[f"vllm:request_queue_time_seconds_sum{labels}"] == "1.0"
-    for stage in ("prefill", "decode"):
+    for stage in ("prefill", "decode", "inference"):
         assert figures[f"vllm:request_{stage}_time_seconds_count{labels}"] == "1.0"
     assert figures[f"vllm:request_time_per_output_token_seconds_count{labels}"] == "1.0"
-    assert figures['vllm:cache_config_info{block_size="16",num_gpu_blocks="64"}'] == "1.0"
+    pool = 'block_size="16",engine="0",model_name="fake",num_gpu_blocks="64"'
+    assert figures[f"vllm:cache_config_info{{{pool}}}"] == "1.0"
 
 
 def test_a_failure_is_marked(byte_tokenizer: Tokenizer) -> None:

@@ -129,6 +129,55 @@ def test_metrics_count_requests(client: AsgiClient, engine: FakeEngine) -> None:
     assert found["vllm:request_generation_tokens_sum"] == 6
 
 
+def test_metrics_tell_what_was_asked(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.num_cached_tokens = 2
+    client.post("/v1/completions", prompt=["tea", "coffee"], n=2, max_tokens=4)
+    client.post("/v1/completions", prompt="tea", max_tokens=2)
+    found = samples(client.get("/metrics").text)
+    assert found["vllm:request_params_n_count"] == 3  # one per prompt
+    assert found["vllm:request_params_n_sum"] == 5
+    assert found["vllm:request_params_max_tokens_count"] == 5  # one per answer
+    assert found["vllm:request_params_max_tokens_sum"] == 18
+    assert found["vllm:request_max_num_generation_tokens_count"] == 3
+    assert found["vllm:request_max_num_generation_tokens_sum"] == 10
+    assert found["vllm:request_prefill_kv_computed_tokens_sum"] == 1 + 1 + 4 + 4 + 1
+    assert found["process_resident_memory_bytes"] > 0
+
+
+def test_answers_are_counted_by_class_of_status(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post("/v1/completions", prompt="tea")
+    client.stream("/v1/completions", prompt="tea")
+    client.post("/v1/completions", prompt="tea", temprature=1)
+    client.get("/v1/models/other")
+    client.get("/health")
+    engine.refusal = EngineDead("out of luck")
+    client.post("/v1/completions", prompt="tea")
+    counted = {
+        (sample.labels["handler"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "http_requests_total"
+    }
+    assert counted == {
+        ("/v1/completions", "2xx"): 2,
+        ("/v1/completions", "4xx"): 1,
+        ("/v1/completions", "5xx"): 1,
+        ("/v1/models/", "4xx"): 1,
+    }
+
+
+def test_what_only_grows_is_a_counter(client: AsgiClient) -> None:
+    """By its type and its name: rates of gauges are wrong after a restart."""
+    families = list(text_string_to_metric_families(client.get("/metrics").text))
+    kinds = {family.name: family.type for family in families}
+    assert kinds["mooncake:kv_transfer_bytes_received"] == "counter"
+    assert kinds["mooncake:kv_transfer_leases_held"] == "gauge"
+    for family in families:
+        names = {sample.name for sample in family.samples if not sample.name.endswith("_created")}
+        if family.type == "counter":
+            assert names <= {f"{family.name}_total"}
+
+
 def test_metrics_show_the_engine(client: AsgiClient) -> None:
     found = samples(client.get("/metrics").text)
     assert found["vllm:num_requests_running"] == 3
@@ -138,7 +187,7 @@ def test_metrics_show_the_engine(client: AsgiClient) -> None:
     assert found["mooncake:num_swap_outs_total"] == 4
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:prompt_tokens_total"] == 7
-    assert found["mooncake:kv_transfer_bytes_received"] == 9
+    assert found["mooncake:kv_transfer_bytes_received_total"] == 9
 
 
 @pytest.mark.parametrize(("stream", "hold_at"), [("true", 0), ("true", 1), ("false", 1)])

@@ -122,6 +122,17 @@ def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
     return InstanceSpec(Origin("http", "h", port), role, source=source)
 
 
+def test_large_counts_are_told_to_the_last_one() -> None:
+    counter = Counter("tokens_total", "All.")
+    counter.values[()] = 12_345_678.0
+    assert list(counter.lines())[-1] == "tokens_total 12345678"
+    counter.add()
+    assert list(counter.lines())[-1] == "tokens_total 12345679"
+    seconds = Histogram("seconds", "Spent.")
+    seconds.observe(1234.5678)
+    assert "seconds_sum 1234.5678" in list(seconds.lines())
+
+
 def test_a_source_only_touches_its_own() -> None:
     present = [spec(1, "flags"), spec(2, "file"), spec(3, "file")]
     todo = plan([spec(3, "file"), spec(4, "file")], present, "file")
