@@ -86,6 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
     up.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill instances")
     up.add_argument("--decode", type=_count, default=1, metavar="N", help="decode instances")
     up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
+    up.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a part that dies again, so many times in a row; default: 0, which ends all",
+    )
     up.add_argument("--prompt", default="What is prefill?", help="asked once everything is up")
     _add_engine_options(up)
     _add_server_options(up)
@@ -169,7 +176,13 @@ def _add_scheduling_options(parser: argparse.ArgumentParser) -> None:
     add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests)
     add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
     add("--async-scheduling", action="store_true", help="schedule a step while the last one runs")
-    add("--enforce-eager", action="store_true", help="no graphs of decode steps")
+    add("--enforce-eager", action="store_true", help="launch every op, no graphs")
+    add(
+        "--piecewise-graph-max-tokens",
+        type=int,
+        help="replay steps with prompts of up to so many tokens, all but their attention; 0: none "
+        "(default: 512 on a device with memory of its own)",
+    )
 
 
 def _add_speculation_options(parser: argparse.ArgumentParser) -> None:
@@ -193,6 +206,14 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--otlp-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP"
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=_SERVER_DEFAULTS.shutdown_timeout_s,
+        metavar="SECONDS",
+        help="how long answers may go on after SIGTERM or Ctrl-C; a second one ends at once. "
+        f"Default: {_SERVER_DEFAULTS.shutdown_timeout_s:g}",
     )
 
 
@@ -273,6 +294,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         prefix_caching=not args.no_prefix_caching,
         async_scheduling=args.async_scheduling,
         enforce_eager=args.enforce_eager,
+        piecewise_graph_max_tokens=args.piecewise_graph_max_tokens,
         kv_transfer=kv_transfer,
         speculative_config=speculative_config(args),
         threads=args.threads,
@@ -401,10 +423,14 @@ def _byte_count(text: str) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from mooncake_engine.server.run import serve
 
-    options = ServerOptions(args.tool_call_parser, args.otlp_endpoint)
+    options = _server_options(args)
     config = engine_config(args, kv_transfer_config(args))
     serve(config, args.host, args.port, _start_engine, options)
     return 0
+
+
+def _server_options(args: argparse.Namespace) -> ServerOptions:
+    return ServerOptions(args.tool_call_parser, args.otlp_endpoint, args.shutdown_timeout)
 
 
 def _start_engine(config: EngineConfig) -> Engine:
@@ -435,7 +461,7 @@ def _up(args: argparse.Namespace) -> int:
     from mooncake_engine.launch import Deployment, up
 
     engine_config(args, None)  # refuse what every instance would refuse
-    ServerOptions(args.tool_call_parser, args.otlp_endpoint)
+    options = _server_options(args)
     up(
         Deployment(
             host=args.host,
@@ -448,6 +474,8 @@ def _up(args: argparse.Namespace) -> int:
             log_dir=args.log_dir,
             prompt=args.prompt,
             otlp_endpoint=args.otlp_endpoint,
+            shutdown_timeout_s=options.shutdown_timeout_s,
+            max_restarts=args.max_restarts,
         )
     )
     return 0

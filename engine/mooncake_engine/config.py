@@ -180,7 +180,10 @@ class EngineConfig:
         max_queued_requests: requests that may wait before new ones are refused.
         prefix_caching: keep and reuse the KV of finished prompts.
         async_scheduling: while a step runs, schedule the next one, before the tokens are known.
-        enforce_eager: launch every op of every step, where steps of decodes could be replayed.
+        enforce_eager: launch every op of every step, where steps could be replayed.
+        piecewise_graph_max_tokens: steps with prompts of up to so many tokens are replayed, but for
+            their attention; 0: none. None means 512 on a device with memory of its own, none on a
+            host.
         kv_transfer: how KV moves; None for an instance that works alone.
         speculative_config: how tokens are guessed ahead; None for not at all. A prefill instance,
             which samples one token per request, leaves it to its decode instances.
@@ -213,6 +216,7 @@ class EngineConfig:
     prefix_caching: bool = True
     async_scheduling: bool = False
     enforce_eager: bool = False
+    piecewise_graph_max_tokens: int | None = None
     kv_transfer: KVTransferConfig | None = None
     speculative_config: SpeculativeConfig | None = None
     threads: int = 0
@@ -232,6 +236,11 @@ class EngineConfig:
             )
         if self.swap_space_bytes < 0 or self.scheduler_delay_factor < 0:
             raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
+        if self.piecewise_graph_max_tokens is not None and self.piecewise_graph_max_tokens < 0:
+            raise ConfigError(
+                "piecewise_graph_max_tokens must not be negative, got "
+                f"{self.piecewise_graph_max_tokens}: 0 launches every op of steps with prompts"
+            )
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:

@@ -10,7 +10,7 @@ import torch
 
 from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig, Role
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.execution.decode_graphs import scratch_blocks
+from mooncake_engine.execution.graphs.planning import plan_graphs
 from mooncake_engine.execution.kv_pool import (
     PoolSize,
     choose_layout,
@@ -105,7 +105,7 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
         _provisional_blocks(config, block_size),
         block_size,
         num_host_blocks=config.swap_space_bytes // largest_block(config, (geometry,), block_size),
-        num_scratch_blocks=scratch_blocks(config, backend, block_size),
+        num_scratch_blocks=plan_graphs(config, backend).scratch_blocks(block_size),
     )
     setup = ExecutionSetup(
         model=model,

@@ -10,7 +10,6 @@ import torch
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.block_mover import BlockMover
-from mooncake_engine.execution.decode_graphs import DecodeGraphs, largest_graph
 from mooncake_engine.execution.device_sampling import sampling_ops
 from mooncake_engine.execution.extension import (
     ExtensionContext,
@@ -18,6 +17,9 @@ from mooncake_engine.execution.extension import (
     load_extension,
 )
 from mooncake_engine.execution.feed_forward import FeedForwardRunner, TokenFeed
+from mooncake_engine.execution.graphs.decoding import DecodeGraphs
+from mooncake_engine.execution.graphs.piecewise import PiecewiseGraphs
+from mooncake_engine.execution.graphs.planning import plan_graphs
 from mooncake_engine.execution.kv_pool import KVPool, blocks_in
 from mooncake_engine.execution.model_stage import ModelStage, Stage
 from mooncake_engine.execution.pending import PendingStep
@@ -113,9 +115,9 @@ class Worker:
         backend.runtime.bind_thread(index)
         self._ground = _Ground(config, backend, index, groups)
         placement = self._ground.placement(setup)
-        model = build_model(setup.model, placement, setup.max_model_len)
+        self._model = model = build_model(setup.model, placement, setup.max_model_len)
         load_weights(model, config.model, handlers.progress)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: list[DecodeGraphs | PiecewiseGraphs] = []
         self._draft = self._load_draft(setup, handlers.progress)
         stage = ModelStage(model, placement, setup.model.hidden_size, groups.pipeline)
         self._setup = self._measured(setup, stage) if setup.is_provisional else setup
@@ -162,16 +164,26 @@ class Worker:
         num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
         mover = BlockMover(pool, num_host_blocks, backend.ops, device)
         sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
-        stage: Stage = model
-        if size.num_scratch_blocks and not setup.is_provisional:
-            room = (largest_graph(config, backend), setup.max_blocks)
-            stage = self._graphs = DecodeGraphs(model, pool, backend.runtime, *room)
+        stage = model if setup.is_provisional else self._with_graphs(model, pool)
         parts = RunnerParts(stage, pool, requests, sampler, mover)
         if config.feeds_forward:
             make_event = partial(backend.runtime.event, index)
             feed = TokenFeed(config.max_num_seqs, device, make_event, config.steps_in_flight)
             return pool, FeedForwardRunner(parts, feed)
         return pool, ModelRunner(parts, self._build_proposer(setup, requests, sampler))
+
+    def _with_graphs(self, stage: Stage, pool: KVPool) -> Stage:
+        """The stage whose steps are replayed, as far as they are captured."""
+        ground, setup = self._ground, self._setup
+        runtime, plan = ground.backend.runtime, plan_graphs(ground.config, ground.backend)
+        if sizes := plan.decode_sizes:
+            stage = DecodeGraphs(stage, pool, runtime, sizes, setup.max_blocks)
+            self._graphs.append(stage)
+        if sizes := plan.piecewise_sizes:
+            where = (ground.placement(setup), pool, runtime)
+            stage = PiecewiseGraphs(stage, self._model, *where, sizes=sizes)
+            self._graphs.append(stage)
+        return stage
 
     def _load_draft(self, setup: ExecutionSetup, progress: ProgressHandler | None) -> Model | None:
         """The draft model, on the same ranks as the model."""
@@ -223,8 +235,8 @@ class Worker:
         """Compile and capture whatever the first requests would have to wait for."""
         self._run_once()
         is_own_memory = self._ground.device.type != "cpu"  # of which KV leaves just what is needed
-        if self._graphs is not None and is_own_memory:
-            self._graphs.capture()
+        for graphs in self._graphs if is_own_memory else ():
+            graphs.capture()
 
     def _run_once(self) -> None:
         """A prompt and a decode, into block 0, which no request holds yet."""

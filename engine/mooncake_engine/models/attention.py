@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mooncake_engine.models.context import ForwardContext, Rotation
+from mooncake_engine.models.context import AttentionWidths, ForwardContext, TokenPlaces
 from mooncake_engine.models.heads import HeadShare, share_heads
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import (
@@ -82,18 +82,27 @@ class Attention:
         self._qkv.pack()
         self._output.pack()
 
-    def __call__(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes the tokens' KV on the way."""
+    @property
+    def widths(self) -> AttentionWidths:
+        """See ``AttentionBlock``."""
+        return AttentionWidths(self._heads.query_heads, self._head_dim, self._head_dim)
+
+    def prepare(self, x: Tensor, places: TokenPlaces) -> Tensor:
+        """See ``AttentionBlock``."""
         query, key, value = self._project(x)
-        query, key = self._ops.rope(query, key, rotation.positions, rotation.cos_sin)
-        key_cache, value_cache = context.kv[self._layer]
-        batch = context.batch
-        self._ops.write_kv(key, value, key_cache, value_cache, batch.slot_mapping)
-        if context.layer_done is not None:
-            context.layer_done(self._layer)
+        query, key = self._ops.rope(query, key, places.positions, places.cos_sin)
+        key_cache, value_cache = places.kv[self._layer]
+        self._ops.write_kv(key, value, key_cache, value_cache, places.slots)
+        return query
+
+    def attend(self, query: Tensor, context: ForwardContext) -> Tensor:
+        """See ``AttentionBlock``."""
         kernels = (self._ops.decode_attention, self._ops.prefill_attention)
-        attended = attend(kernels, query, (key_cache, value_cache), batch, self._scale)
-        return self._output(attended.reshape(x.shape[0], -1))
+        return attend(kernels, query, context.kv[self._layer], context.batch, self._scale)
+
+    def finish(self, attended: Tensor) -> Tensor:
+        """See ``AttentionBlock``."""
+        return self._output(attended.reshape(attended.shape[0], -1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each ``[tokens, heads, head_dim]``, normed where asked."""

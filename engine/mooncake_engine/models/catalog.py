@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mooncake_engine.models.context import ForwardContext
-from mooncake_engine.models.decoder import Decoder
+from mooncake_engine.models.context import AttentionWidths, ForwardContext, TokenPlaces
+from mooncake_engine.models.decoder import Between, Decoder
 from mooncake_engine.models.deepseek import (
     DeepseekDecoder,
     read_deepseek_v2,
@@ -58,6 +58,34 @@ class Model(Protocol):
 
         Stages of a pipeline hand ``[2, tokens, hidden]`` on: what one returns is the next's entry.
         """
+        ...
+
+    @property
+    def num_held_layers(self) -> int:
+        """See ``Decoder``, also for the pieces of a forward pass, which follow."""
+        ...
+
+    @property
+    def attention_widths(self) -> AttentionWidths:
+        """Of what ``attend`` takes and returns."""
+        ...
+
+    def place(
+        self, positions: Tensor, slots: Tensor, kv: Mapping[int, tuple[Tensor, ...]]
+    ) -> TokenPlaces:
+        """Where tokens stand in this model's sequences, and in its KV."""
+        ...
+
+    def begin(self, entry: Tensor, places: TokenPlaces) -> Between:
+        """The piece up to the first layer's attention."""
+        ...
+
+    def attend(self, index: int, query: Tensor, context: ForwardContext) -> Tensor:
+        """Attention of the held layer with that index."""
+        ...
+
+    def go_on(self, index: int, attended: Tensor, residual: Tensor, places: TokenPlaces) -> Between:
+        """The piece behind that attention."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

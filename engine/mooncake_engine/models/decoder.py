@@ -5,14 +5,14 @@ A subclass overrides ``build_attention``, ``build_mlp`` or ``names``; see docs/m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mooncake_engine.models.attention import Attention, AttentionNames
-from mooncake_engine.models.context import ForwardContext, Rotation
+from mooncake_engine.models.context import AttentionWidths, ForwardContext, TokenPlaces
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import Head, Norm, Placement, Span, VocabTable, WeightSlot
 from mooncake_engine.models.mlp import GatedMlp, MlpNames
@@ -49,10 +49,26 @@ class Block(Protocol):
 
 
 class AttentionBlock(Block, Protocol):
-    """What a layer attends with."""
+    """What a layer attends with: [tokens, hidden] to [tokens, hidden], in three parts.
 
-    def __call__(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes the tokens' KV on the way."""
+    The first and the last do the same for every token, whatever sequence it belongs to.
+    """
+
+    @property
+    def widths(self) -> AttentionWidths:
+        """Of what ``attend`` takes and returns; the same in every layer of a model."""
+        ...
+
+    def prepare(self, x: Tensor, places: TokenPlaces) -> Tensor:
+        """Write the tokens' KV; returns their queries, [tokens, heads, query]."""
+        ...
+
+    def attend(self, query: Tensor, context: ForwardContext) -> Tensor:
+        """Of queries, over the KV: [tokens, heads, value]."""
+        ...
+
+    def finish(self, attended: Tensor) -> Tensor:
+        """From what was attended to, [tokens, hidden]."""
         ...
 
 
@@ -82,19 +98,31 @@ class DecoderLayer:
         self.attention.pack()
         self.mlp.pack()
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Rotation, context: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """Takes normed ``x`` and the residual; returns the MLP's output and the new residual."""
-        x = self.attention(x, rotation, context)
-        x, residual = self.mlp_norm.add(x, residual)
+    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Whatever follows attention; returns the MLP's output and the new residual."""
+        x, residual = self.mlp_norm.add(self.attention.finish(attended), residual)
         return self.mlp(x), residual
+
+
+class Between(NamedTuple):
+    """What is handed from one piece of a forward pass to the next.
+
+    Args:
+        rows: queries of the layer that attends next, [tokens, heads, query]; behind the last layer
+            what ``Decoder.forward`` returns.
+        residual: [tokens, hidden].
+    """
+
+    rows: Tensor
+    residual: Tensor
 
 
 class Decoder:
     """A causal language model of one rank: all of it, or the layers of a pipeline stage.
 
-    The first stage has the embedding, the last one the final norm and the head.
+    The first stage has the embedding, the last one the final norm and the head. A forward pass is
+    made of pieces, with a layer's attention between each two: so attention can have its own way
+    with a batch, while all else depends on the number of tokens alone.
 
     Args:
         config: the model's facts.
@@ -206,12 +234,51 @@ class Decoder:
             [tokens, hidden], after the final norm, on the last stage; on the others
             [2, tokens, hidden], the last MLP's output and the residual that it belongs to.
         """
+        places = self.place(positions, context.batch.slot_mapping, context.kv)
+        between = self.begin(entry, places)
+        for index in range(self.num_held_layers):
+            attended = self.attend(index, between.rows, context)
+            between = self.go_on(index, attended, between.residual, places)
+        return between.rows
+
+    @property
+    def num_held_layers(self) -> int:
+        """Layers of this rank: pieces of a forward pass, less one."""
+        return len(self._held)
+
+    @property
+    def attention_widths(self) -> AttentionWidths:
+        """See ``AttentionBlock.widths``."""
+        return self._layers[0].attention.widths
+
+    def place(
+        self, positions: Tensor, slots: Tensor, kv: Mapping[int, tuple[Tensor, ...]]
+    ) -> TokenPlaces:
+        """Where tokens stand in this model's sequences, and in its KV."""
+        return TokenPlaces(positions, self._cos_sin, slots, kv)
+
+    def begin(self, entry: Tensor, places: TokenPlaces) -> Between:
+        """The first piece: up to the first layer's attention; see ``forward``."""
         x, residual = self._enter(entry)
-        rotation = Rotation(positions, self._cos_sin)
-        for layer, following in zip(self._layers, [*self._layers[1:], None], strict=True):
-            x, residual = layer(x, residual, rotation, context)
-            if following is not None:
-                x, residual = following.input_norm.add(x, residual)
+        return Between(self._layers[0].attention.prepare(x, places), residual)
+
+    def attend(self, index: int, query: Tensor, context: ForwardContext) -> Tensor:
+        """Attention of the held layer with that index; its KV is written."""
+        if context.layer_done is not None:
+            context.layer_done(self._held.start + index)
+        return self._layers[index].attention.attend(query, context)
+
+    def go_on(self, index: int, attended: Tensor, residual: Tensor, places: TokenPlaces) -> Between:
+        """The piece behind the attention of the held layer with that index."""
+        x, residual = self._layers[index].finish(attended, residual)
+        if index + 1 == self.num_held_layers:
+            return Between(self._leave(x, residual), residual)
+        following = self._layers[index + 1]
+        x, residual = following.input_norm.add(x, residual)
+        return Between(following.attention.prepare(x, places), residual)
+
+    def _leave(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What ``forward`` returns."""
         if self._ending is None:
             return torch.stack((x, residual))
         return self._ending[0].add(x, residual)[0]

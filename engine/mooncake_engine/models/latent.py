@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mooncake_engine.models.attention import attend, rank_heads
-from mooncake_engine.models.context import ForwardContext, Rotation
+from mooncake_engine.models.context import AttentionWidths, ForwardContext, TokenPlaces
 from mooncake_engine.models.hf_config import MlaConfig, ModelConfig
 from mooncake_engine.models.layers import (
     ColumnLinear,
@@ -150,6 +150,7 @@ class LatentAttention:
         self._kv_norm = Norm(placement, names.kv_norm, mla.latent_dim, _NORM_EPS)
         self._kv_up = AbsorbedWeights(config, mla, placement, names.kv_up)
         heads, dim = rank_heads(config, placement), mla.value_dim
+        self._num_heads = heads.query_heads
         columns = Span(heads.query_start * dim, heads.query_stop * dim)
         shape = (hidden, config.num_heads * dim)
         bias = config.output_bias
@@ -174,22 +175,29 @@ class LatentAttention:
         for linear in (self._query, down, self._output):
             linear.pack()
 
-    def __call__(self, x: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
-        """[tokens, hidden] to [tokens, hidden]; writes the tokens' latents on the way."""
-        ops, mla, batch, caches = self._ops, self._mla, context.batch, context.kv[self._layer]
+    @property
+    def widths(self) -> AttentionWidths:
+        """See ``AttentionBlock``."""
+        mla = self._mla
+        return AttentionWidths(self._num_heads, mla.latent_dim + mla.rope_dim, mla.latent_dim)
+
+    def prepare(self, x: Tensor, places: TokenPlaces) -> Tensor:
+        """See ``AttentionBlock``."""
+        mla, norm = self._mla, self._kv_norm
         plain, turned = torch.split(self._query(x), [mla.nope_dim, mla.rope_dim], dim=-1)
-        norm = self._kv_norm
-        rows = LatentRows(
-            self._kv_down(x), norm.weight, norm.eps, rotation.positions, rotation.cos_sin
-        )
-        latent_cache, rope_cache = caches
-        turned = ops.write_latents(turned, rows, latent_cache, rope_cache, batch.slot_mapping)
-        if context.layer_done is not None:
-            context.layer_done(self._layer)
-        query = torch.cat((self._kv_up.into_latents(plain), turned), dim=-1)
-        kernels = (ops.mla_decode_attention, ops.mla_prefill_attention)
-        attended = attend(kernels, query, caches, batch, mla.scale)
-        return self._output(self._kv_up.from_latents(attended).reshape(x.shape[0], -1))
+        rows = LatentRows(self._kv_down(x), norm.weight, norm.eps, places.positions, places.cos_sin)
+        latent_cache, rope_cache = places.kv[self._layer]
+        turned = self._ops.write_latents(turned, rows, latent_cache, rope_cache, places.slots)
+        return torch.cat((self._kv_up.into_latents(plain), turned), dim=-1)
+
+    def attend(self, query: Tensor, context: ForwardContext) -> Tensor:
+        """See ``AttentionBlock``."""
+        kernels = (self._ops.mla_decode_attention, self._ops.mla_prefill_attention)
+        return attend(kernels, query, context.kv[self._layer], context.batch, self._mla.scale)
+
+    def finish(self, attended: Tensor) -> Tensor:
+        """See ``AttentionBlock``."""
+        return self._output(self._kv_up.from_latents(attended).reshape(attended.shape[0], -1))
 
 
 def whole_linear(

@@ -65,6 +65,10 @@ class Placement:
         """Uninitialised memory of the placement's device, and of its dtype unless told."""
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
+    def zeros(self, *shape: int) -> Tensor:
+        """Memory of the placement's device and dtype that holds zeros."""
+        return torch.zeros(shape, device=self.device, dtype=self.dtype)
+
     def share(self, total: int) -> Span:
         """This rank's half-open part of ``range(total)``; sizes differ by at most one."""
         rank, size = self.tp_rank, self.tp_size

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from mooncake_engine.config import EngineConfig, KVTransferConfig, Role
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.execution.decode_graphs import (
-    DecodeGraphs,
-    graph_sizes,
-    largest_graph,
-    scratch_blocks,
-    uses_graphs,
-)
+from mooncake_engine.execution.graphs.decoding import DecodeGraphs
+from mooncake_engine.execution.graphs.planning import decode_sizes
 from mooncake_engine.execution.kv_pool import KVPool, PoolSize
 from mooncake_engine.models.context import ForwardContext
 from mooncake_hal.backend import AttentionBatch
@@ -28,6 +21,7 @@ from mooncake_hal_cpu.backend import CpuBackend
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 1, 1, (2, 2), "float32", 4)
 BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_BLOCKS = 4, 2, 6, 3
+SIZES = decode_sizes(MAX_SEQS)
 
 
 @dataclass
@@ -102,7 +96,7 @@ def stage() -> Stage:
 
 @pytest.fixture
 def graphs(pool: KVPool, runtime: RerunRuntime, stage: Stage) -> DecodeGraphs:
-    return DecodeGraphs(stage, pool, runtime, MAX_SEQS, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
+    return DecodeGraphs(stage, pool, runtime, SIZES, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
 
 
 def decodes(*tokens: int) -> tuple[Tensor, Tensor, AttentionBatch]:
@@ -123,14 +117,6 @@ def decodes(*tokens: int) -> tuple[Tensor, Tensor, AttentionBatch]:
     return torch.tensor(tokens), torch.tensor(lens) - 1, batch
 
 
-def test_sizes_rise_to_the_largest_step() -> None:
-    assert graph_sizes(1) == [1]
-    assert graph_sizes(6) == [1, 2, 4, 6]
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert graph_sizes(256)[-2:] == [240, 256]
-    assert graph_sizes(300)[-3:] == [256, 288, 300]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_replay_does_what_the_step_asks(
     graphs: DecodeGraphs, pool: KVPool, stage: Stage, count: int
@@ -148,7 +134,7 @@ def test_a_replay_does_what_the_step_asks(
             wanted = old[: BLOCKS * BLOCK_SIZE].clone()
             wanted[batch.slot_mapping] = token_ids.float().unsqueeze(1)
             assert torch.equal(found, wanted), "a block of somebody's was written to"
-    fitting = min(size for size in graph_sizes(MAX_SEQS) if size >= count)
+    fitting = min(size for size in SIZES if size >= count)
     assert stage.sizes == [fitting] * 3, "captured once, replayed twice"
 
 
@@ -160,7 +146,7 @@ def test_the_host_hears_what_the_tensors_say(
         token_ids, positions, batch = decodes(*tokens)
         graphs.forward(token_ids, positions, ForwardContext(batch, pool.layers))
         replayed = next(graph for graph in runtime.graphs if graph.lens)
-        assert replayed.lens[-1] == tuple(graphs._buffers.context_lens[:4].tolist())
+        assert replayed.lens[-1] == tuple(graphs._batch.context_lens[:4].tolist())
 
 
 def test_other_steps_run_as_they_are(graphs: DecodeGraphs, pool: KVPool, stage: Stage) -> None:
@@ -175,8 +161,8 @@ def test_other_steps_run_as_they_are(graphs: DecodeGraphs, pool: KVPool, stage: 
 
 def test_what_can_not_be_captured_is_said(pool: KVPool, runtime: RerunRuntime) -> None:
     runtime.refusal = RuntimeError("moe waits for the device")
-    graphs = DecodeGraphs(Stage(), pool, runtime, MAX_SEQS, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
-    with pytest.raises(ConfigError, match=r"6 decodes .*: moe waits .*: --enforce-eager"):
+    graphs = DecodeGraphs(Stage(), pool, runtime, SIZES, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
+    with pytest.raises(ConfigError, match=r"decodes .* size 6: moe waits .*: --enforce-eager"):
         graphs.capture()
 
 
@@ -184,29 +170,11 @@ def test_a_model_that_a_backend_does_not_capture_runs_all_the_same(
     pool: KVPool, runtime: RerunRuntime, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refusal = CapabilityError("experts are counted on the host")
-    graphs = DecodeGraphs(stage, pool, runtime, MAX_SEQS, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
+    graphs = DecodeGraphs(stage, pool, runtime, SIZES, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
     for _ in range(2):
         token_ids, positions, batch = decodes(1, 2, 3)
         graphs.forward(token_ids, positions, ForwardContext(batch, pool.layers))
     assert stage.sizes == [3, 3]
-    assert caplog.messages == ["decode steps run without graphs: experts are counted on the host"]
-
-
-def test_who_uses_graphs() -> None:
-    backend = CpuBackend()
-    backend.capabilities = replace(backend.capabilities, graphs=False)
-    config = EngineConfig(Path(), max_num_seqs=17)
-    assert not uses_graphs(config, backend)
-    backend.capabilities = replace(backend.capabilities, graphs=True)
-    assert uses_graphs(config, backend)
-    assert scratch_blocks(config, backend, 16) == 2
-    assert largest_graph(replace(config, max_num_seqs=256), backend) == 32
-    kv = KVTransferConfig()
-    for without in (
-        replace(config, enforce_eager=True),
-        replace(config, pp_size=2),
-        replace(config, role=Role.PREFILL, kv_transfer=kv),
-    ):
-        assert not uses_graphs(without, backend)
-        assert scratch_blocks(without, backend, 16) == 0
-    assert uses_graphs(replace(config, role=Role.DECODE, kv_transfer=kv), backend)
+    assert caplog.messages == [
+        "steps of decodes run without graphs: experts are counted on the host"
+    ]
