@@ -115,10 +115,9 @@ class EngineCore:
         self._executor.check()
         self._scheduler.expire(self._clock())
         plan = self._scheduler.schedule()
-        is_empty = not plan.sequences and not plan.retired
-        if not is_empty:
+        if not plan.is_empty:
             self._flights.append((plan, self._executor.submit(plan)))
-        if self._flights and (is_empty or len(self._flights) == self._steps_in_flight):
+        if self._flights and (plan.is_empty or len(self._flights) == self._steps_in_flight):
             oldest, pending = self._flights.popleft()
             updates = self._scheduler.update(oldest, pending.result())
         else:

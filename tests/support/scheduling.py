@@ -251,12 +251,18 @@ class Bench:
 
     def step(self) -> tuple[StepPlan, list[TokenUpdate]]:
         """Plan one step, let the oldest one run if there are enough, and audit the books."""
-        plan = self.scheduler.schedule()
-        self.in_flight.append(plan)
-        is_full = len(self.in_flight) >= self.depth or not plan.sequences
-        updates = self.land() if is_full else self.scheduler.take_updates()
+        plan = self.submit()
+        is_full = len(self.in_flight) >= self.depth or plan.is_empty
+        updates = self.land() if self.in_flight and is_full else self.scheduler.take_updates()
         self.scheduler.check_integrity()
         return plan, updates
+
+    def submit(self) -> StepPlan:
+        """Plan one step; as with a core, one that is empty is never run."""
+        plan = self.scheduler.schedule()
+        if not plan.is_empty:
+            self.in_flight.append(plan)
+        return plan
 
     def land(self) -> list[TokenUpdate]:
         """Run the oldest step in flight, and take in what comes of it."""

@@ -95,6 +95,12 @@ class StepPlan:
         return sum(sequence.count + sequence.num_guesses for sequence in self.sequences)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether workers have nothing to do, copies of blocks included, and nobody to forget."""
+        has_copies = self.swap_outs or self.swap_ins or self.block_copies
+        return not (self.sequences or has_copies or self.retired)
+
+    @property
     def reads_freed_blocks(self) -> bool:
         """Whether it copies from blocks that may have been given up since it was planned."""
         return bool(self.swap_outs or self.block_copies)

@@ -168,9 +168,9 @@ class Scheduler:
     # --- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; the plan may be empty.
+        """Plan the next step; the plan may be empty: then nobody has to run it.
 
-        With sequences in it, it is in flight until ``update`` is called with it.
+        Else it is in flight until ``update`` is called with it.
         """
         step = StepBuilder(self.limits.max_num_batched_tokens)
         self._awaits_landing = self._awaits_landing and bool(self._flights)
@@ -181,7 +181,7 @@ class Scheduler:
         arrived = self._loads.arrivals.take() if step.requests else ()
         plan = step.build(self._step, self._places.take_retired(), arrived)
         self._step += 1
-        if plan.sequences:
+        if not plan.is_empty:
             self._flights.append(_Flight(plan, step.requests))
         return plan
 
@@ -207,7 +207,7 @@ class Scheduler:
             plan: of the oldest step in flight; an empty one changes nothing.
             result: its.
         """
-        if plan.sequences:
+        if not plan.is_empty:
             flight = self._flights.popleft()
             assert flight.plan is plan, f"step {plan.step} is over before {flight.plan.step}"
             requests = iter(flight.requests)

@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool = self.scheduler.blocks.pool
         held = pool.allocate(pool.num_free)
         assert held is not None
-        self.bench.in_flight.append(self.scheduler.schedule())
+        self.bench.submit()
         pool.release(held)
         if len(self.bench.in_flight) >= self.bench.depth:
             self._take(self.bench.land())

@@ -188,7 +188,6 @@ def test_nobody_gives_way_to_steps_in_flight() -> None:
         plan, _ = bench.step()
     assert bench.num_free == 0
     assert second.state is RequestState.RUNNING
-    bench.land()
     plan, _ = bench.step()
     assert [name for name, _, _ in who(plan)] == ["a"]
     assert (first.state, second.state) == (RequestState.RUNNING, RequestState.WAITING)
@@ -208,6 +207,23 @@ def test_a_load_waits_until_swapped_blocks_are_copied() -> None:
     bench.scheduler.abort("b1")
     bench.scheduler.schedule()
     assert bench.connector.loading == {}
+
+
+@pytest.mark.parametrize("feeds_forward", [False, True])
+def test_what_comes_back_from_host_memory_is_copied_though_nobody_runs(feeds_forward: bool) -> None:
+    """The one that is left of a group takes the last free blocks, and lacks one to go on."""
+    bench = ahead(5, num_host_blocks=8, feeds_forward=feeds_forward, max_model_len=20)
+    bench.add("old", [1, 2, 3, 4], arrival=0, max_tokens=6)
+    for name in ("new0", "new1"):
+        bench.add(name, [5, 6, 7, 8], arrival=1, max_tokens=14, group="new")
+    while not bench.scheduler.num_swapped:
+        bench.step()
+    bench.scheduler.abort("new0")
+    plans = []
+    while bench.scheduler.has_work:
+        plans.append(bench.step()[0])  # whoever attends to foreign KV raises
+    assert any(plan.swap_ins and not plan.sequences for plan in plans)
+    assert bench.num_free == 5
 
 
 def test_who_lacks_a_block_is_not_passed_over_for_long() -> None:
