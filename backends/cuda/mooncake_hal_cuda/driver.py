@@ -31,6 +31,7 @@ UUID_BYTES = 16
 _OUT_OF_MEMORY = 2
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
+_WITHOUT_TIME = 2
 _FOR_EVERY_DEVICE = 3  # portable, and mapped
 
 
@@ -43,6 +44,7 @@ class _IpcHandle(ctypes.Structure):
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (c_uint,),
     "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGetUuid_v2": (c_ubyte * UUID_BYTES, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
@@ -63,6 +65,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuStreamCreate": (POINTER(handle), c_uint),
     "cuStreamSynchronize": (handle,),
     "cuStreamDestroy_v2": (handle,),
+    "cuEventCreate": (POINTER(handle), c_uint),
+    "cuEventRecord": (handle, handle),
+    "cuEventSynchronize": (handle,),
+    "cuEventDestroy_v2": (handle,),
 }
 
 
@@ -101,6 +107,12 @@ class CudaDriver:
                 self.call("cuDevicePrimaryCtxRetain", byref(context), self.ordinal(index))
                 self._contexts[index] = context
         self.call("cuCtxSetCurrent", self._contexts[index])
+
+    def count(self) -> int:
+        """How many devices CUDA_VISIBLE_DEVICES shows."""
+        found = c_int()
+        self.call("cuDeviceGetCount", byref(found))
+        return found.value
 
     def uuid(self, index: int) -> bytes:
         """What names the device on this host, whatever CUDA_VISIBLE_DEVICES says."""
@@ -183,6 +195,20 @@ class CudaDriver:
     def drain(self, stream: handle) -> None:
         """Block until all that was enqueued on the stream has finished."""
         self.call("cuStreamSynchronize", stream)
+
+    def mark(self, stream: handle) -> handle:
+        """An event behind all that was enqueued on the stream so far; ``reach`` it once."""
+        event = handle()
+        self.call("cuEventCreate", byref(event), _WITHOUT_TIME)
+        self.call("cuEventRecord", event, stream)
+        return event
+
+    def reach(self, event: handle) -> None:
+        """Block until the stream has passed an event, and give the event back."""
+        try:
+            self.call("cuEventSynchronize", event)
+        finally:
+            self.call("cuEventDestroy_v2", event)
 
     def destroy_stream(self, stream: handle) -> None:
         """Give a stream back."""

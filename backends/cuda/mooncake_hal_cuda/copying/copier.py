@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,13 +16,32 @@ from mooncake_hal_cuda.driver import CudaDriver
 
 Addresses = NDArray[np.uint64]
 
-LARGE_BYTES = 1 << 20
-"""Pieces of this size on average are one call each: the copy engines take no processor away."""
-
-_PROGRAMS = 32
 _CHUNK_BYTES = 64 << 10
 _ALIGNMENT = 16
 _WIDTH = 2048
+_TORCH_TYPES = {4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What lies between the two ends of a copy: how it is made best.
+
+    Args:
+        large_bytes: pieces of this size on average are one call each: the copy engines take no
+            processor away, and a piece takes them longer than it takes the host to ask for it.
+        programs: of the kernel that copies smaller pieces.
+    """
+
+    large_bytes: int
+    programs: int
+
+
+WITHIN = Route(large_bytes=32 << 20, programs=512)
+"""One device: a megabyte takes less than a microsecond, and every processor to keep up with."""
+BETWEEN = Route(large_bytes=8 << 20, programs=64)
+"""Two devices: what NVLink is kept busy by."""
+HOST = Route(large_bytes=256 << 10, programs=32)
+"""Pinned memory of the host, over PCIe."""
 
 
 class Copier:
@@ -39,19 +59,26 @@ class Copier:
         driver.bind(index)
         self._stream = driver.new_stream()
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Enqueue one copy per piece; ``drain`` waits for them."""
-        if int(nbytes.sum()) >= LARGE_BYTES * len(nbytes):
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses, route: Route) -> None:
+        """Enqueue one copy per piece; ``drain``, or what ``mark`` returns, waits for them."""
+        if int(nbytes.sum()) >= route.large_bytes * len(nbytes):
             pieces = zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True)
             for target, source, size in pieces:
                 self._driver.copy(target, source, size, self._stream)
             return
         with self._on_stream():
-            self.launch(targets, sources, nbytes)
+            self.launch(targets, sources, nbytes, route.programs)
 
-    def launch(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+    def launch(
+        self, targets: Addresses, sources: Addresses, nbytes: Addresses, programs: int
+    ) -> None:
         """Enqueue the kernel that copies many small pieces."""
-        launch_copy(self._device, targets, sources, nbytes)
+        launch_copy(self._device, (targets, sources, nbytes), programs)
+
+    def mark(self) -> Callable[[], None]:
+        """What blocks until all that was enqueued so far has been copied; call it once."""
+        event = self._driver.mark(self._stream)
+        return lambda: self._driver.reach(event)
 
     def drain(self) -> None:
         """Block until everything that was enqueued has been copied."""
@@ -72,9 +99,13 @@ class Copier:
 class HostCopier:
     """The copier of an endpoint whose memory is the host's; nobody has anything for it."""
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses, route: Route) -> None:
         """Refuse."""
         raise DeviceError("memory of the host is not copied by a device")
+
+    def mark(self) -> Callable[[], None]:
+        """Nothing was enqueued."""
+        return self.drain
 
     def drain(self) -> None:
         """Nothing was enqueued."""
@@ -86,7 +117,11 @@ class HostCopier:
 class Copies(Protocol):
     """A copier of either kind."""
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses, route: Route) -> None:
+        """See ``Copier``."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
         """See ``Copier``."""
         ...
 
@@ -100,33 +135,56 @@ class Copies(Protocol):
 
 
 def launch_copy(
-    device: torch.device, targets: Addresses, sources: Addresses, nbytes: Addresses
+    device: torch.device, pieces: tuple[Addresses, Addresses, Addresses], programs: int
 ) -> None:
-    """Launch one kernel for all pieces, on the current stream."""
+    """Launch one kernel for all pieces, on the current stream.
+
+    Args:
+        device: that copies.
+        pieces: targets, sources, nbytes.
+        programs: the most of them.
+    """
     # here, since an endpoint of host memory runs where triton is not installed
     from mooncake_hal_cuda.kernels.copy_spans import copy_spans
 
-    def uploaded(values: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
+    targets, sources, nbytes = pieces
     every = int(np.bitwise_or.reduce(targets | sources | nbytes))
     word = 8 if every % _ALIGNMENT == 0 else 1
     chunk = _CHUNK_BYTES // word
     sizes = nbytes.astype(np.int64) // word
     chunks = -(-sizes // chunk)
     owners = np.repeat(np.arange(len(sizes), dtype=np.int32), chunks)
-    copy_spans[(min(_PROGRAMS, len(owners)),)](
-        uploaded(sources.view(np.int64)),
-        uploaded(targets.view(np.int64)),
-        uploaded(sizes),
-        uploaded(np.cumsum(chunks) - chunks),
-        uploaded(owners),
+    firsts = np.cumsum(chunks) - chunks
+    tables = (sources.view(np.int64), targets.view(np.int64), sizes, firsts, owners)
+    copy_spans[(min(programs, len(owners)),)](
+        *_uploaded(device, tables),
         len(owners),
         WORD=word,
         CHUNK=chunk,
         WIDTH=_WIDTH,
         num_warps=8,
     )
+
+
+def _uploaded(
+    device: torch.device, arrays: Sequence[NDArray[np.int64] | NDArray[np.int32]]
+) -> list[torch.Tensor]:
+    """Arrays on the device, in one copy that the host does not wait for.
+
+    Each begins at a multiple of 16 bytes: launches with others would be compiled once more.
+    """
+    rooms = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    packed = torch.empty(sum(rooms), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    content, begin, begins = packed.numpy(), 0, []
+    for array, room in zip(arrays, rooms, strict=True):
+        content[begin : begin + array.nbytes] = array.view(np.uint8)
+        begins.append(begin)
+        begin += room
+    there = packed.to(device, non_blocking=True)
+    return [
+        there[begin : begin + array.nbytes].view(_TORCH_TYPES[array.dtype.itemsize])
+        for array, begin in zip(arrays, begins, strict=True)
+    ]
 
 
 MakeCopier = Callable[[CudaDriver, torch.device, int], Copier]

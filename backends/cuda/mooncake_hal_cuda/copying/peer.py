@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_hal.errors import PeerLost, RegionRevoked, TransferError
+from mooncake_hal.errors import PeerLost, RegionRevoked, TransferError, TransferTimeout
 from mooncake_hal.transport import Spans, Transfer
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
@@ -16,7 +18,7 @@ from mooncake_hal.transports.regions import RegionIndex, check_spans
 from mooncake_hal.transports.splitting import cut
 from mooncake_hal.transports.transfers import DONE
 from mooncake_hal_cuda.copying.copier import Copies
-from mooncake_hal_cuda.copying.worker import Job, Underway, Worker
+from mooncake_hal_cuda.copying.worker import Job, Underway, Way, Worker
 
 
 class CopyingPeer:
@@ -73,11 +75,14 @@ class CopyingPeer:
         for job in touched:
             job.transfer.abort(RegionRevoked(f"region {key} was revoked in mid-transfer"))
 
-    def _read(self, part: Spans, deadline: float, copier: Copies) -> Underway | None:
+    def _read(self, part: Spans, deadline: float, copier: Copies) -> Underway:
         raise NotImplementedError
 
-    def _write(self, part: Spans, deadline: float, copier: Copies) -> Underway | None:
+    def _write(self, part: Spans, deadline: float, copier: Copies) -> Underway:
         raise NotImplementedError
+
+    def _confirm(self, spans: Spans, deadline: float) -> None:
+        """See ``Way``; nothing where every part is."""
 
     def _let_go(self) -> None:
         raise NotImplementedError
@@ -90,10 +95,10 @@ class CopyingPeer:
             return DONE
         index, at = self._local.locate(spans.local, spans.nbytes)
         keys = index.touched(at)
-        move = self._write if is_write else self._read
+        way = Way(self._write if is_write else self._read, self._confirm, self._most_bytes)
         pieces = cut(spans.local, spans.remote, spans.nbytes, self._most_bytes)
         spans = Spans(pieces.local, pieces.remote, pieces.nbytes)
-        job = Job(spans, self._most_bytes, timeout, move, keys)
+        job = Job(spans, timeout, way, keys)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -101,5 +106,29 @@ class CopyingPeer:
         self._worker.submit(job)
         return job.transfer
 
+    @contextmanager
+    def _asking(self, part: Spans, deadline: float) -> Iterator[None]:
+        """Calls about a part: a refusal since the peer has revoked its memory is told as such."""
+        try:
+            yield
+        except (PeerLost, TransferTimeout):
+            raise
+        except TransferError:
+            self._session.barrier(left(deadline))  # what it has revoked we know after this
+            self._locate(part, deadline)
+            raise
+
     def _locate(self, part: Spans, deadline: float) -> tuple[RegionIndex, NDArray[np.intp]]:
         return self._session.locate(part.remote, part.nbytes, deadline - time.monotonic())
+
+
+def left(deadline: float) -> float:
+    """Seconds until a time of the monotonic clock.
+
+    Raises:
+        TransferTimeout: it has passed.
+    """
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TransferTimeout("the deadline passed; drained")
+    return seconds

@@ -39,8 +39,8 @@ class Underway:
 class Move(Protocol):
     """Moves a part of a transfer."""
 
-    def __call__(self, part: Spans, deadline: float, copier: Copies) -> Underway | None:
-        """Move it, or set it on its way: the next part begins before that one is finished.
+    def __call__(self, part: Spans, deadline: float, copier: Copies) -> Underway:
+        """Set it on its way: the next part begins before this one is finished.
 
         Raises:
             TransferError: nothing of it moves any more.
@@ -48,28 +48,41 @@ class Move(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a peer moves a transfer.
+
+    Args:
+        move: moves a part.
+        confirm: called with all of it when it has moved; raises TransferError if something was
+            wrong that no part has noticed.
+        most_bytes: of a part.
+    """
+
+    move: Move
+    confirm: Callable[[Spans, float], None]
+    most_bytes: int
+
+
 class Job:
     """A transfer and what it takes to make it.
 
     Args:
-        spans: what moves, none of them above ``most_bytes``.
-        most_bytes: that are moved at a time.
+        spans: what moves, none of them above ``way.most_bytes``.
         timeout: seconds for all of it.
-        move: moves a part.
+        way: how it is moved.
         local_keys: our regions that it touches.
     """
 
     def __init__(
         self,
         spans: Spans,
-        most_bytes: int,
         timeout: float,
-        move: Move,
+        way: Way,
         local_keys: frozenset[int],
     ) -> None:
         self._spans = spans
-        self._most_bytes = most_bytes
-        self._move = move
+        self._way = way
         self.local_keys = local_keys
         self.is_stopped = threading.Event()
         self.transfer = RunningTransfer(1, deadline_after(timeout), self.is_stopped.set)
@@ -87,25 +100,25 @@ class Job:
         """
         underway: deque[Underway] = deque()
         try:
-            for begin, end in parts_of(self._spans.nbytes, self._most_bytes):
-                if (begun := self._begin(slice(begin, end), copier)) is not None:
-                    underway.append(begun)
+            for begin, end in parts_of(self._spans.nbytes, self._way.most_bytes):
+                underway.append(self._begin(slice(begin, end), copier))
                 if len(underway) > 1:
                     underway.popleft().finish()
             if underway:
                 underway.popleft().finish()
+            self._way.confirm(self._spans, self.transfer.deadline)
         finally:
             for left in underway:
                 left.drain()
 
-    def _begin(self, pieces: slice, copier: Copies) -> Underway | None:
+    def _begin(self, pieces: slice, copier: Copies) -> Underway:
         if self.is_stopped.is_set():
             raise TransferCancelled("stopped before it was done")
         if time.monotonic() > self.transfer.deadline:
             raise self.transfer.late()
         arrays = (self._spans.local, self._spans.remote, self._spans.nbytes)
         part = Spans(*(array[pieces] for array in arrays))
-        return self._move(part, self.transfer.deadline, copier)
+        return self._way.move(part, self.transfer.deadline, copier)
 
 
 class Worker:

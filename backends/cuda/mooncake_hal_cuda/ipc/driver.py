@@ -10,20 +10,23 @@ import torch
 from mooncake_hal.errors import (
     CapabilityError,
     DeviceError,
+    PeerLost,
     RegionRevoked,
     TransferError,
+    TransferTimeout,
     TransportUnavailable,
 )
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import encode
-from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
+from mooncake_hal_cuda.copying.copier import BETWEEN, WITHIN, Copier, MakeCopier
 from mooncake_hal_cuda.copying.worker import Worker
 from mooncake_hal_cuda.ipc.descriptors import send_descriptor
 from mooncake_hal_cuda.ipc.facts import (
     NAME,
     VERSION,
+    EndpointFacts,
     RegionName,
     decode_call,
     decode_facts,
@@ -79,7 +82,7 @@ class IpcDriver:
 
     def unreachable(self, facts: bytes) -> str | None:
         """See ``Driver``."""
-        return why_unreachable(self._facts, decode_facts(facts))
+        return why_apart(self._sharing, self._facts, decode_facts(facts))
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
         """See ``Driver``: names the allocation around the region, in every way that it has."""
@@ -132,11 +135,12 @@ class IpcDriver:
         mappings = Mappings(self._sharing, self._index, session, self._facts, theirs)
         try:
             for key, region, attachment in session.regions.items():
-                mappings.base(key, region.address, attachment)
+                _map_if_live(session, mappings, (key, region.address, attachment), timeout)
         except TransferError:
             mappings.close()
             raise
-        peer = IpcPeer(session, self._local, self._worker, mappings)
+        route = WITHIN if theirs.device == self._facts.device else BETWEEN
+        peer = IpcPeer(session, self._local, self._worker, mappings, route)
         with self._lock:
             self._peers = [known for known in self._peers if not known.closed] + [peer]
         return peer
@@ -160,6 +164,25 @@ class IpcDriver:
             fabric=fabric,
             has_descriptor=HandleType.POSIX_FILE_DESCRIPTOR in types,
         )
+
+
+def why_apart(sharing: DeviceSharing, ours: EndpointFacts, theirs: EndpointFacts) -> str | None:
+    """Say why our device does not reach the peer's memory, or None."""
+    return why_unreachable(ours, theirs) or sharing.why_no_access(ours.device, theirs.device)
+
+
+def _map_if_live(
+    session: Session, mappings: Mappings, region: tuple[int, int, bytes], timeout: float
+) -> None:
+    """Map a (key, start, attachment); one that is revoked while it is asked for is no error."""
+    try:
+        mappings.base(*region)
+    except (PeerLost, TransferTimeout, TransportUnavailable):
+        raise
+    except TransferError:
+        session.barrier(timeout)  # what the peer has revoked we know after this
+        if region[0] in (key for key, _, _ in session.regions.items()):
+            raise
 
 
 def device_index(device: str) -> int:

@@ -64,6 +64,7 @@ class Mappings:
         Raises:
             TransportUnavailable: this process can't map it.
             PeerLost, TransferTimeout: the peer was asked for a descriptor, and did not send it.
+            TransferError: it refused; the region may have been revoked meanwhile.
         """
         with self._lock:
             if key not in self._bases:
@@ -74,6 +75,11 @@ class Mappings:
                 except DeviceError as exc:
                     raise TransportUnavailable(NAME, f"the peer's memory: {exc}") from exc
             return self._bases[key]
+
+    def has_others(self, live: set[int]) -> bool:
+        """Whether anything but the ``live`` regions is mapped."""
+        with self._lock:
+            return not self._bases.keys() <= live
 
     def forget(self, live: set[int]) -> None:
         """Unmap all but the ``live`` regions, of which nothing is being copied."""

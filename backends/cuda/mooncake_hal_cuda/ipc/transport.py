@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mooncake_hal.errors import DeviceError, TransportUnavailable
 from mooncake_hal.transport import Endpoint, EndpointOptions
 from mooncake_hal.transports.control.endpoint import compare_addresses, open_endpoint
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal_cuda.copying.copier import Copier, MakeCopier
 from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.ipc.driver import IpcDriver
-from mooncake_hal_cuda.ipc.facts import NAME, VERSION, decode_facts, why_unreachable
+from mooncake_hal_cuda.ipc.driver import IpcDriver, why_apart
+from mooncake_hal_cuda.ipc.facts import NAME, VERSION, decode_facts
 from mooncake_hal_cuda.sharing.devices import DeviceSharing
 
 
@@ -44,7 +46,8 @@ class IpcTransport:
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         """See ``Transport``."""
-        return compare_addresses((local, remote), NAME, VERSION, decode_facts, why_unreachable)
+        apart = partial(why_apart, self._sharing)
+        return compare_addresses((local, remote), NAME, VERSION, decode_facts, apart)
 
 
 def load() -> IpcTransport:

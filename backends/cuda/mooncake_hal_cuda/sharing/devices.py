@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 
 from mooncake_hal.errors import DeviceError
 from mooncake_hal_cuda import env
@@ -65,6 +66,24 @@ class DeviceSharing:
             except DeviceError as exc:
                 no_fabric = str(exc)
         return SharingFacts(no_descriptors, no_fabric, domain, is_rdma)
+
+    def why_no_access(self, ours: bytes, theirs: bytes) -> str | None:
+        """Say why a device can't use another one's memory, or None; by their UUIDs.
+
+        One that CUDA_VISIBLE_DEVICES hides from this process can't be asked about: whether its
+        memory can be mapped shows when it is.
+        """
+        known = self._indices
+        if theirs == ours or not {ours, theirs} <= known.keys():
+            return None
+        if self.driver.can_access(known[ours], known[theirs]):
+            return None
+        return f"cuda:{known[ours]} has no peer access to cuda:{known[theirs]}; see nvidia-smi topo"
+
+    @cached_property
+    def _indices(self) -> dict[bytes, int]:
+        """The devices' numbers by their UUIDs."""
+        return {self.driver.uuid(index): index for index in range(self.driver.count())}
 
     def _find_domain(self, index: int) -> Domain:
         """The domain in which memory of a device can be shared; DeviceError if in none."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout
 from mooncake_hal.transport import Peer, Spans
 from mooncake_hal.transports.control.session import Session
 from mooncake_hal.transports.control.table import AttachedRegions
 from mooncake_hal.transports.handshake import decode, encode
 from mooncake_hal_cuda.copying.copier import Addresses, Copies
-from mooncake_hal_cuda.copying.peer import CopyingPeer
+from mooncake_hal_cuda.copying.peer import CopyingPeer, left
 from mooncake_hal_cuda.copying.worker import Underway, Worker
 from mooncake_hal_cuda.staged.messages import (
     SLOT_BYTES,
@@ -77,7 +75,7 @@ class StagedPeer(CopyingPeer):
         if self._path.theirs is not None:
             self._call(Gather, part, slot, deadline)
         spans = self._path.spans(part, slot)
-        transfer = self._path.inner.read(spans, timeout=_left(deadline))
+        transfer = self._path.inner.read(spans, timeout=left(deadline))
 
         def finish() -> None:
             transfer.wait()
@@ -92,7 +90,7 @@ class StagedPeer(CopyingPeer):
         if ours is not None:
             ours.gather(copier, part.local, part.nbytes, slot)
         spans = self._path.spans(part, slot)
-        transfer = self._path.inner.write(spans, timeout=_left(deadline))
+        transfer = self._path.inner.write(spans, timeout=left(deadline))
 
         def finish() -> None:
             transfer.wait()
@@ -114,14 +112,8 @@ class StagedPeer(CopyingPeer):
 
     def _call(self, kind: type[Gather | Scatter], part: Spans, slot: int, deadline: float) -> None:
         call = kind(part.remote.tobytes(), part.nbytes.tobytes(), slot)
-        try:
-            self._session.call(encode(call), _left(deadline))
-        except (PeerLost, TransferTimeout):
-            raise
-        except TransferError:
-            self._session.barrier(_left(deadline))  # what it has revoked we know after this
-            self._locate(part, deadline)
-            raise
+        with self._asking(part, deadline):
+            self._session.call(encode(call), left(deadline))
 
 
 def open_staging(session: Session) -> int:
@@ -136,10 +128,3 @@ def joined(local: Addresses, remote: Addresses, nbytes: Addresses) -> Spans:
     if len(nbytes) > 1 and (together & (np.diff(remote) == nbytes[:-1])).all():
         return Spans(local[:1], remote[:1], nbytes.sum(keepdims=True, dtype=np.uint64))
     return spans
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TransferTimeout("the deadline passed; drained")
-    return left

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from mooncake_hal.transport import Endpoint, MemoryRegion
-from mooncake_hal_cuda.copying.copier import Addresses, Copier, Copies, MakeCopier
+from mooncake_hal_cuda.copying.copier import (
+    HOST,
+    Addresses,
+    Copier,
+    Copies,
+    MakeCopier,
+)
 from mooncake_hal_cuda.driver import CudaDriver
 from mooncake_hal_cuda.staged.messages import SLOT_BYTES, SLOTS, packed
 
@@ -62,12 +68,12 @@ class PinnedBuffer:
 
     def gather(self, copier: Copies, addresses: Addresses, nbytes: Addresses, slot: int) -> None:
         """Pack pieces of device memory into a slot."""
-        copier.copy(packed(self.slot(slot), nbytes), addresses, nbytes)
+        copier.copy(packed(self.slot(slot), nbytes), addresses, nbytes, HOST)
         copier.drain()
 
     def scatter(self, copier: Copies, addresses: Addresses, nbytes: Addresses, slot: int) -> None:
         """Unpack a slot into pieces of device memory."""
-        copier.copy(addresses, packed(self.slot(slot), nbytes), nbytes)
+        copier.copy(addresses, packed(self.slot(slot), nbytes), nbytes, HOST)
         copier.drain()
 
     def close(self) -> None:
