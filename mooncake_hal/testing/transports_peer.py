@@ -46,6 +46,8 @@ class PeerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # loader and allocator are found there as they are here, whoever has set the path
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         plain = {**asdict(options), "secret": options.secret.hex()}
         opened = self.ask(

@@ -51,7 +51,7 @@ class RegionIndex:
 
     def touched(self, positions: NDArray[np.intp]) -> frozenset[int]:
         """Return the keys of the regions at these positions; any number of each."""
-        return frozenset(self.keys[at] for at in np.unique(positions).tolist())
+        return frozenset(self.keys[at] for at in np.flatnonzero(np.bincount(positions)).tolist())
 
 
 class RegionTable:

@@ -94,9 +94,11 @@ class InterpretedCopier(Copier):
     def __init__(self, driver: CudaDriver, device: torch.device, index: int) -> None:
         super().__init__(driver, torch.device("cpu"), index)
 
-    def launch(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+    def launch(
+        self, targets: Addresses, sources: Addresses, nbytes: Addresses, programs: int
+    ) -> None:
         if len(nbytes) <= INTERPRETED_PIECES and nbytes.sum() <= INTERPRETED_BYTES:
-            super().launch(targets, sources, nbytes)
+            super().launch(targets, sources, nbytes, programs)
             return
         pieces = zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True)
         for target, source, size in pieces:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch, Drawing
 from mooncake_hal.latents import LatentRows
-from mooncake_hal_cuda.copying.copier import launch_copy
+from mooncake_hal_cuda.copying.copier import HOST, launch_copy
 from mooncake_hal_cuda.ops import CudaOps
 from mooncake_hal_cuda.sampling import draw
 
@@ -159,4 +159,4 @@ def copy_pieces(*, aligned: bool) -> None:
     """Launch the copy of pieces as ``cuda_ipc`` does, on tensors of no device."""
     at = np.full(3, 4096, np.uint64)
     nbytes = np.full(3, 256 if aligned else 255, np.uint64)
-    launch_copy(torch.device("meta"), at, at, nbytes)
+    launch_copy(torch.device("meta"), (at, at, nbytes), HOST.programs)

@@ -3,7 +3,7 @@
 // with NVIDIA's own header, so each call has the type that it has there. What the header says of
 // the order of calls and of their arguments is enforced; memory that nobody was given access to
 // faults. EMULATED_CUDA_LACKS names what the device can't do: vmm, fd, rdma,
-// fabric; or that this process may not: imex.
+// fabric; or that this process may not: imex. With peer there is a second device, out of its reach.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -53,15 +53,21 @@ static CUresult finish(CUresult status) { return pthread_mutex_unlock(&lock), st
 // -- devices, contexts, streams -------------------------------------------------------------------
 
 CUresult cuInit(unsigned flags) { return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice *device, int ordinal) { return ordinal ? CUDA_ERROR_INVALID_DEVICE : (*device = 0, CUDA_SUCCESS); }
-CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { return memset(uuid, 7, 16), device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
-CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { return *can = device != peer, CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, device ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
+static int devices(void) { return lacks("peer") ? 2 : 1; }
+CUresult cuDeviceGetCount(int *count) { return *count = devices(), CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { return ordinal < 0 || ordinal >= devices() ? CUDA_ERROR_INVALID_DEVICE : (*device = ordinal, CUDA_SUCCESS); }
+CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { return memset(uuid, 7 + device, 16), CUDA_SUCCESS; }
+CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { return *can = device != peer && !lacks("peer"), CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, device >= devices() ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
 CUresult cuCtxSynchronize(void) { return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
 CUresult cuStreamCreate(CUstream *stream, unsigned flags) { return flags == CU_STREAM_NON_BLOCKING && current ? (*stream = (CUstream)2, CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuStreamSynchronize(CUstream stream) { return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuStreamDestroy(CUstream stream) { return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuEventCreate(CUevent *event, unsigned flags) { return flags == CU_EVENT_DISABLE_TIMING && current ? (*event = (CUevent)3, CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuEventRecord(CUevent event, CUstream stream) { return event && stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuEventSynchronize(CUevent event) { return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuEventDestroy(CUevent event) { return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t nbytes, CUstream stream) {
     return stream ? (memmove((void *)target, (void *)source, nbytes), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
@@ -72,7 +78,7 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
         : attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED ? !lacks("fd")
         : attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED ? !lacks("rdma")
         : attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED ? !lacks("fabric") : -1;
-    return *value < 0 || device ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    return *value < 0 || device >= devices() ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 CUresult cuGetErrorString(CUresult status, const char **text) {

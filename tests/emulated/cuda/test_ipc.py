@@ -11,20 +11,27 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from support.cuda_emulation import emulated_library
 
-from mooncake_hal.errors import TransportUnavailable
+from mooncake_hal.errors import RegionRevoked, TransportUnavailable
 from mooncake_hal.testing.transports import (
     MIB,
+    Pieces,
     TransportConformance,
     TransportKit,
     one_span,
     raises,
 )
 from mooncake_hal.testing.transports_buffers import load_transport
+from mooncake_hal.testing.transports_peer import PeerProcess
 from mooncake_hal.testing.transports_process import TransportProcessConformance
 from mooncake_hal.transport import EndpointOptions
+from mooncake_hal_cuda.ipc import peer as ipc_peer
+from mooncake_hal_cuda.ipc.facts import RegionName
+from mooncake_hal_cuda.ipc.mappings import Mappings
+from mooncake_hal_cuda.sharing.virtual import Mapped
 
 
 class Emulated(TransportKit):
@@ -50,6 +57,41 @@ class Emulated(TransportKit):
 
 class TestDescriptors(Emulated, TransportConformance, TransportProcessConformance):
     kind = "fd"
+
+    def revoke_when_asked(self, child: PeerProcess, times: int) -> None:
+        """The child revokes its region when it is about to be asked for it that many times."""
+        ask, asked = Mappings._open_descriptor, []
+
+        def revoke_and_ask(mappings: Mappings, key: int, name: RegionName) -> Mapped:
+            asked.append(key)
+            if len(asked) == times:
+                child.ask(do="revoke")
+            return ask(mappings, key, name)
+
+        self.patch.setattr(Mappings, "_open_descriptor", revoke_and_ask)
+
+    @pytest.mark.parametrize("times", [1, 2], ids=["in the handshake", "in a transfer"])
+    def test_a_region_that_is_revoked_while_its_descriptor_is_asked_for(self, times: int) -> None:
+        child = self.child(MIB)
+        near, here = self.open(), self.buffer(MIB)
+        near.register(here.region)
+        self.revoke_when_asked(child, times)
+        peer = near.connect(child.address, timeout=self.timeout)
+        peer._mappings.close()  # what the handshake has mapped: the next transfer asks again
+        with raises(RegionRevoked):
+            self.read(peer, one_span(here.region.address, child.region.address, MIB))
+
+    def test_devices_without_peer_access_are_out_of_reach(self) -> None:
+        self.patch.setenv("EMULATED_CUDA_LACKS", "peer")
+        first, second = self.open(), self.open(device="cuda:1")
+        reason = self.transport.reaches(second.address, first.address)
+        assert reason == "cuda:1 has no peer access to cuda:0; see nvidia-smi topo"
+        with raises(TransportUnavailable):
+            second.connect(first.address, timeout=self.timeout)
+
+    def test_a_part_is_prepared_while_the_one_before_it_is_copied(self) -> None:
+        self.patch.setattr(ipc_peer, "PIECE_BYTES", MIB // 8)
+        self.check_moves(self.pair(), Pieces(*(np.array([n], np.int64) for n in (0, 0, MIB))))
 
 
 class TestNames(Emulated, TransportProcessConformance):

@@ -8,7 +8,7 @@ import torch
 from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, draw_rows
 
 from mooncake_hal.backend import Backend
-from mooncake_hal_cuda.copying.copier import launch_copy
+from mooncake_hal_cuda.copying.copier import WITHIN, launch_copy
 
 pytestmark = pytest.mark.cuda
 
@@ -61,6 +61,7 @@ def test_spans(cuda: Backend, nbytes: int) -> None:
     target = torch.zeros_like(source)
     offsets = np.arange(8, dtype=np.uint64) * np.uint64(4096)
     starts = (offsets + np.uint64(tensor.data_ptr()) for tensor in (target, source))
-    launch_copy(source.device, *starts, np.full(8, nbytes, np.uint64))
+    pieces = (*starts, np.full(8, nbytes, np.uint64))
+    launch_copy(source.device, pieces, WITHIN.programs)
     copied, wanted = (tensor.view(8, 4096)[:, :nbytes] for tensor in (target, source))
     assert torch.equal(copied, wanted)

@@ -11,7 +11,7 @@ from mooncake_hal.errors import TransferCancelled, TransferError
 from mooncake_hal.transport import Spans
 from mooncake_hal_cuda.copying import worker
 from mooncake_hal_cuda.copying.copier import Copies, HostCopier
-from mooncake_hal_cuda.copying.worker import Job, Underway, parts_of
+from mooncake_hal_cuda.copying.worker import Job, Underway, Way, parts_of
 from mooncake_hal_cuda.staged.messages import SLOT_BYTES, Gather, packed, pieces_of
 from mooncake_hal_cuda.staged.peer import joined
 
@@ -93,16 +93,21 @@ class Line:
 
         return Underway(finish, lambda: self.told.append(f"drain {name}"))
 
+    def confirm(self, spans: Spans, deadline: float) -> None:
+        self.told.append(f"confirm {len(spans)}")
+
 
 def job_of(line: Line) -> Job:
     parts = numbers(0, 1, 2)
-    return Job(Spans(parts, parts, numbers(10, 10, 10)), 10, 60.0, line, frozenset())
+    way = Way(line, line.confirm, most_bytes=10)
+    return Job(Spans(parts, parts, numbers(10, 10, 10)), 60.0, way, frozenset())
 
 
 def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
     line = Line()
     job_of(line).run(HostCopier())
-    assert line.told == ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
+    moved = ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
+    assert line.told == [*moved, "confirm 3"]
 
 
 def test_what_is_underway_when_a_part_is_lost_is_drained() -> None:
