@@ -6,14 +6,14 @@ The host hears of it later: what it knows of a request ends some tokens before w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mooncake_engine.execution.batch import StepInputs
-from mooncake_engine.execution.pending import CompletedStep, PendingStep
+from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.execution.request_state import RequestState
 from mooncake_engine.execution.runner import Batch, ModelRunner, RunnerParts
 from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
@@ -26,14 +26,10 @@ class TokenFeed:
     Args:
         num_rows: requests to have room for at first; more make it grow.
         device: where.
-        make_event: a new event of that device.
         depth: steps that may be in flight: the tokens of those before are known on the host.
     """
 
-    def __init__(
-        self, num_rows: int, device: torch.device, make_event: Callable[[], Event], depth: int
-    ) -> None:
-        self.make_event = make_event
+    def __init__(self, num_rows: int, device: torch.device, depth: int) -> None:
         self.depth = depth
         self._device = device
         self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -129,12 +125,12 @@ class FeedForwardRunner(ModelRunner):
             self._settle(0)
             return super()._conclude(plan, batch, inputs, hidden)
         if not inputs.sampling:
-            return CompletedStep(StepResult(plan.step, {}))
+            return self._end_unsampled(StepResult(plan.step, {}))
         chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
         self._feed.store(inputs.sampling, chosen)
         for state in inputs.sampling:
             state.promise()
-        step = EnqueuedStep(plan.step, inputs.sampling, _to_host(chosen), self._feed.make_event())
+        step = EnqueuedStep(plan.step, inputs.sampling, _to_host(chosen), self._make_event())
         step.sampled.record()
         self._enqueued.append(step)
         return step

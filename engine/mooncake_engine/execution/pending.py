@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake_engine.scheduling.plan import StepResult
+from mooncake_hal.backend import Event
 
 
 class PendingStep(Protocol):
     """A step that was submitted, or enqueued on a device."""
 
     def result(self) -> StepResult:
-        """What came of it; blocks until the sampled tokens are known. Any thread.
+        """What came of it; blocks until the sampled tokens are known, and the device is through
+        with the step: whoever is not bound to the order of its work, such as a peer that writes to
+        blocks which were given up, may act from then on. Any thread.
 
         Raises:
             EngineDead: from an executor: a rank died or failed; its reason is in the message.
@@ -29,4 +32,22 @@ class CompletedStep:
 
     def result(self) -> StepResult:
         """See ``PendingStep``."""
+        return self.outcome
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnsampledStep:
+    """A PendingStep that the device runs, and of which the host needs no token.
+
+    Args:
+        outcome: known already.
+        end: recorded behind all of its work.
+    """
+
+    outcome: StepResult
+    end: Event
+
+    def result(self) -> StepResult:
+        """See ``PendingStep``."""
+        self.end.synchronize()
         return self.outcome

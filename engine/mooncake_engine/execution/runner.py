@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from mooncake_engine.execution.grammar_masks import failures
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.model_stage import Stage
-from mooncake_engine.execution.pending import CompletedStep, PendingStep
+from mooncake_engine.execution.pending import CompletedStep, PendingStep, UnsampledStep
 from mooncake_engine.execution.request_state import RequestState, RequestTable
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.execution.speculation.checking import (
@@ -27,6 +27,7 @@ from mooncake_engine.execution.speculation.continuation import Draft
 from mooncake_engine.execution.speculation.proposer import Proposer
 from mooncake_engine.models.context import ForwardContext
 from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from mooncake_hal.backend import Event
 
 
 class Batch(NamedTuple):
@@ -53,6 +54,7 @@ class RunnerParts:
         requests: what is running.
         sampler: the same on every rank, so that all ranks choose the same tokens.
         mover: copies blocks.
+        make_event: a new event of the rank's device.
     """
 
     model: Stage
@@ -60,6 +62,7 @@ class RunnerParts:
     requests: RequestTable
     sampler: Sampler
     mover: BlockMover
+    make_event: Callable[[], Event]
 
 
 class ModelRunner:
@@ -76,6 +79,7 @@ class ModelRunner:
         self._requests = parts.requests
         self._sampler = parts.sampler
         self._mover = parts.mover
+        self._make_event = parts.make_event
         self._proposer = proposer
         self._kv = parts.pool.layers
 
@@ -85,16 +89,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, layer_done: LayerDone | None = None) -> PendingStep:
-        """Do what the plan says; returns when the sampled tokens are known on the host, on the
-        last stage, and on the others when theirs is handed on."""
+        """Do what the plan says; returns when the sampled tokens are known on the host, or, where
+        none are sampled, when all is enqueued."""
         self._take_over(plan)
         if not plan.sequences:
-            return CompletedStep(StepResult(plan.step, {}))
+            return self._end_unsampled(StepResult(plan.step, {}))
         batch = self._collect(plan)
         inputs = self._make_inputs(batch)
         hidden = self._forward(inputs, layer_done)
         if hidden is None:
-            return CompletedStep(StepResult(plan.step, {}))
+            return self._end_unsampled(StepResult(plan.step, {}))
         return self._conclude(plan, batch, inputs, hidden)
 
     def close(self) -> None:
@@ -148,7 +152,14 @@ class ModelRunner:
         tokens = self._sample(hidden, inputs, batch.drafts)
         guessed = {name: len(draft.guesses) for name, draft in batch.drafts.items()}
         failed = failures(inputs.sampling)
-        return CompletedStep(StepResult(plan.step, tokens, scores, failed, guessed))
+        result = StepResult(plan.step, tokens, scores, failed, guessed)
+        return CompletedStep(result) if inputs.sampling else self._end_unsampled(result)
+
+    def _end_unsampled(self, result: StepResult) -> PendingStep:
+        """Nothing was read back that the device had to finish for."""
+        end = self._make_event()
+        end.record()
+        return UnsampledStep(result, end)
 
     def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         rows = hidden if inputs.sampled_rows is None else hidden[inputs.sampled_rows]

@@ -165,10 +165,10 @@ class Worker:
         mover = BlockMover(pool, num_host_blocks, backend.ops, device)
         sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
         stage = model if setup.is_provisional else self._with_graphs(model, pool)
-        parts = RunnerParts(stage, pool, requests, sampler, mover)
+        make_event = partial(backend.runtime.event, index)
+        parts = RunnerParts(stage, pool, requests, sampler, mover, make_event)
         if config.feeds_forward:
-            make_event = partial(backend.runtime.event, index)
-            feed = TokenFeed(config.max_num_seqs, device, make_event, config.steps_in_flight)
+            feed = TokenFeed(config.max_num_seqs, device, config.steps_in_flight)
             return pool, FeedForwardRunner(parts, feed)
         return pool, ModelRunner(parts, self._build_proposer(setup, requests, sampler))
 
