@@ -1,4 +1,4 @@
-"""Decode steps of the engine as graphs of the emulated NPU, which refuses what a device would."""
+"""Steps of the engine as graphs of the emulated NPU, which refuses what a device would."""
 
 from __future__ import annotations
 
@@ -49,8 +49,12 @@ def test_replayed_steps_say_what_launched_ones_say(
     options: dict[str, Any] = {**ON_NPU, "dtype": "auto", "max_num_seqs": 6}
     launched = run_load(model, requests, enforce_eager=True, **options)
     assert not replays["replays"]
+    decoded = run_load(model, requests, piecewise_graph_max_tokens=0, **options)
+    num_decodes = replays["replays"]
+    assert num_decodes >= 7
     replayed = run_load(model, requests, **options)
-    assert replays["replays"] >= 7
+    assert replays["replays"] > 2 * num_decodes, "prompts were not replayed in pieces"
     fed = run_load(model, requests, async_scheduling=True, **options)
+    assert decoded.answers == launched.answers
     assert replayed.answers == launched.answers
     assert fed.answers == launched.answers
