@@ -83,6 +83,20 @@ def test_tensor_parallel_pairs(model: Path, prefill_tp: int, decode_tp: int) -> 
     run(model, scenario, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
 
 
+def test_prompts_in_pieces(model: Path) -> None:
+    """Whose layers are heard of between the graphs, on both ranks."""
+
+    async def scenario(single: Instance, both: PushPair) -> None:
+        for length in (1, 33, 200):
+            prompt = prompt_of(length)
+            expected = await ask(single, prompt)
+            assert (await ask_pushed(both, prompt)).tokens == expected.tokens
+        assert both.decode.stat("load_failures") == 0
+
+    options = {"max_num_batched_tokens": CHUNK, "piecewise_graph_max_tokens": CHUNK}
+    run(model, scenario, prefill={"tp_size": 2}, **options)
+
+
 @pytest.mark.parametrize("on_prefill", [False, True])
 @pytest.mark.parametrize("on_decode", [False, True])
 def test_prefix_cache_hits_on_either_side(model: Path, on_prefill: bool, on_decode: bool) -> None:
