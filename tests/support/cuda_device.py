@@ -1,13 +1,26 @@
-"""Buffers of the transport suite in a GPU's memory."""
+"""The first GPU of this machine: for tests and benchmarks that need one, and their buffers."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
+from mooncake_hal.backend import Backend
+from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.testing.backends import load_backend
 from mooncake_hal.transport import MemoryRegion
+
+
+def require_cuda() -> Backend:
+    """The CUDA backend, its first device bound; without it a skip with the probe's reason."""
+    try:
+        backend = load_backend("cuda")
+    except BackendUnavailable as exc:
+        pytest.skip(str(exc))
+    backend.runtime.bind_thread(0)
+    return backend
 
 
 class DeviceBuffer:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.cuda_device import require_cuda
 
 from mooncake_hal.backend import Backend
-from mooncake_hal.errors import BackendUnavailable
-from mooncake_hal.testing.backends import load_backend
 
 
 @pytest.fixture(scope="session")
 def cuda() -> Backend:
-    try:
-        return load_backend("cuda")
-    except BackendUnavailable as exc:
-        pytest.skip(str(exc))
+    return require_cuda()
 
 
 @pytest.fixture(autouse=True)

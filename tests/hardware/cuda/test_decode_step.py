@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cuda_waits import watched
 from torch import Tensor
 
 from mooncake_hal.backend import Backend
@@ -37,11 +38,16 @@ def test_nothing_waits(cuda: Backend, case: Case) -> None:
     out = torch.empty_like(case.query)
     step = step_of(cuda, case, out)
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with watched() as waits:
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert waits == []
+
+
+def test_a_wait_would_be_seen(cuda: Backend) -> None:
+    """What the test before this one rests on."""
+    with watched() as waits:
+        torch.ones(1, device="cuda:0").item()
+    assert len(waits) == 1
 
 
 def test_a_captured_step_follows_its_inputs(cuda: Backend, case: Case) -> None:

@@ -1,18 +1,38 @@
-"""Prefill and decode apart: two processes of one GPU, a GPU beside a CPU, and transformers."""
+"""Prefill and decode apart: processes of one GPU and of several, a GPU beside a CPU."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.pd import GREEDY, ask, ask_pair, instance, pair, prompt_of, write_model
-from support.pd_processes import serving
+from support.metaserver import metaserver
+from support.pd import (
+    GREEDY,
+    Instance,
+    ask,
+    ask_pair,
+    instance,
+    pair,
+    prompt_of,
+    write_model,
+)
+from support.pd_processes import Served, body_of, serving
+from support.push import LAYERWISE, ask_pushed, push_pair
 
-pytestmark = pytest.mark.cuda
+from mooncake_engine.config import Role
+from mooncake_engine.messages import KVTransferParams
+from mooncake_hal.backend import Backend
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(600)]
 LENGTHS = (5, 64, 300)
-ON_GPU = ("--backend", "cuda", "--dtype", "float32", "--transport")
+EXACT = {"dtype": "float32"}
+PULL = "MooncakeConnector"
+SIDES = [("2", "1"), ("1", "2"), ("2x1", "1"), ("2x1", "2")]
+HOWS = pytest.mark.parametrize("how", ["pulled", "pushed"])
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +40,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-async def greedy(model: Path, **options: object) -> list[list[int]]:
+async def greedy(model: Path, **options: Any) -> list[list[int]]:
     """What one instance says."""
-    async with instance(model, dtype="float32", **options) as single:
+    async with instance(model, **EXACT, **options) as single:
         return [(await ask(single, prompt_of(length))).tokens for length in LENGTHS]
+
+
+async def ask_both(
+    prefill: Served, decode: Instance, prompt: tuple[int, ...], connector: str
+) -> list[int]:
+    """What an instance says whose prefill is made in another process."""
+    if connector == PULL:
+        return (await ask(decode, prompt, params=await prefill.prefill(prompt))).tokens
+
+    async def dispatch(key: str, params: KVTransferParams) -> None:
+        await prefill.complete(body_of(prompt, replace(GREEDY, max_tokens=1), params))
+
+    async with metaserver(dispatch) as server:
+        params = {"do_remote_prefill": True, "do_remote_decode": False}
+        return (await ask(decode, prompt, params=params | {"metaserver": server.url("k")})).tokens
 
 
 def test_the_gpu_says_what_the_cpu_says(model: Path) -> None:
@@ -50,31 +85,70 @@ def test_the_gpu_says_what_transformers_says(model: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "staged"])
-def test_two_processes_say_what_one_says(model: Path, transport: str) -> None:
+@pytest.mark.parametrize("connector", [PULL, LAYERWISE])
+def test_two_processes_say_what_one_says(model: Path, connector: str, transport: str) -> None:
+    of_prefill = ("--backend", "cuda", "--dtype", "float32", "--transport", transport)
+    of_decode = {"backend": "cuda", "connector": connector, "transports": (transport,)}
+
     async def main() -> None:
         expected = await greedy(model, backend="cuda")
-        on_gpu = {"backend": "cuda", "dtype": "float32", "transports": (transport,)}
-        with serving(model, "prefill", *ON_GPU, transport) as prefill:
-            async with pair(model, **on_gpu) as both:
+        with serving(model, "prefill", "--kv-connector", connector, *of_prefill) as prefill:
+            async with instance(model, Role.DECODE, **EXACT, **of_decode) as decode:
                 for length, tokens in zip(LENGTHS, expected, strict=True):
-                    params = await prefill.prefill(prompt_of(length))
-                    found = await ask(both.decode, prompt_of(length), params=params)
-                    assert found.tokens == tokens
-                assert both.decode.stat("loads") == len(LENGTHS)
-                assert both.decode.stat("load_failures") == 0
+                    prompt = prompt_of(length)
+                    assert await ask_both(prefill, decode, prompt, connector) == tokens
+                assert decode.stat("loads") == len(LENGTHS)
+                assert decode.stat("load_failures") == 0
 
     asyncio.run(main())
 
 
+@HOWS
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="-to-".join)
-def test_a_gpu_and_a_cpu_say_what_one_says(model: Path, kinds: tuple[str, str]) -> None:
+def test_a_gpu_and_a_cpu_say_what_one_says(
+    model: Path, kinds: tuple[str, str], ranks: int, how: str
+) -> None:
+    """The CPU's side may have more ranks than the GPU's."""
+    sizes = {"cpu": {"backend": "cpu", "tp_size": ranks}, "cuda": {"backend": "cuda"}}
+    check_pair(model, how, *(sizes[kind] for kind in kinds), transport="staged")
+
+
+@HOWS
+@pytest.mark.multi_device
+@pytest.mark.parametrize(
+    "sides", [("2", "1"), ("1", "2"), ("2x1", "1"), ("2x1", "2")], ids="-".join
+)
+def test_ranks_of_several_gpus_say_what_one_says(
+    cuda: Backend, model: Path, sides: tuple[str, str], how: str
+) -> None:
+    """Tensor-parallel ranks over NCCL, and stages of a pipeline (as ``stages x ranks``)."""
+    count = len(cuda.runtime.devices())
+    if count < 2:
+        pytest.skip(f"needs two GPUs, this machine shows {count}")
+    prefill, decode = ({"backend": "cuda", **ranks_of(side)} for side in sides)
+    check_pair(model, how, prefill, decode, transport="cuda_ipc")
+
+
+def ranks_of(side: str) -> dict[str, int]:
+    """The options of ``"2"`` ranks, or of ``"2x1"``: stages of as many."""
+    stages, _, ranks = side.rpartition("x")
+    return {"pp_size": int(stages or 1), "tp_size": int(ranks)}
+
+
+def check_pair(
+    model: Path, how: str, prefill: dict[str, Any], decode: dict[str, Any], transport: str
+) -> None:
+    """The two say what the CPU alone says, and D computes no prompt."""
+    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+
     async def main() -> None:
         expected = await greedy(model)
-        first, second = ({"backend": kind} for kind in kinds)
-        options = {"dtype": "float32", "transports": ("staged",)}
-        async with pair(model, prefill=first, decode=second, **options) as both:
+        options = {**EXACT, "transports": (transport,)}
+        async with make(model, prefill=prefill, decode=decode, **options) as both:
             for length, tokens in zip(LENGTHS, expected, strict=True):
-                assert (await ask_pair(both, prompt_of(length))).tokens == tokens
+                assert (await send(both, prompt_of(length))).tokens == tokens
+            assert both.decode.stat("loads") == len(LENGTHS)
             assert both.decode.stat("load_failures") == 0
 
     asyncio.run(main())

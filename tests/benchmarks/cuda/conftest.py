@@ -1,0 +1,13 @@
+"""Benchmarks that need an NVIDIA GPU; without one each is a skip with the probe's reason."""
+
+from __future__ import annotations
+
+import pytest
+from support.cuda_device import require_cuda
+
+from mooncake_hal.backend import Backend
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Backend:
+    return require_cuda()
