@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 
@@ -56,6 +57,7 @@ class CudaRuntime:
         count = torch.cuda.device_count()
         self._devices = tuple(_describe(index) for index in range(count))
         self._pool: _POOL_HANDLE | None = None
+        self._graphs: WeakSet[CudaGraph] = WeakSet()
 
     def devices(self) -> Sequence[DeviceInfo]:
         """See ``Runtime``."""
@@ -110,10 +112,18 @@ class CudaRuntime:
             run()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()  # they never run at once
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._live_pool(), capture_error_mode="thread_local"):
             run()
-        return CudaGraph(graph)
+        captured = CudaGraph(graph)
+        self._graphs.add(captured)
+        return captured
+
+    def _live_pool(self) -> _POOL_HANDLE:
+        """One for all graphs, which never run at once; torch ends it with the last of them, and
+        refuses its handle from then on."""
+        if self._pool is None or not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def require(self, index: int) -> None:
         """Refuse an index that no device has.
