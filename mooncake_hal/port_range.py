@@ -25,18 +25,18 @@ class PortRange:
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last <= MAX_PORT:
             raise ValueError(
-                f"wanted a range of ports such as 21000-21099, within 1-{MAX_PORT}, got {self}"
+                f"wanted a range of ports such as 14000-14099, within 1-{MAX_PORT}, got {self}"
             )
 
     @classmethod
     def parse(cls, text: str) -> PortRange:
-        """Read ``"21000-21099"``, or one port; raises ValueError."""
+        """Read ``"14000-14099"``, or one port; raises ValueError."""
         first, dash, last = text.partition("-")
         try:
             return cls(int(first), int(last if dash else first))
         except ValueError as exc:
             raise ValueError(
-                f"wanted a range of ports such as 21000-21099, within 1-{MAX_PORT}, got {text!r}"
+                f"wanted a range of ports such as 14000-14099, within 1-{MAX_PORT}, got {text!r}"
             ) from exc
 
     def __str__(self) -> str:

@@ -1,13 +1,16 @@
-"""Child programs that end with their parent, and that take the parent along when they fail.
+"""Child programs that end with their parent.
 
-Every child leads a process group of its own, so that a terminal's Ctrl-C reaches the parent only
-and stopping a child stops what it has started. The kernel tells it to end if the parent is killed.
+A child that dies once it has been ready may be started again, at the address that it had; else it
+takes the parent along. Every child leads a process group of its own, so that a terminal's Ctrl-C
+reaches the parent only and stopping a child stops what it has started. The kernel tells it to end
+if the parent is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import re
 import signal
@@ -18,15 +21,19 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
+from urllib.parse import urlsplit
 
 from mooncake_engine.errors import EngineError
+from mooncake_engine.restarts import Restarts
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 _URL = re.compile(r"https?://\S+")
 _PR_SET_PDEATHSIG = 1
-_STOP_S = 15.0
-"""From the request to end to the end without asking; longer than the children's own grace."""
+_HURRY_S = 5.0
+"""From the request to end at once to the end without asking."""
 _LONGEST_LINE = 1 << 20
 _LAST_WORDS = 3
 _NAMES_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|\berror:|^[\w.]*(Error|Exception)\b")
@@ -79,13 +86,29 @@ class Child:
         status = self.process.returncode
         return ChildDied(f"{self.name} ended with status {status}: {self._last_words}")
 
-    async def stop(self) -> None:
-        """Ask it to end, and see to it that it has, with everything that it started."""
+    async def stop(self, patience_s: float, hurried: asyncio.Event) -> None:
+        """Ask it to end, and see to it that it has, with everything that it started.
+
+        Args:
+            patience_s: how long it may take.
+            hurried: set when it shall end at once.
+        """
         self._signal_group(signal.SIGTERM)
-        await asyncio.wait({self.ended}, timeout=_STOP_S)
-        self._signal_group(signal.SIGKILL)
+        hurry = asyncio.ensure_future(hurried.wait())
+        await asyncio.wait(
+            {self.ended, hurry}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurry.cancel()
+        if not self.ended.done():
+            self._signal_group(signal.SIGTERM)  # a second one: not to wait for answers
+            await asyncio.wait({self.ended}, timeout=_HURRY_S)
+        self.kill_group()
         await self.ended
         self._log.flush()
+
+    def kill_group(self) -> None:
+        """End what it has left behind."""
+        self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -111,23 +134,51 @@ class Child:
             self.ready.set_result(url[0])
 
 
+class _Place:
+    """What is known of a child beyond its processes: they come and go."""
+
+    def __init__(self, name: str, argv: Sequence[str], restarts: Restarts) -> None:
+        self.name = name
+        self.argv = argv
+        self.restarts = restarts
+        self.child: Child | None = None
+        self.url: str | None = None
+        self.started_at = 0.0
+
+
 class ChildProcesses:
     """Starts children, and stops all of them when left: an async context manager, made in a loop.
 
     Args:
         log_dir: one log file per child there; None relays everything to standard error.
+        patience_s: how long a child may take to end.
+        max_restarts: how often in a row a child that dies is started again.
     """
 
-    def __init__(self, log_dir: Path | None = None) -> None:
+    def __init__(
+        self, log_dir: Path | None = None, patience_s: float = 15.0, max_restarts: int = 0
+    ) -> None:
         self._log_dir = log_dir
-        self._logs: list[TextIO] = []
-        self._children: list[Child] = []
-        self._first_end: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
+        self._patience_s = patience_s
+        self._max_restarts = max_restarts
+        self._hurried = asyncio.Event()
+        self._is_stopping = False
+        self._logs: dict[str, TextIO] = {}
+        self._places: list[_Place] = []
+        self._restarting: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
 
     async def start(self, name: str, argv: Sequence[str]) -> Child:
         """Run a program."""
+        place = _Place(name, argv, Restarts(self._max_restarts))
+        self._places.append(place)
+        return await self._run(place)
+
+    async def _run(self, place: _Place) -> Child:
+        address = [] if place.url is None else ["--port", str(urlsplit(place.url).port)]
         process = await asyncio.create_subprocess_exec(
-            *argv,
+            *place.argv,
+            *address,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -136,23 +187,23 @@ class ChildProcesses:
             limit=_LONGEST_LINE,
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # siblings share cores: don't spin
         )
-        child = Child(name, process, self._open_log(name))
-        self._children.append(child)
-        child.ended.add_done_callback(lambda _: self._note_end(child))
+        child = Child(place.name, process, self._open_log(place.name))
+        place.child, place.started_at = child, asyncio.get_running_loop().time()
+        child.ended.add_done_callback(lambda _: self._note_end(place, child))
         return child
 
     async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of ``work``, which may start further children.
 
         Raises:
-            ChildDied: a child ended meanwhile; ``work`` has been cancelled.
+            ChildDied: a child ended meanwhile, for good; ``work`` has been cancelled.
         """
         working = asyncio.ensure_future(work)
         try:
-            either: set[asyncio.Future[Any]] = {working, self._first_end}
+            either: set[asyncio.Future[Any]] = {working, self._failed}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise self._first_end.result().death()
+                raise self._failed.result()
             return working.result()
         finally:
             working.cancel()
@@ -168,23 +219,60 @@ class ChildProcesses:
         traceback: TracebackType | None,
     ) -> None:
         """Stop everything; the last one started depends on the others, and goes first."""
-        for child in self._children[-1:]:
-            await child.stop()
-        await asyncio.gather(*(child.stop() for child in self._children[:-1]))
-        for log in self._logs:
-            log.close()
+        self._is_stopping = True
+        for restarting in self._restarting:
+            restarting.cancel()
+        await asyncio.gather(*self._restarting, return_exceptions=True)
+        children = [place.child for place in self._places if place.child is not None]
+        for child in children[-1:]:
+            await child.stop(self._patience_s, self._hurried)
+        rest = (child.stop(self._patience_s, self._hurried) for child in children[:-1])
+        await asyncio.gather(*rest)
+        for file in self._logs.values():
+            file.close()
 
-    def _note_end(self, child: Child) -> None:
-        if not self._first_end.done():
-            self._first_end.set_result(child)
+    def hurry(self) -> None:
+        """Who is being stopped, or will be, ends at once."""
+        self._hurried.set()
+
+    def _note_end(self, place: _Place, child: Child) -> None:
+        if self._is_stopping:
+            return
+        if child.ready.done():
+            place.url = child.ready.result()
+        ran_s = asyncio.get_running_loop().time() - place.started_at
+        delay_s = None if place.url is None else place.restarts.next_delay_s(ran_s)
+        if delay_s is None:
+            self._fail(child.death())
+            return
+        restarts = place.restarts
+        log.error(
+            "%s; it is started again in %g s, for time %d of %d",
+            *(child.death(), delay_s, restarts.num_in_a_row, restarts.most),
+        )
+        restarting = asyncio.ensure_future(self._run_again(place, child, delay_s))
+        self._restarting.add(restarting)
+        restarting.add_done_callback(self._restarting.discard)
+
+    async def _run_again(self, place: _Place, dead: Child, delay_s: float) -> None:
+        dead.kill_group()
+        await asyncio.sleep(delay_s)
+        try:
+            await self._run(place)
+        except OSError as exc:
+            self._fail(ChildDied(f"{place.name} can't be started again: {exc}"))
+
+    def _fail(self, cause: EngineError) -> None:
+        if not self._failed.done():
+            self._failed.set_result(cause)
 
     def _open_log(self, name: str) -> TextIO:
         if self._log_dir is None:
             return sys.stderr
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        log = (self._log_dir / f"{name}.log").open("w")
-        self._logs.append(log)
-        return log
+        if name not in self._logs:
+            self._logs[name] = (self._log_dir / f"{name}.log").open("w")
+        return self._logs[name]
 
 
 def _die_with_parent() -> Callable[[], None] | None:

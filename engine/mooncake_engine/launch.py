@@ -24,9 +24,12 @@ from mooncake_engine.child_processes import Child, ChildProcesses
 from mooncake_engine.config import KVTransferConfig
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.kv_transfer.base import find_connector
+from mooncake_engine.server.options import ServerOptions
 from mooncake_engine.server.run import bind
+from mooncake_engine.stop_signals import StopSignals
 
-_PROXY_DRAIN_S = 5
+_LAST_WORDS_S = 10.0
+"""What a child gets beside the time for its answers: to write and to free."""
 _HEALTHY_S = 60.0
 _ANSWER_S = 600.0
 _POLL_S = 0.1
@@ -50,6 +53,9 @@ class Deployment:
         log_dir: where logs go; None for standard error.
         prompt: what to ask once everything is up.
         otlp_endpoint: where the proxy's traces go; those of the instances are in ``engine_argv``.
+        shutdown_timeout_s: how long the proxy's answers may go on after a stop; as above.
+        max_restarts: how often in a row a part that dies is started again, while the others go on;
+            0 ends everything with the first one that dies.
     """
 
     host: str
@@ -62,15 +68,20 @@ class Deployment:
     log_dir: Path | None = None
     prompt: str = "What is prefill?"
     otlp_endpoint: str | None = None
+    shutdown_timeout_s: float = ServerOptions().shutdown_timeout_s
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             if count < 1:
                 raise ConfigError(f"--{name} must be at least 1, got {count}")
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts must not be negative, got {self.max_restarts}")
 
 
 def up(deployment: Deployment) -> None:
-    """Run a deployment until SIGINT or SIGTERM; nothing is left behind, however it ends.
+    """Run a deployment until SIGINT or SIGTERM; nothing is left behind, however it ends. Answers
+    that run may end first, unless a second signal comes.
 
     Raises:
         PortTaken, ConfigError: before anything is started.
@@ -83,10 +94,12 @@ def up(deployment: Deployment) -> None:
 
 
 async def _up(deployment: Deployment) -> None:
-    _cancel_on_signal()
+    patience_s = deployment.shutdown_timeout_s + _LAST_WORDS_S
+    children = ChildProcesses(deployment.log_dir, patience_s, deployment.max_restarts)
+    _stop_on_signal(children)
     with tempfile.TemporaryDirectory(prefix="mooncake-") as directory:
         secret_file = _write_secret(Path(directory))
-        async with ChildProcesses(deployment.log_dir) as children:
+        async with children:
             await children.guard(_serve(deployment, children, secret_file))
 
 
@@ -107,15 +120,17 @@ async def _urls(pool: list[Child]) -> list[str]:
     return [await child.ready for child in pool]
 
 
-def _cancel_on_signal() -> None:
-    """The first SIGINT or SIGTERM ends the current task; more of them don't disturb the end."""
+def _stop_on_signal(children: ChildProcesses) -> None:
+    """The first SIGINT or SIGTERM ends the current task, a later one hurries the children."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
+    signals = StopSignals()
 
     def stop() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, lambda: None)
-        task.cancel()
+        if signals.note(loop.time()):
+            task.cancel()
+        elif signals.is_hurried:
+            children.hurry()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -140,7 +155,12 @@ def _instance_argv(deployment: Deployment, role: str, secret_file: Path) -> list
 
 def _proxy_argv(deployment: Deployment, urls: dict[str, list[str]]) -> list[str]:
     argv = [sys.executable, "-m", "mooncake_proxy", "--host", deployment.host]
-    argv += ["--port", str(deployment.port), "--drain-timeout", str(_PROXY_DRAIN_S)]
+    argv += [
+        "--port",
+        str(deployment.port),
+        "--shutdown-timeout",
+        str(deployment.shutdown_timeout_s),
+    ]
     argv += ["--flow", find_connector(deployment.connector).mode.value]
     if deployment.otlp_endpoint is not None:
         argv += ["--otlp-endpoint", deployment.otlp_endpoint]

@@ -25,6 +25,7 @@ from mooncake_proxy.errors import (
     NotFound,
     ProxyError,
     Refusal,
+    ShuttingDown,
 )
 from mooncake_proxy.flows.pull import pull
 from mooncake_proxy.flows.push import push
@@ -42,6 +43,7 @@ from mooncake_proxy.refusals import answer_error
 from mooncake_proxy.rendezvous import PATH as METASERVER_PATH
 from mooncake_proxy.router import Router
 from mooncake_proxy.share import Share
+from mooncake_proxy.stopping import Stop
 
 logger = logging.getLogger(__name__)
 Flow = Callable[[Router, Call], Awaitable[None]]
@@ -137,18 +139,21 @@ class Application:
         assert self._listener is not None
         return int(self._listener.sockets[0].getsockname()[1])
 
-    async def close(self) -> None:
-        """No new requests; those that run may finish within `drain_timeout_s`."""
+    async def close(self, stop: Stop | None = None) -> None:
+        """No new requests; those that run may finish within `shutdown_timeout_s`, unless `stop`
+        gets hurried. Who comes meanwhile is told."""
         self.process.is_draining = True
         self.server.is_closing = True
+        end = self.router.now() + self.config.shutdown_timeout_s
+        while self._is_busy() and self.router.now() < end:
+            if stop is not None and stop.is_hurried:
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
         for listener in (self._listener, self._own_listener):
             if listener is not None:
                 listener.close()
-        end = self.router.now() + self.config.drain_timeout_s
-        while self._is_busy() and self.router.now() < end:  # noqa: ASYNC110  # many to wait for
-            await asyncio.sleep(DRAIN_POLL_S)
         for connection in tuple(self.server.connections):
-            connection.close()
+            connection.cut_off(_answer_cut_off)
         await asyncio.sleep(0)
         for task in self._tasks:
             task.cancel()
@@ -200,6 +205,8 @@ class Application:
         try:
             if self.config.api_keys:
                 check_key(exchange.headers, self.config.api_keys)
+            if self.process.is_draining:
+                raise ShuttingDown("the proxy is shutting down and takes no new requests")
             visit.call = call = self._call(visit, endpoint)
             if self.router.tokenize is not None:
                 await self.router.read_prompt(call, self.router.tokenize)
@@ -276,6 +283,10 @@ class Application:
         if handler is None:
             raise MethodNotAllowed(f"{exchange.method} {path}: wanted {', '.join(methods)}")
         await handler(exchange)
+
+
+def _answer_cut_off(exchange: Exchange) -> None:
+    answer_error(exchange, ShuttingDown("the proxy is shutting down and can't wait"), b"")
 
 
 def _in_url(host: str) -> str:

@@ -25,6 +25,7 @@ from mooncake_proxy.http1.server import ServerLimits
 from mooncake_proxy.instances import InstanceSpec, Role
 from mooncake_proxy.policy import POLICIES
 from mooncake_proxy.share import Share
+from mooncake_proxy.stopping import Stop
 from mooncake_proxy.timing import timeout
 from mooncake_proxy.workers import Parent
 
@@ -120,7 +121,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--connect-timeout", type=float, default=5.0)
     limits.add_argument("--first-byte-timeout", type=float, default=600.0)
     limits.add_argument("--stall-timeout", type=float, default=120.0)
-    limits.add_argument("--drain-timeout", type=float, default=30.0)
+    limits.add_argument(
+        "--shutdown-timeout",
+        "--drain-timeout",
+        type=float,
+        default=25.0,
+        help="how long answers may go on after SIGTERM or Ctrl-C; a second one ends at once",
+    )
     limits.add_argument("--max-body-bytes", type=int, default=64 * 1024 * 1024)
 
 
@@ -166,7 +173,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         retry_ratio=args.retry_ratio,
         eject_after=args.eject_after,
         request_timeout_s=args.request_timeout,
-        drain_timeout_s=args.drain_timeout,
+        shutdown_timeout_s=args.shutdown_timeout,
         access_log=args.access_log,
         otlp_endpoint=args.otlp_endpoint,
         server=ServerLimits(max_body_bytes=args.max_body_bytes),
@@ -217,12 +224,15 @@ def read_keys(path: str | None) -> frozenset[str]:
 
 
 async def serve(config: ProxyConfig, share: Share | None = None) -> None:
-    """Run until SIGINT or SIGTERM, then drain. `share` where this is one of several workers."""
+    """Run until SIGINT or SIGTERM, then drain, which a second one ends.
+
+    `share` where this is one of several workers.
+    """
     app = Application(config, share)
-    stop = asyncio.Event()
+    stop = Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, lambda: stop.signal(loop.time()))
     try:
         await app.start()
     except OSError as exc:
@@ -234,13 +244,13 @@ async def serve(config: ProxyConfig, share: Share | None = None) -> None:
     gc.freeze()
     print(f"mooncake-proxy listens on {scheme}://{host}:{app.port}", flush=True)
     try:
-        while not stop.is_set():
+        while not stop.asked.is_set():
             app.poll()
             with suppress(asyncio.TimeoutError):
                 async with timeout(1.0):
-                    await stop.wait()
+                    await stop.asked.wait()
     finally:
-        await app.close()
+        await app.close(stop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -55,7 +56,8 @@ class ProxyConfig:
     retry_reserve: int = 10
     eject_after: int = 3
     request_timeout_s: float = 3600.0
-    drain_timeout_s: float = 30.0
+    # Less than the 30 that Kubernetes and others give by default.
+    shutdown_timeout_s: float = 25.0
     access_log: str = "errors"
     # How decode instances reach this proxy; needed where `host` is a wildcard (push flow).
     advertise_url: str | None = None
@@ -96,6 +98,8 @@ class ProxyConfig:
             raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: wanted 1 or more")
+        if not 0.0 <= self.shutdown_timeout_s < math.inf:
+            raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout_s:g}: wanted 0 or more")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
             raise ConfigError(
                 f"--otlp-endpoint {self.otlp_endpoint!r}: wanted the URL of a collector such as "

@@ -10,7 +10,8 @@ ProxyError
 │   ├── MethodNotAllowed    405
 │   ├── Conflict            409
 │   ├── Overloaded          429, with Retry-After
-│   └── NoInstance          503, no live instance of a role
+│   ├── NoInstance          503, no live instance of a role
+│   └── ShuttingDown        503, with Retry-After
 └── UpstreamError           an instance did not give a usable answer
     ├── ConnectFailed       nothing listens there, or not in time
     ├── ConnectionLost      it went away before its answer was whole
@@ -23,6 +24,9 @@ ProxyError
 """
 
 from __future__ import annotations
+
+# What an instance calls it when it takes no new requests because it ends; we call it so, too.
+SHUTTING_DOWN = "shutting_down"
 
 
 class ProxyError(Exception):
@@ -130,6 +134,19 @@ class NoInstance(Refusal):
     code = "no_live_instance"
 
 
+class ShuttingDown(Refusal):
+    """The proxy ends: it takes no new requests, or can't wait for the end of those that run."""
+
+    status = 503
+    type = "service_unavailable"
+    code = SHUTTING_DOWN
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Retry-After: by then another proxy has this address, or the client asks another one."""
+        return (("retry-after", "1"),)
+
+
 class UpstreamError(ProxyError):
     """An instance failed this attempt; another one may still answer."""
 
@@ -213,3 +230,12 @@ class Recomputed(UpstreamError):
     """D ran out of KV and gave the request back (`stop_reason: "recomputed"`)."""
 
     reason = "recomputed"
+
+
+def is_leaving(error: UpstreamError | None) -> bool:
+    """Whether the instance said that it ends, and is not to be asked again."""
+    return (
+        isinstance(error, Rejected)
+        and error.status == 503
+        and f'"{SHUTTING_DOWN}"'.encode() in error.body
+    )

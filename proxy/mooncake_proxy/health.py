@@ -14,6 +14,7 @@ from mooncake_proxy.errors import (
     Rejected,
     UpstreamError,
     UpstreamTimeout,
+    is_leaving,
 )
 from mooncake_proxy.instances import Fleet, Instance
 
@@ -114,22 +115,26 @@ class HealthChecker:
         track = self._tracks.setdefault(instance.name, Track())
         if track.says_up and not instance.is_up:
             track.note_ejection()
-        verdict = track.observe(good=not error, rise=self._config.rise, fall=self._config.fall)
+        fall = 1 if is_leaving(error) else self._config.fall
+        verdict = track.observe(good=error is None, rise=self._config.rise, fall=fall)
         if verdict is not None:
             was_up = instance.is_up
-            self._fleet.set_up(instance, up=verdict, error=error)
+            self._fleet.set_up(instance, up=verdict, error=self._words(error))
             if was_up is not verdict:
                 self._on_verdict(instance)
 
-    async def _ask(self, instance: Instance) -> str:
-        """What is wrong with it; empty when nothing is."""
+    async def _ask(self, instance: Instance) -> UpstreamError | None:
+        """What is wrong with it; None when nothing is."""
         pool = instance.pool
         deadline = pool.context.loop.time() + self._config.timeout_s
         try:
             await pool.fetch(instance.get(self._config.path), deadline)
-        except Rejected as exc:
-            text = exc.body[:200].decode("utf-8", "replace")
-            return f"{self._config.path} answered {exc.status}: {text}"
         except UpstreamError as exc:
-            return exc.detail
-        return ""
+            return exc
+        return None
+
+    def _words(self, error: UpstreamError | None) -> str:
+        if isinstance(error, Rejected):
+            text = error.body[:200].decode("utf-8", "replace")
+            return f"{self._config.path} answered {error.status}: {text}"
+        return "" if error is None else error.detail

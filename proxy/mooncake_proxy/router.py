@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from mooncake_proxy.budget import RetryBudget
 from mooncake_proxy.call import FORWARDED, Call, forwarded_headers
 from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.errors import Recomputed, Rejected, UpstreamError
+from mooncake_proxy.errors import Recomputed, Rejected, UpstreamError, is_leaving
 from mooncake_proxy.health import PassiveHealth
 from mooncake_proxy.http1.connection import ClientContext
 from mooncake_proxy.instances import Fleet, Instance, Role
@@ -225,12 +225,15 @@ class Router:
         if call.is_committed or (isinstance(error, Rejected) and error.is_client_fault):
             return False
         untried = any(instance not in tried for instance in self.fleet.live(role))
-        is_early = len(tried) < self.config.max_attempts and self.now() < call.deadline
-        return untried and is_early and self.budget.take()
+        if not untried or self.now() >= call.deadline:
+            return False
+        if is_leaving(error):  # a fleet that is renewed does not fail: this costs nothing
+            return True
+        return len(tried) < self.config.max_attempts and self.budget.take()
 
     def _count_failure(self, instance: Instance, role: Role, error: UpstreamError) -> None:
         self.metrics.attempts.add(instance.name, role.label, error.reason)
-        if self.passive.failed(instance.name, error):
+        if is_leaving(error) or self.passive.failed(instance.name, error):
             self.fleet.set_up(instance, up=False, error=str(error))
 
     # ------------------------------------------------ release

@@ -188,7 +188,8 @@ class FakeInstance:
     async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
         behaviour = self.behaviour
         if seen.path == "/health":
-            _respond(writer, behaviour.health, {"status": behaviour.health})
+            body = {"status": behaviour.health} if behaviour.health == 200 else behaviour.error
+            _respond(writer, behaviour.health, body)
             return
         if seen.path == "/abort":
             self.released.append(seen.body["request_id"])
@@ -553,7 +554,7 @@ async def stand(
         "instances": tuple(specs),
         "health": HealthConfig(interval_s=0),
         "access_log": "off",
-        "drain_timeout_s": 1.0,
+        "shutdown_timeout_s": 1.0,
     }
     app = Application(ProxyConfig(**(settings | config)))
     await app.start()

@@ -48,14 +48,15 @@ def create_app(
     tokenizer: Tokenizer,
     options: ServerOptions = _DEFAULTS,
     tracing: Tracing | None = None,
+    live: LiveRequests | None = None,
 ) -> Starlette:
     """OpenAI's API over an engine that has been started; closing engine and tracing is the
-    caller's."""
+    caller's, and so is closing ``live`` when no more requests shall be taken."""
     tool_format = options.tool_format(tokenizer)
     planner = Planner(engine.config.model_name, engine.facts, tokenizer, tool_format)
     metrics = ServerMetrics(engine)
     answerer = Answerer(engine, tokenizer, metrics, tracing)
-    live = LiveRequests()
+    live = LiveRequests() if live is None else live
     plain = PlainEndpoints(planner, answerer, live, started=int(time.time()))
     return Starlette(
         routes=[*_generation_routes(planner, answerer, live), *_plain_routes(plain)],
@@ -106,6 +107,7 @@ def _plain_routes(plain: PlainEndpoints) -> list[Route]:
         Route("/v1/load_lora_adapter", plain.refuse_adapter, methods=["POST"]),
         Route("/v1/unload_lora_adapter", plain.refuse_adapter, methods=["POST"]),
         Route("/health", plain.health, methods=["GET"]),
+        Route("/ready", plain.health, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/kv/topology", plain.topology, methods=["GET"]),
         Route("/abort", plain.abort, methods=["POST"]),

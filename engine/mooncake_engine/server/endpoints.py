@@ -28,7 +28,7 @@ from mooncake_engine.server.prompts import encode, render_chat
 from mooncake_engine.server.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from mooncake_engine.server.reply import Reply
 from mooncake_engine.server.request_ids import LiveRequests
-from mooncake_engine.server.streams import ClientGone, until_disconnect
+from mooncake_engine.server.streams import ClientGone, ShuttingDown, until_disconnect
 from mooncake_engine.server.tools import shown_tools
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class GenerationEndpoint(Generic[RequestType]):
         reply = Reply(send, request_id)
         try:
             body = await read_body(request)
-            with self.live.tracking(request_id) as aborted:
-                await until_disconnect(receive, self._serve(body, envelope, reply), aborted)
+            with self.live.tracking(request_id) as ending:
+                await until_disconnect(receive, self._serve(body, envelope, reply), ending)
         except (ClientGone, ClientDisconnect):
             log.info("request %s: the client went away", request_id)
         except EngineError as exc:
@@ -135,10 +135,11 @@ class PlainEndpoints:
         return Response(msgspec.json.encode(topology), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: 200, or 503 with the reason."""
+        """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason."""
         try:
             self.answerer.engine.check_health()
-        except EngineDead as exc:
+            self.live.check_open()
+        except (EngineDead, ShuttingDown) as exc:
             return to_api_error(exc).response()
         return _json({"status": "ok", "role": self.answerer.engine.config.role.value})
 

@@ -15,7 +15,7 @@ from mooncake_engine.errors import (
     Overloaded,
     PromptTooLong,
 )
-from mooncake_engine.server.streams import RequestAborted
+from mooncake_engine.server.streams import RequestAborted, ShuttingDown
 
 _RETRY_AFTER_S = 1
 
@@ -53,6 +53,8 @@ def to_api_error(exc: Exception) -> ApiError:
         return ApiError(429, str(exc), "overloaded_error", code="overloaded")
     if isinstance(exc, EngineDead):
         return ApiError(503, str(exc), "server_error", code="engine_dead")
+    if isinstance(exc, ShuttingDown):
+        return ApiError(503, str(exc), "server_error", code="shutting_down")
     if isinstance(exc, DeadlineExceeded):
         return ApiError(504, str(exc), "timeout", code="deadline_exceeded")
     if isinstance(exc, RequestAborted):

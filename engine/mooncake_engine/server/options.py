@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -20,13 +21,16 @@ class ServerOptions:
         tool_call_parser: form in which the model calls tools: a name in ``PARSERS``, ``auto`` to
             read it from the chat template, or ``none``.
         otlp_endpoint: where traces go (OTLP over HTTP); None for none.
+        shutdown_timeout_s: how long answers may go on after a stop. Some seconds less than the 30
+            that Kubernetes and others give by default.
 
     Raises:
-        ConfigError: an unknown form, or an endpoint that is no http or https URL.
+        ConfigError: an unknown form, an endpoint that is no http or https URL, or a negative time.
     """
 
     tool_call_parser: str = AUTO
     otlp_endpoint: str | None = None
+    shutdown_timeout_s: float = 25.0
 
     def __post_init__(self) -> None:
         known = [AUTO, NONE, *PARSERS]
@@ -39,6 +43,12 @@ class ServerOptions:
             raise ConfigError(
                 "--otlp-endpoint must be the URL of a collector such as http://collector:4318, "
                 f"got {self.otlp_endpoint!r}"
+            )
+
+        if not 0.0 <= self.shutdown_timeout_s < math.inf:
+            raise ConfigError(
+                "--shutdown-timeout must be a number of seconds, at least 0, "
+                f"got {self.shutdown_timeout_s:g}"
             )
 
     def tool_format(self, tokenizer: Tokenizer) -> str | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+from mooncake_engine.errors import EngineError
+from mooncake_engine.server.streams import RequestAborted, ShuttingDown
 
 _SANE = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -29,22 +32,50 @@ class LiveRequests:
     """The requests whose clients wait, by the clients' ids, which may repeat."""
 
     def __init__(self) -> None:
-        self._live: dict[str, set[asyncio.Future[None]]] = {}
+        self._live: dict[str, set[asyncio.Future[EngineError]]] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._live.values()))
 
     @contextmanager
-    def tracking(self, request_id: str) -> Iterator[asyncio.Future[None]]:
-        """Inside, the future is done as soon as somebody asks to abort the request."""
-        aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._live.setdefault(request_id, set()).add(aborted)
+    def tracking(self, request_id: str) -> Iterator[asyncio.Future[EngineError]]:
+        """Inside, the future is done as soon as the request has to end; its result says why.
+
+        Raises:
+            ShuttingDown: no new requests are taken.
+        """
+        self.check_open()
+        ending: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        self._live.setdefault(request_id, set()).add(ending)
         try:
-            yield aborted
+            yield ending
         finally:
-            self._live[request_id].discard(aborted)
+            self._live[request_id].discard(ending)
             if not self._live[request_id]:
                 del self._live[request_id]
 
     def abort(self, request_id: str) -> None:
         """Tell every request of that name; unknown names are normal."""
-        for aborted in self._live.get(request_id, ()):
-            if not aborted.done():
-                aborted.set_result(None)
+        self._end(self._live.get(request_id, ()), RequestAborted("the request was aborted"))
+
+    def close(self) -> None:
+        """Take no new requests from now on."""
+        self._is_closed = True
+
+    def check_open(self) -> None:
+        """Raises ShuttingDown if no new requests are taken."""
+        if self._is_closed:
+            raise ShuttingDown("the instance is shutting down and takes no new requests")
+
+    def cut_off(self) -> None:
+        """End every request."""
+        cause = ShuttingDown("the instance is shutting down and can't wait for this answer's end")
+        for endings in self._live.values():
+            self._end(endings, cause)
+
+    @staticmethod
+    def _end(endings: Iterable[asyncio.Future[EngineError]], cause: EngineError) -> None:
+        for ending in endings:
+            if not ending.done():
+                ending.set_result(cause)

@@ -7,19 +7,23 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
 from mooncake_engine.kv_transfer.addresses import resolve
 from mooncake_engine.server.app import create_app
+from mooncake_engine.server.draining import Draining
 from mooncake_engine.server.options import ServerOptions
+from mooncake_engine.server.request_ids import LiveRequests
 from mooncake_engine.server.tracing import Tracing, load_tracing
 from mooncake_engine.text.generation import Engine
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -29,8 +33,8 @@ log = logging.getLogger(__name__)
 StartEngine = Callable[[EngineConfig], Engine]
 """Loads an engine; blocks until it is ready."""
 _KEEP_ALIVE_S = 75
-_GRACE_S = 5
-"""How long answers in flight may go on once the server is asked to stop."""
+_LAST_WORDS_S = 5
+"""How long clients may take to read the end of their answers."""
 
 
 def check_kv_port(config: EngineConfig) -> None:
@@ -48,7 +52,8 @@ def serve(
     start_engine: StartEngine,
     options: ServerOptions | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then answer what runs. To be called in the main thread.
+    """Serve until SIGTERM or SIGINT, then answer what runs, within the time that ``options`` give;
+    a second signal ends it at once. To be called in the main thread.
 
     Prints ``ready http://HOST:PORT`` on standard output once requests are taken; ``port`` 0 takes
     a free one.
@@ -65,11 +70,22 @@ def serve(
         with closing(start_engine(_with_api_port(config, port))) as engine:
             url = f"http://{_in_url(host)}:{port}"
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
-            app = create_app(engine, tokenizer, options, tracing)
+            live = LiveRequests()
+            app = create_app(engine, tokenizer, options, tracing, live)
+            draining = Draining(options.shutdown_timeout_s, live, partial(_num_held, engine))
             # What is loaded stays: full collections need not walk it while tokens wait.
             gc.collect()
             gc.freeze()
-            _run_server(app, listener, url)
+            _run_server(app, listener, url, draining)
+
+
+def _num_held(engine: Engine) -> int:
+    """Finished prefills whose KV a peer may still fetch."""
+    try:
+        engine.check_health()
+    except EngineDead:
+        return 0
+    return int(engine.stats().kv_transfer.get("leases_held", 0))
 
 
 def _with_api_port(config: EngineConfig, port: int) -> EngineConfig:
@@ -113,18 +129,28 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     return listener
 
 
-class _AnnouncingServer(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, url: str) -> None:
+class _Server(uvicorn.Server):
+    """Says when it takes requests, and takes none from the first signal on. It listens up to the
+    end all the same, so that those who come late are told."""
+
+    def __init__(self, config: uvicorn.Config, url: str, draining: Draining) -> None:
         super().__init__(config)
         self._url = url
+        self._draining = draining
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
             print(f"ready {self._url}", flush=True)  # noqa: T201  # for whoever started us
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._draining.stop(time.monotonic())
 
-def _run_server(app: Starlette, listener: socket.socket, url: str) -> None:
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._draining.is_over(time.monotonic())
+
+
+def _run_server(app: Starlette, listener: socket.socket, url: str, draining: Draining) -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -135,16 +161,15 @@ def _run_server(app: Starlette, listener: socket.socket, url: str) -> None:
         access_log=False,
         backlog=2048,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    server = _AnnouncingServer(config, url)
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        server.should_exit = True
-
-    # uvicorn puts its own in front of these, and hands what came on to them when it has ended.
+    server = _Server(config, url, draining)
+    # uvicorn puts its own in front of these while it runs.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave)
+        signal.signal(number, server.handle_exit)
+    # From here on listening keeps others off the port. Connections inherit the option: without it,
+    # those that end at this side would keep a restarted instance from its port for a minute.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.run(sockets=[listener])
 
 

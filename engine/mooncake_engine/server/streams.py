@@ -23,6 +23,10 @@ class RequestAborted(EngineError):
     """Somebody asked to abort the request."""
 
 
+class ShuttingDown(EngineError):
+    """The instance takes no new requests, or can't wait for the end of those that run."""
+
+
 async def merge(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
@@ -53,25 +57,26 @@ async def merge(
 
 
 async def until_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, Result], aborted: asyncio.Future[None]
+    receive: Receive, work: Coroutine[Any, Any, Result], ending: asyncio.Future[EngineError]
 ) -> Result:
     """The result of ``work``, which is cancelled if the client goes away first.
 
     Args:
         receive: of an ASGI connection whose request body has been read.
-        aborted: done when the work is not wanted any more.
+        ending: done when the work has to end; its result says why.
 
     Raises:
-        ClientGone, RequestAborted: what came first; ``work`` has been cancelled and has ended.
+        ClientGone, or the result of ``ending``: what came first; ``work`` has been cancelled and
+            has ended.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
-    waited: set[asyncio.Future[Any]] = {working, watching, aborted}
+    waited: set[asyncio.Future[Any]] = {working, watching, ending}
     try:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise RequestAborted("the request was aborted") if aborted.done() else ClientGone
+        raise ending.result() if ending.done() else ClientGone
     finally:
         await cancel_all(waited)
 

@@ -271,7 +271,7 @@ class ServerProtocol(asyncio.Protocol):
             return
         self._is_head_open = False
         exchange.method = self._parser.get_method().decode("ascii")
-        exchange.keep_alive = self._parser.should_keep_alive()
+        exchange.keep_alive = self._parser.should_keep_alive() and not self._context.is_closing
         exchange.chunked = self._parser.get_http_version() != "1.0"
         headers = exchange.headers
         # The parser has seen to it that it is a number.
@@ -352,6 +352,15 @@ class ServerProtocol(asyncio.Protocol):
         """Close after what was written went out."""
         if self._transport is not None:
             self._transport.close()
+
+    def cut_off(self, answer: Callable[[Exchange], None]) -> None:
+        """Close now. A request that runs is cancelled, once `answer` has told its client."""
+        exchange, driver = self._current, self._driver
+        if exchange is not None and not exchange.ended:
+            answer(exchange)
+            if driver is not None:
+                driver.cancel()
+        self.close()
 
     @property
     def is_busy(self) -> bool:

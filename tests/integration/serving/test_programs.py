@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -31,20 +32,44 @@ def test_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
     assert "Traceback" not in program.error_text
 
 
-def test_stops_in_the_middle_of_an_answer() -> None:
+def ask_endlessly(url: str, num_tokens: int) -> urllib.request.Request:
+    body = {"prompt": PAGE, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+
+
+def test_after_a_stop_answers_end_and_new_ones_are_refused() -> None:
     with serving() as (url, program):
-        body = {"prompt": PAGE, "max_tokens": 1900, "ignore_eos": True, "stream": True}
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request) as response:
+        with urllib.request.urlopen(ask_endlessly(url, 1900)) as response:
             assert response.readline().startswith(b"data: ")
-            assert program.end() == 0
+            program.process.send_signal(signal.SIGTERM)
+            refused = []
+            while not refused:
+                try:
+                    urllib.request.urlopen(ask_endlessly(url, 1)).close()
+                except urllib.error.HTTPError as exc:
+                    with exc:
+                        refused.append((exc.code, exc.headers["Retry-After"]))
+            events = [line for line in response if line.startswith(b"data: ")]
+        assert program.wait() == 0
+    assert refused == [(503, "1")]
+    assert b'"finish_reason":"length"' in events[-2]
+    assert events[-1] == b"data: [DONE]\n"
+
+
+def test_answers_that_outlast_the_time_are_cut_off_with_an_error() -> None:
+    with serving("--shutdown-timeout", "0") as (url, program):
+        with urllib.request.urlopen(ask_endlessly(url, 1900)) as response:
+            assert response.readline().startswith(b"data: ")
+            program.process.send_signal(signal.SIGTERM)
+            events = [line for line in response if line.startswith(b"data: ")]
+        assert program.wait() == 0
+    assert b'"code":"shutting_down"' in events[-1]
+    assert "Traceback" not in program.error_text
 
 
 def test_a_stop_that_reaches_the_ranks_too_lets_answers_end() -> None:
     with serving("--tp-size", "2") as (url, program):
-        body = {"prompt": PAGE, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request) as response:
+        with urllib.request.urlopen(ask_endlessly(url, 200)) as response:
             assert response.readline().startswith(b"data: ")
             os.killpg(program.process.pid, signal.SIGTERM)  # as systemd does
             events = [line for line in response if line.startswith(b"data: ")]
@@ -94,6 +119,20 @@ def test_two_instances_cannot_have_one_port() -> None:
         first.wait_for("ready ")
         with running("mooncake_engine.cli", "serve", *MODEL, "--port", port) as second:
             assert second.wait() == 2
+
+
+def test_a_killed_instance_gets_its_port_again_at_once() -> None:
+    """Connections that it had would keep the port from it for a minute."""
+    with serving() as (url, program):
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(15) == b"HTTP/1.1 200 OK"
+            program.close()
+            while connection.recv(4096):
+                pass
+    with serving("--port", str(port)) as (again, _):
+        assert again == url
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,43 @@ def test_a_dead_part_ends_the_rest_with_its_reason(up: Program) -> None:
     assert up.wait(30) == 1
     assert are_gone(children)
     assert "mooncake-engine: error: decode-0 ended with status -9" in up.error_text
+
+
+def test_a_dead_part_is_started_again_while_the_others_go_on() -> None:
+    with running("mooncake_engine.cli", "up", *OPTIONS, "--max-restarts", "1") as up:
+        url = up.wait_for("curl -N http://127.0.0.1:").split()[2]
+        up.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
+        children = descendants(up.process.pid)
+        victim = next(pid for pid, command in children.items() if "--role decode" in command)
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: "is started again in 1 s, for time 1 of 1" in up.error_text)
+        until(lambda: is_answered(url))
+        again = {pid: c for pid, c in descendants(up.process.pid).items() if pid not in children}
+        assert len(again) == 1
+        assert are_gone({victim: ""})
+        os.kill(next(iter(again)), signal.SIGKILL)
+        assert up.wait(30) == 1
+    assert "mooncake-engine: error: decode-0 ended with status -9" in up.error_text
+    assert are_gone(children)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_answered(url: str) -> bool:
+    body = {"messages": [{"role": "user", "content": "Thank you!"}], "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            answer = json.load(response)
+    except (urllib.error.HTTPError, ConnectionError):
+        return False
+    return bool(answer["choices"][0]["message"]["content"].startswith("You are welcome."))
 
 
 def test_nothing_outlives_a_killed_launcher(up: Program) -> None:

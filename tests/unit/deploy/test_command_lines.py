@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from support.deploy import (
     DEPLOY,
+    ROOT,
     compose,
     compose_commands,
     deployments,
@@ -19,6 +22,7 @@ from support.deploy import (
 
 from mooncake_engine.cli import kv_transfer_config
 from mooncake_engine.config import Role
+from mooncake_hal.port_range import PortRange
 from mooncake_proxy.cli import config_from
 from mooncake_proxy.kubernetes import KubernetesConfig, PodList, specs_of_pods
 from mooncake_proxy.poolfile import parse_pool_file
@@ -181,3 +185,36 @@ def test_instances_of_every_kind_move_kv() -> None:
         assert (config.host, config.port) == (args.kv_host, args.kv_port)
         assert config.host not in ("0.0.0.0", "127.0.0.1"), "peers of other hosts are told this"
         assert Role(args.role) is not Role.BOTH
+
+
+def seconds(text: str) -> int:
+    return int(text.removesuffix("s"))
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_have_the_time_that_their_answers_may_take(name: str) -> None:
+    pod = deployments()[name]["spec"]
+    _, asleep = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    wanted = int(asleep) + parse(PODS[name]).shutdown_timeout
+    assert pod["terminationGracePeriodSeconds"] > wanted
+
+
+@pytest.mark.parametrize("name", COMPOSE)
+def test_containers_have_the_time_that_their_answers_may_take(name: str) -> None:
+    given = seconds(compose()["services"][name]["stop_grace_period"])
+    assert given > parse(COMPOSE[name]).shutdown_timeout
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_have_the_time_that_their_answers_may_take(name: str) -> None:
+    unit = {"engine": "mooncake-engine@.service", "proxy": "mooncake-proxy.service"}[name]
+    [given] = re.findall(r"^TimeoutStopSec=(\d+)$", (SYSTEMD / unit).read_text(), re.MULTILINE)
+    assert int(given) > parse(UNITS[name]).shutdown_timeout
+
+
+def test_the_guides_port_range_works_on_every_host() -> None:
+    """Ranges of NPU hosts, and what the kernel takes for outgoing connections."""
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    ranges = [PortRange.parse(words) for words in re.findall(r"--kv-port-range (\d+-\d+)", text)]
+    assert ranges
+    assert all(found.first > 1023 and found.last < 15_000 for found in ranges)

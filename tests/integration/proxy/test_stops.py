@@ -1,0 +1,138 @@
+"""A proxy or an instance that was told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+import uvloop
+from support.proxy_fakes import Json, Stand, stand, text_of
+from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
+
+from mooncake_proxy.health import HealthConfig
+from mooncake_proxy.stopping import Stop
+
+ENDING: Json = {"error": {"message": "it ends", "type": "server_error", "code": "shutting_down"}}
+
+
+def leave(s: Stand, name: str) -> None:
+    """The instance takes no new requests any more."""
+    [fake] = [fake for fake in (*s.prefills, *s.decodes) if fake.name == name]
+    fake.behaviour.status = fake.behaviour.health = 503
+    fake.behaviour.error = ENDING
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"])
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_an_instance_that_ends_is_asked_once(flow: str, name: str) -> None:
+    """What it refuses another one takes, and no retry of the budget is spent."""
+
+    async def main() -> None:
+        settings = {"retry_ratio": 0.0, "retry_reserve": 0, "max_attempts": 1}
+        async with stand(num_prefills=2, num_decodes=2, flow=flow, **settings) as s:
+            leave(s, name)
+            for _ in range(12):
+                answer = await post(s, BODY)
+                assert answer.json()["choices"][0]["text"] == text_of(5), answer.text
+            [leaving] = [fake for fake in (*s.prefills, *s.decodes) if fake.name == name]
+            assert len(leaving.generated) == 1
+            states = {i.name: i.state.value for i in s.app.router.fleet}
+            assert states.pop(leaving.url) == "down"
+            assert set(states.values()) == {"up"}
+
+    uvloop.run(main())
+
+
+def test_what_runs_there_goes_on() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2) as s:
+            s.decodes[0].behaviour.token_delay_s = 0.05
+            s.decodes[1].behaviour.status = 500  # so that the first one gets it
+            running = asyncio.ensure_future(post(s, STREAM))
+            await s.decodes[0].wait_for(lambda: bool(s.decodes[0].generated))
+            s.decodes[1].behaviour.status = 200
+            leave(s, "d0")
+            s.decodes[0].behaviour.token_delay_s = 0.05
+            assert (await post(s, BODY)).status_code == 200
+            assert streamed_text(events_of((await running).text)) == text_of(5)
+
+    uvloop.run(main())
+
+
+def test_one_check_is_enough_where_the_instance_says_itself_that_it_ends() -> None:
+    async def main() -> None:
+        health = HealthConfig(interval_s=0, fall=3, rise=1)
+        async with stand(num_decodes=2, health=health) as s:
+            await s.app.checker.check_all()
+            leave(s, "d0")
+            s.decodes[1].behaviour.health = 500
+            await s.app.checker.check_all()
+            states = {i.name: i.state.value for i in s.app.router.fleet}
+            assert states[s.decodes[0].url] == "down"
+            assert states[s.decodes[1].url] == "up"
+            assert "shutting_down" in s.app.router.fleet.get(s.decodes[0].url).error
+            s.decodes[0].behaviour.health = 200  # started again
+            await s.app.checker.check_all()
+            assert s.app.router.fleet.get(s.decodes[0].url).is_up
+
+    uvloop.run(main())
+
+
+def test_a_proxy_that_ends_finishes_what_runs_and_tells_who_comes() -> None:
+    async def main() -> None:
+        async with stand(shutdown_timeout_s=60.0) as s:
+            s.decode.behaviour.token_delay_s = 0.05
+            running = asyncio.ensure_future(post(s, STREAM))
+            await s.decode.wait_for(lambda: bool(s.decode.generated))
+            closing = asyncio.ensure_future(s.app.close())
+            await asyncio.sleep(0)
+            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
+                refused = await post(s, body, path)
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"] == "1"
+                assert refused.headers["connection"] == "close"
+                assert refused.json()["error"]["code"] == "shutting_down"
+            async with httpx.AsyncClient(base_url=s.url) as client:
+                assert (await client.get("/ready")).status_code == 503
+            assert streamed_text(events_of((await running).text)) == text_of(5)
+            await closing
+            assert len(s.decode.generated) == 1
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_hurried: bool) -> None:
+    """On both sides: the instance is told, too, by its connection's end."""
+
+    async def main() -> None:
+        async with stand(shutdown_timeout_s=60.0 if is_hurried else 0.1) as s:
+            s.decode.behaviour.hang_after = 2
+            streamed = asyncio.ensure_future(post(s, STREAM))
+            await s.decode.wait_for(lambda: len(s.decode.generated) == 1)
+            whole = asyncio.ensure_future(post(s, BODY))
+            s.decode.behaviour.hangs = True
+            await s.decode.wait_for(lambda: len(s.decode.generated) == 2)
+            stop = Stop()
+            stop.signal(10.0)
+            if is_hurried:
+                stop.signal(11.5)
+            await s.app.close(stop)
+            last = events_of((await streamed).text)[-1]
+            assert last["error"]["code"] == "shutting_down"
+            assert (await whole).status_code == 503
+            await s.decode.wait_for(lambda: len(s.decode.cut_off) == 2)
+
+    uvloop.run(main())
+
+
+def test_signals_at_once_are_one_stop() -> None:
+    stop = Stop()
+    assert not stop.asked.is_set()
+    for now in (10.0, 10.2, 10.9):  # a worker gets the terminal's and its parent's
+        stop.signal(now)
+    assert stop.asked.is_set()
+    assert not stop.is_hurried
+    stop.signal(11.1)
+    assert stop.is_hurried
