@@ -1,52 +1,51 @@
-"""KV between two processes of one GPU over ``cuda_ipc``, beside a copy inside the device."""
+"""A prompt's KV between processes of one GPU over ``cuda_ipc``, beside a copy inside the device."""
 
 from __future__ import annotations
 
 import time
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support.cuda_device import allocate
 from support.figures import Figure, record
+from support.kv_handover import Handover, reading
 
-from mooncake_hal.errors import BackendUnavailable
-from mooncake_hal.registry import Registry
-from mooncake_hal.testing.backends import load_backend
-from mooncake_hal.testing.transports_peer import PeerProcess
-from mooncake_hal.transport import EndpointOptions, Spans
+from mooncake_hal.backend import Backend
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
+from mooncake_hal.transport import EndpointOptions
 
-pytestmark = pytest.mark.cuda
-NBYTES = 1 << 30
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(600)]
+LLAMA_8B = KVGeometry(AttentionKind.GQA, 32, 8, (128, 128), "bfloat16", 2)
+NBYTES = 4 << 30
+"""What a decode rank reads: 32k tokens, or 64k where it is one of two."""
 ROUNDS = 10
 OPTIONS = EndpointOptions(secret=b"bench", device="cuda:0")
-PIECES = {"whole blocks of BHLPT": 2 << 20, "half of the heads": 1 << 20, "layerwise": 32 << 10}
+WHOLE, IN_LAYERS = "BHLPT", "LPBHT"
+CASES = [(WHOLE, 1, 1), (WHOLE, 2, 1), (WHOLE, 4, 1), (WHOLE, 1, 2), (WHOLE, 4, 2)]
+CASES += [(IN_LAYERS, 1, 1), (IN_LAYERS, 2, 1)]
+BOUNDS = {WHOLE: 0.85, IN_LAYERS: 0.5}
+"""The layout of layerwise pushes, which compute hides, has pieces of 32 KiB and less: the host
+prepares one in about the time in which the device copies it."""
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_handover(benchmark: Any, name: str) -> None:
-    """Blocks in any order on both sides."""
-    try:
-        load_backend("cuda").runtime.bind_thread(0)
-    except BackendUnavailable as exc:
-        pytest.skip(str(exc))
-    size = PIECES[name]
-    endpoint = Registry.discover().load_transport("cuda_ipc").open(OPTIONS)
-    child = PeerProcess("cuda_ipc", "support.cuda_device:allocate", OPTIONS, NBYTES)
-    with closing(endpoint), closing(child), closing(allocate(NBYTES)) as here:
-        endpoint.register(here.region)
-        peer = endpoint.connect(child.address, timeout=60)
-        rng, count = np.random.default_rng(1), NBYTES // size
-        near, far = (rng.permutation(count).astype(np.uint64) * np.uint64(size) for _ in range(2))
-        spans = Spans(
-            near + np.uint64(here.region.address),
-            far + np.uint64(child.region.address),
-            np.full(count, size, np.uint64),
-        )
-        taken = best_of(lambda: peer.read(spans, timeout=60).wait())
+@pytest.mark.parametrize(("layout", "prefill", "decode"), CASES)
+def test_handover(cuda: Backend, benchmark: Any, layout: str, prefill: int, decode: int) -> None:
+    """The planner's spans: blocks in any order, heads of ranks that are not as many."""
+    tokens = decode * NBYTES // LLAMA_8B.token_bytes
+    handover = Handover(LLAMA_8B, layout, prefill, decode, tokens)
+    with reading(handover, "cuda_ipc", "support.cuda_device:allocate", OPTIONS) as reader:
+        taken = best_of(reader.read)
+        pieces = sum(len(plan.spans) for plan in reader.plans)
+    plain = best_of(plain_copy())
+    title = f"cuda_ipc, {layout}, {prefill} to {decode} ranks"
+    context = f"{NBYTES / taken / 1e9:.0f} GB/s, {pieces} pieces"
+    record(benchmark, Figure(title, plain / taken, BOUNDS[layout], "of copy", context=context))
+    benchmark(lambda: None)  # the figure is what counts
+
+
+def plain_copy() -> Callable[[], None]:
+    """As many bytes in one piece."""
     source = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
 
@@ -54,13 +53,10 @@ def test_handover(benchmark: Any, name: str) -> None:
         target.copy_(source)
         torch.cuda.synchronize()
 
-    plain = best_of(copy)
-    figure = Figure(f"cuda_ipc, {name}", plain / taken, 0.85, "of copy")
-    record(benchmark, replace(figure, context=f"{NBYTES / taken / 1e9:.0f} GB/s"))
-    benchmark(lambda: None)  # the figure is what counts
+    return copy
 
 
-def best_of(run: Any) -> float:
+def best_of(run: Callable[[], None]) -> float:
     """Seconds of the fastest round, after one that does not count."""
     run()
     times = []

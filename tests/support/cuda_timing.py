@@ -1,0 +1,54 @@
+"""Times of work on a GPU beside the GPU's own limits, such that they can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mooncake_hal.backend import Backend
+
+WARM_UPS, ROUNDS = 5, 31
+FLUSHED_BYTES = 256 << 20
+"""More than the L2 of any GPU; writing them takes longer than enqueueing what is timed."""
+MOST_COPIED_BYTES = 8 << 30
+MATMUL_SIZE = 8192
+
+
+def seconds_of(cuda: Backend, run: Callable[[], object]) -> float:
+    """Median of a graph's replays, each with nothing of its data in L2.
+
+    The host is ahead of the device all the time: neither launching nor waiting is in it.
+    """
+
+    def once() -> None:
+        run()
+
+    graph = cuda.runtime.capture(once)
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    spans = []
+    for _ in range(WARM_UPS + ROUNDS):
+        flushed.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.synchronize()
+    times = sorted(begin.elapsed_time(end) / 1000 for begin, end in spans[WARM_UPS:])
+    return float(times[ROUNDS // 2])
+
+
+def copy_bandwidth(cuda: Backend, nbytes: int) -> float:
+    """Bytes per second, read and written, of a copy inside the device that moves ``nbytes``: what
+    takes microseconds has the same share of its time before the first byte."""
+    half = min(nbytes, MOST_COPIED_BYTES) // 2
+    source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return 2 * half / seconds_of(cuda, lambda: target.copy_(source))
+
+
+def matmul_rate(cuda: Backend) -> float:
+    """Operations per second of a large product in bfloat16."""
+    shape = (MATMUL_SIZE, MATMUL_SIZE)
+    a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * MATMUL_SIZE**3 / seconds_of(cuda, lambda: a @ b)
