@@ -23,16 +23,12 @@ class GraphsBySize(Generic[Captured]):
         name: what the steps are, for messages.
         remedy: the option that leaves them as they are.
         sizes: rising.
-        capture: makes the graphs of a size.
     """
 
-    def __init__(
-        self, name: str, remedy: str, sizes: Sequence[int], capture: Callable[[int], Captured]
-    ) -> None:
+    def __init__(self, name: str, remedy: str, sizes: Sequence[int]) -> None:
         self._name = name
         self._remedy = remedy
         self._sizes = sizes
-        self._capture = capture
         self._captured: dict[int, Captured] = {}
 
     def fitting(self, count: int) -> int | None:
@@ -40,19 +36,22 @@ class GraphsBySize(Generic[Captured]):
         return next((size for size in self._sizes if size >= count), None)
 
     @torch.inference_mode()
-    def capture(self) -> None:
+    def capture(self, make: Callable[[int], Captured]) -> None:
         """Capture all sizes now, the largest first: the others fit into its memory. Without this a
         size is captured when it is first wanted.
+
+        Args:
+            make: captures a size.
 
         Raises:
             ConfigError: see ``get``.
         """
         for size in reversed(self._sizes):
-            self.get(size)
+            self.get(size, make)
         if self._captured:
             logger.info("captured %s in sizes %s", self._name, list(self._sizes))
 
-    def get(self, size: int) -> Captured | None:
+    def get(self, size: int, make: Callable[[int], Captured]) -> Captured | None:
         """The graphs of a size; None if this model's steps can't be captured here.
 
         Raises:
@@ -61,7 +60,7 @@ class GraphsBySize(Generic[Captured]):
         if size in self._captured or not self._sizes:
             return self._captured.get(size)
         try:
-            self._captured[size] = self._capture(size)
+            self._captured[size] = make(size)
         except CapabilityError as exc:
             logger.warning("%s run without graphs: %s", self._name, exc)
             self._sizes = ()

@@ -85,11 +85,13 @@ class DecodeGraphs:
         self._block_size = pool.block_size
         self._inputs = TokenInputs.of(sizes[-1], pool)
         self._batch = _Batch.of(sizes[-1], max_blocks, pool.device)
-        self._graphs = GraphsBySize("steps of decodes", "--enforce-eager", sizes, self._captured)
+        self._graphs = GraphsBySize[tuple[Graph, Tensor]](
+            "steps of decodes", "--enforce-eager", sizes
+        )
 
     def capture(self) -> None:
         """See ``GraphsBySize``."""
-        self._graphs.capture()
+        self._graphs.capture(self._captured)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: ForwardContext
@@ -101,7 +103,7 @@ class DecodeGraphs:
             return self._stage.forward(token_ids, positions, context)
         self._inputs.fill(token_ids, positions, batch.slot_mapping, size)
         self._batch.fill(batch, size)
-        captured = self._graphs.get(size)
+        captured = self._graphs.get(size, self._captured)
         if captured is None:
             return self._stage.forward(token_ids, positions, context)
         graph, hidden = captured

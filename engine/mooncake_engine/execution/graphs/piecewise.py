@@ -66,13 +66,13 @@ class PiecewiseGraphs:
         self._inputs = TokenInputs.of(most, pool)
         self._query = placement.zeros(most, widths.heads, widths.query)
         self._attended = placement.zeros(most, widths.heads, widths.value)
-        self._graphs = GraphsBySize(
-            "steps with prompts", "--piecewise-graph-max-tokens 0", sizes, self._captured
+        self._graphs = GraphsBySize[_Pieces](
+            "steps with prompts", "--piecewise-graph-max-tokens 0", sizes
         )
 
     def capture(self) -> None:
         """See ``GraphsBySize``."""
-        self._graphs.capture()
+        self._graphs.capture(self._captured)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: ForwardContext
@@ -84,7 +84,7 @@ class PiecewiseGraphs:
         if size is None:
             return self._stage.forward(token_ids, positions, context)
         self._inputs.fill(token_ids, positions, batch.slot_mapping, size)
-        pieces = self._graphs.get(size)
+        pieces = self._graphs.get(size, self._captured)
         if pieces is None:
             return self._stage.forward(token_ids, positions, context)
         return self._replay(pieces, count, context)
