@@ -14,7 +14,7 @@ from mooncake_hal_cuda.choosing import NAMES
 from mooncake_hal_cuda.ops import CudaOps
 from mooncake_hal_cuda.tuning import Tuning
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]  # libraries have their own
 PROCESSORS = 132
 LENGTHS = ((1, 700), (1, 33), (300, 700), (64, 64))
 

@@ -1,0 +1,96 @@
+"""Our calls of FlashInfer fit the signatures in its wheel, which is not installed where no GPU is.
+
+``flashinfer.json`` has them, with the wheel's version; what they compute, ``make test-cuda`` shows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton: ci/install dev installs it on Linux")
+
+from support.cuda_flashinfer import planned
+from support.cuda_shapes import Shapes
+
+from mooncake_hal_cuda.attention import Attention
+from mooncake_hal_cuda.libraries import by_flashinfer
+from mooncake_hal_cuda.ops import CudaOps
+from mooncake_hal_cuda.tuning import Tuning
+
+SIGNATURES = json.loads(Path(__file__).with_name("flashinfer.json").read_text())
+WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
+SEMAPHORE_BYTES = 8 << 20
+"""Of the workspace that must hold zeros before the first call (flashinfer/decode.py)."""
+
+Calls = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """FlashInfer's names over its signatures; what each was called with, by name."""
+    noted: Calls = {}
+
+    def binding(name: str) -> Callable[..., torch.Tensor]:
+        signature = inspect.signature(eval(f"lambda {SIGNATURES[name]}: None"))
+
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            bound = signature.bind(*args, **kwargs)
+            noted[name] = dict(bound.arguments)
+            return torch.zeros(1)
+
+        return call
+
+    def wrapper(*args: Any, **kwargs: Any) -> SimpleNamespace:
+        binding(f"{WRAPPER}.__init__")(None, *args, **kwargs)
+        methods = {name: binding(f"{WRAPPER}.{name}") for name in ("plan", "run")}
+        bound = {name: lambda *a, of=of, **k: of(None, *a, **k) for name, of in methods.items()}
+        return SimpleNamespace(**bound)
+
+    decode = ModuleType("flashinfer.decode")
+    function = "trtllm_batch_decode_with_kv_cache"
+    vars(decode).update({function: binding(function), WRAPPER: wrapper})
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
+    return noted
+
+
+@pytest.fixture
+def call() -> Attention:
+    """Three decodes of 64 tokens in blocks of 16."""
+    shapes = Shapes(CudaOps(Tuning("sm_90", 132)), torch.bfloat16, "cpu", make=torch.zeros)
+    query, cache = shapes.new(3, 8, 64), shapes.new(12, 16, 2, 64)
+    batch = shapes.batch(1, 4, sequences=3)
+    return Attention.of_decodes(query, (cache, cache), batch, 0.125, (1.0, 1.0))
+
+
+def test_decode_fits(calls: Calls, call: Attention) -> None:
+    by_flashinfer(call)
+    given = calls["trtllm_batch_decode_with_kv_cache"]
+    assert given["kv_layout"] == "NHD"
+    assert (given["bmm1_scale"], given["bmm2_scale"]) == (0.125, 1.0)
+    assert given["max_seq_len"] == 64
+    assert given["block_tables"].shape == (3, 4)
+    assert given["seq_lens"].tolist() == [64] * 3
+    assert not given["workspace_buffer"][:SEMAPHORE_BYTES].any()
+    assert given["workspace_buffer"].numel() > SEMAPHORE_BYTES
+
+
+def test_the_way_that_is_planned_fits(calls: Calls, call: Attention) -> None:
+    """What the benchmark compares with."""
+    way = planned((call.query, *call.caches), call.batch, call.scale, with_tensor_cores=True)
+    way()
+    given = calls[f"{WRAPPER}.plan"]
+    assert given["indptr"].tolist() == [0, 4, 8, 12]
+    assert given["last_page_len"].tolist() == [16] * 3
+    heads = [given[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")]
+    assert heads == [8, 2, 64, 16]
+    assert calls[f"{WRAPPER}.run"]["q"] is call.query
