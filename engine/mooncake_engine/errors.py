@@ -12,7 +12,8 @@ EngineError
 ├── KVTransferError        KV did not come across; the request says what happens next
 │   ├── HandshakeRefused   the peer's facts contradict ours
 │   ├── LeaseLost          the peer no longer holds the KV that it promised
-│   └── PeerGone           that incarnation of the peer is dead for certain
+│   ├── PeerGone           that incarnation of the peer is dead for certain
+│   └── PeerAbsent         it does not answer at its address: dead, or the way there has changed
 └── EngineDead             a background task died; every request fails, health turns red
 """
 
@@ -80,6 +81,12 @@ class LeaseLost(KVTransferError):
 
 class PeerGone(KVTransferError):
     """That incarnation of a peer is dead for certain: nothing of it writes any more."""
+
+
+class PeerAbsent(KVTransferError):
+    """Nobody listens at a peer's address, or somebody else does: it is dead, or what stands between
+    (a load balancer, an address that was translated) leads elsewhere now, and it may still write
+    until its lease is over."""
 
 
 class EngineDead(EngineError):

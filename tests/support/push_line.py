@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import Event, LeaseEnded, LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts
@@ -50,6 +50,8 @@ NUM_TOKENS = 10
 TOKEN = PushedToken(5, None, 0)
 TRY_S = 2.0
 TRIES = 3
+LANDING_S = 1.0
+"""How long a rank of ``p`` takes to end a write, at most."""
 P_ADDRESS = ("p", 1)
 D_ADDRESS = ("d", 2)
 
@@ -151,7 +153,7 @@ class RankOfOne:
             self._finish(name, None)
 
     def _finish(self, name: str, error: str | None) -> None:
-        delay = self._numbers.uniform(0.0, 1.0)
+        delay = self._numbers.uniform(0.0, LANDING_S)
         asyncio.get_running_loop().call_later(delay, self._drained, name, error)
 
     def _drained(self, name: str, error: str | None) -> None:
@@ -169,12 +171,17 @@ class Talk:
     Args:
         numbers: for all that is random.
         lease_s: of each.
+
+    Attributes:
+        is_p_dead: and the host that both are on knows it.
+        is_p_hidden: the way to it leads to somebody who refuses, whether it is dead or not.
     """
 
     numbers: random.Random
     lease_s: tuple[float, float] = (6.0, 6.0)
     line: Line = field(default_factory=Line)
     is_p_dead: bool = False
+    is_p_hidden: bool = False
     ended: defaultdict[str, list[LoadEnded]] = field(default_factory=lambda: defaultdict(list))
     freed: Counter[str] = field(default_factory=Counter)
     asked: list[str] = field(default_factory=list)
@@ -186,7 +193,14 @@ class Talk:
         loop = asyncio.get_running_loop()
         self.rank = RankOfOne(self.numbers)
         p = SideContext(facts_of("p"), self.lease_s[0], self._p_hears, self._spawn_p, loop.time)
-        d = SideContext(facts_of("d"), self.lease_s[1], self._d_hears, self._spawn, loop.time)
+        d = SideContext(
+            facts_of("d"),
+            self.lease_s[1],
+            self._d_hears,
+            self._spawn,
+            loop.time,
+            landing_s=LANDING_S,
+        )
         group = RankGroup(1, self.rank.send)
         self.p = PushPrefillSide(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line
         self.d = PushDecodeSide(d, self._inquire, self._post)
@@ -224,7 +238,9 @@ class Talk:
         self.asked.append("Inquire")
         return self.p.standing(message)
 
-    async def _inquire(self, writer: Writer, names: list[str]) -> Standing:
+    async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> Standing:
+        if self.is_p_hidden:
+            raise PeerAbsent("instance p is not there any more")
         if self.is_p_dead:
             raise PeerGone("instance p is gone")
         ask = self.line.ask(self._handle_p, lambda ticket: Inquire(ticket, tuple(names)), tries=1)

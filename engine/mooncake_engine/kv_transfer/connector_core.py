@@ -22,6 +22,7 @@ from mooncake_engine.kv_transfer.peers import CheckFit, PeerBook, Ranks
 from mooncake_engine.kv_transfer.protocol import AnyMessage
 from mooncake_engine.kv_transfer.rank_messages import RankReady
 from mooncake_engine.kv_transfer.side_channel import SideChannelServer
+from mooncake_hal.transports.shm.host import host_identity
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class ConnectorCore(ABC):
             setup.block_size,
             setup.hardware,
             tuple(self._readiness[rank].facts for rank in range(setup.config.num_ranks)),
+            _host(),
         )
 
     async def _shut(self) -> None:
@@ -164,6 +166,14 @@ class ConnectorCore(ABC):
         self._peers.close()
         self._server.close()
         self._context.destroy(linger=0)
+
+
+def _host() -> str:
+    """See ``InstanceFacts``; a kernel may not show what tells it from others."""
+    try:
+        return host_identity()
+    except OSError:
+        return ""
 
 
 def _ports(config: KVTransferConfig) -> Iterable[int]:

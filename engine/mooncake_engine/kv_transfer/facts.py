@@ -44,6 +44,8 @@ class InstanceFacts(msgspec.Struct, frozen=True):
         block_size: tokens per block.
         hardware: what it runs on.
         ranks: all of its ranks: stage after stage, and within one by tensor-parallel rank.
+        host: the kernel and network namespace that its side channel is in; empty if that is not
+            known.
     """
 
     engine_id: str
@@ -53,6 +55,7 @@ class InstanceFacts(msgspec.Struct, frozen=True):
     block_size: int
     hardware: Hardware
     ranks: tuple[RankFacts, ...]
+    host: str = ""
 
     @property
     def pp_size(self) -> int:

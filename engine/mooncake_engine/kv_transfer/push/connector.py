@@ -63,7 +63,8 @@ class MooncakeLayerwiseConnector(ConnectorCore):
         address = (self._holder.host, self._holder.port)
         self._prefill = PushPrefillSide(context, self._group, self._peers, address)
         self._decode = PushDecodeSide(
-            context, lambda writer, names: inquire(writer, names, self._peers)
+            context,
+            lambda writer, names, is_near: inquire(writer, names, self._peers, is_near=is_near),
         )
         return [self._prefill.keep_in_touch(), self._decode.sweep()]
 

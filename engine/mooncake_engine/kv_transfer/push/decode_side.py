@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from zlib import crc32
 
-from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
@@ -53,8 +53,9 @@ SILENT_PAUSES = 3
 Granted = tuple[Reservation, Writer]
 """A reservation, and who was let in."""
 
-Inquirer = Callable[[Writer, list[str]], Awaitable[Standing]]
-"""Asks a writer's instance about pushes, by its own names; raises as ``presence.inquire``."""
+Inquirer = Callable[[Writer, list[str], bool], Awaitable[Standing]]
+"""Asks a writer's instance about pushes, by its own names, and told whether it is on this host;
+raises as ``presence.inquire``."""
 
 Post = Callable[[str, KVTransferParams], Awaitable[None]]
 """Asks for a prefill, at that address; raises as ``metaserver.post_params``."""
@@ -91,8 +92,8 @@ class PushDecodeSide(Side):
     def __init__(self, context: SideContext, inquire: Inquirer, post: Post = post_params) -> None:
         super().__init__(context)
         self.counts = ReceiveCounts()
-        self._can_revoke = context.can_revoke
-        self._landing_s = context.landing_s
+        self._transfer_s = context.landing_s
+        self._landing_s = 0.0 if context.can_revoke else context.landing_s
         self._inquire = inquire
         self._post = post
         self._pause_s = Interval(context.lease_s, LONGEST_PAUSE_S).of(())
@@ -187,8 +188,8 @@ class PushDecodeSide(Side):
     def _failed(self, message: PushFailed) -> LeaseStatus:
         name = message.request_id
         if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
-            may_land = message.may_land and not self._can_revoke
-            self._vacate(name, f"the prefill instance gave up: {message.reason}", may_land=may_land)
+            reason = f"the prefill instance gave up: {message.reason}"
+            self._vacate(name, reason, self._landing_s if message.may_land else 0.0)
         return self._table.ending(name, message.writer)
 
     def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
@@ -261,11 +262,15 @@ class PushDecodeSide(Side):
     async def _look_for(self, group: list[Granted]) -> None:
         """Ask one instance for what it should have said; a dead one frees its blocks."""
         try:
+            asked = group[0][1]
             names = [writer.request_id for _, writer in group]
-            standing = await self._inquire(group[0][1], names)
+            standing = await self._inquire(asked, names, self._is_near(asked))
         except PeerGone as exc:
             for held, writer in group:
-                self._bury(held, writer, str(exc), is_dead=True)
+                self._bury(held, writer, str(exc), self._lingering_s(writer))
+        except PeerAbsent as exc:
+            for held, writer in group:  # unheard, it stops within a lease, if it is not dead
+                self._bury(held, writer, str(exc), self._lease_s + self._transfer_s)
         except KVTransferError as exc:
             logger.info("nothing is known of %d pushes: %s", len(group), exc)
             for held, writer in group:
@@ -282,19 +287,25 @@ class PushDecodeSide(Side):
                 self._table.renew([held.request_id], self._clock())
             else:
                 reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
-                self._bury(held, writer, reason, is_dead=False)
+                self._bury(held, writer, reason, self._landing_s)
 
-    def _bury(self, held: Reservation, writer: Writer, reason: str, *, is_dead: bool) -> None:
+    def _bury(self, held: Reservation, writer: Writer, reason: str, landing_s: float) -> None:
         """A writer has ended without a word; unless it said one meanwhile."""
         if self._table.get(held.request_id) is held:
             self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
-            outlives = is_dead and self._has_processes(writer)
-            self._vacate(held.request_id, reason, may_land=outlives or not self._can_revoke)
+            self._vacate(held.request_id, reason, landing_s)
 
-    def _has_processes(self, writer: Writer) -> bool:
-        """Whether ranks of it are processes of their own: they end with it, but not before it."""
+    def _lingering_s(self, writer: Writer) -> float:
+        """How long something of a dead instance may arrive: ranks that are processes of their own
+        end with it, but not before it."""
         facts = self._writers.get(writer.engine_id)
-        return facts is None or len(facts.ranks) > 1
+        has_processes = facts is None or len(facts.ranks) > 1
+        return self._transfer_s if has_processes else self._landing_s
+
+    def _is_near(self, writer: Writer) -> bool:
+        """Whether its side channel is on this host, as far as that is known."""
+        facts = self._writers.get(writer.engine_id)
+        return facts is not None and facts.host == self._facts.host != ""
 
     def _lose_patience(self, held: Reservation, writer: Writer) -> None:
         """Of a writer that is silent for too long the request is freed, not the blocks."""
@@ -308,11 +319,11 @@ class PushDecodeSide(Side):
 
     # --- endings -----------------------------------------------------------------------------
 
-    def _vacate(self, request_id: str, reason: str, *, may_land: bool) -> None:
-        """No more is sent. The request is freed; its blocks too, once nothing can arrive there."""
-        if may_land and self._landing_s:
-            self._landing[request_id] = self._clock() + self._landing_s, reason
-            limit = f"what had been sent can't arrive any more, {self._landing_s:g} s from now"
+    def _vacate(self, request_id: str, reason: str, landing_s: float) -> None:
+        """The request is freed; its blocks too, once nothing can arrive there any more."""
+        if landing_s:
+            self._landing[request_id] = self._clock() + landing_s, reason
+            limit = f"nothing can arrive there any more, {landing_s:g} s from now"
             self._give_up(request_id, reason, limit)
         else:
             self._finish(request_id, reason)

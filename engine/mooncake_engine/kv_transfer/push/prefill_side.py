@@ -191,11 +191,14 @@ class PushPrefillSide(Side):
             await peer.shake_hands(self._facts, self._ranks)
             self._peers.forget_predecessors(send.remote)
             peer.check_told(send.remote)
+            send.last_heard = self._clock()  # if there is an answer: from before it, as in _renew
             status = await self._ask(
                 peer, lambda ticket: PushOpen(ticket, send.remote.request_id, send.writer)
             )
             if status is not LeaseStatus.HELD:
                 raise LeaseLost(f"the decode instance answers {status.value}: it let nobody in")
+            if self._is_overdue(send):
+                raise LeaseLost("the decode instance let us in, and took a lease to say so")
         except KVTransferError as exc:
             logger.warning("request %s can't be pushed: %s", request_id, exc)
             self._fail(request_id, send, str(exc))
@@ -203,7 +206,6 @@ class PushPrefillSide(Side):
         if send.error is None:
             send.is_open = True
             self._signs.hasten(send.remote)
-            send.last_heard = self._clock()
             self._ranks.tell_all(_start_order(request_id, send))
 
     async def _tell(self, request_id: str, send: _Send) -> None:
@@ -262,6 +264,7 @@ class PushPrefillSide(Side):
 
     async def _renew(self, group: dict[str, _Send], within_s: float) -> None:
         names = {send.remote.request_id: name for name, send in group.items()}
+        asked = self._clock()  # the peer, who counts from our last word, may have heard it then
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
             lost = await peer.renew(tuple(names), within_s)
@@ -269,17 +272,23 @@ class PushPrefillSide(Side):
             self._drop_silent(group, str(exc))
             return
         for send in group.values():
-            send.last_heard = self._clock()
+            send.last_heard = asked
         for remote_id in lost:
             name = names[remote_id]
             if not self._is_drained(group[name]):  # it may have ended meanwhile
                 self._fail(name, group[name], "the decode instance no longer waits for it")
 
     def _drop_silent(self, group: dict[str, _Send], reason: str) -> None:
-        """Nobody may be there any more: stop writing before somebody else is."""
+        """Nobody may be there any more: stop writing before somebody else is, and before the peer
+        takes us for dead."""
         for request_id, send in group.items():
-            if self._clock() - send.last_heard > self._lease_s:
+            if self._is_overdue(send):
                 self._fail(request_id, send, reason)
+
+    def _is_overdue(self, send: _Send) -> bool:
+        """Whether the peer has been silent for a lease, by either side's measure."""
+        lease_s = min(self._lease_s, send.remote.lease_s or self._lease_s)
+        return self._clock() - send.last_heard > lease_s
 
     # --- the end -----------------------------------------------------------------------------
 

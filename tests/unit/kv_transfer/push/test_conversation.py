@@ -156,16 +156,41 @@ def test_an_entry_that_is_granted_after_its_writer_gave_up_is_given_back() -> No
     talk(scenario, lease_s=(6.0, 60.0))
 
 
+def test_a_writer_that_is_taken_for_dead_stops_before_its_blocks_are_free() -> None:
+    """What stands between refuses for it, and lets nothing through; it lives, and writes."""
+
+    async def scenario(between: Talk) -> None:
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(1.0)
+        between.is_p_hidden = between.line.is_cut = True
+        await asyncio.sleep(5.0)
+        assert [ended.is_drained for ended in between.ended["r"]] == [False]
+        assert between.rank.writing == {"p-r"}
+        await asyncio.sleep(12.0)
+        assert [ended.is_drained for ended in between.ended["r"]] == [False, True]
+        assert between.d.num_reserved == 0
+
+    talk(scenario, lease_s=(60.0, 6.0))
+
+
 @settings(max_examples=150)
-@given(seed=st.integers(0, 2**32), loses=st.booleans(), kills=st.booleans())
+@given(
+    seed=st.integers(0, 2**32),
+    loses=st.booleans(),
+    kills=st.booleans(),
+    hides=st.booleans(),
+    lease_s=st.sampled_from([(6.0, 6.0), (6.0, 1.0), (1.0, 6.0), (60.0, 6.0)]),
+)
 def test_whatever_is_lost_both_sides_come_back_to_nothing(
-    seed: int, *, loses: bool, kills: bool
+    seed: int, lease_s: tuple[float, float], *, loses: bool, kills: bool, hides: bool
 ) -> None:
     """Requests come, are completed, aborted and cancelled at any moment; then the line is good."""
 
     async def scenario(between: Talk) -> None:
         if loses:
             between.line.fate = unreliable(seed)
+        between.is_p_hidden = hides
         names = [f"r{index}" for index in range(8)]
         await asyncio.gather(*(_live(between, name) for name in names))
         if kills:
@@ -176,7 +201,7 @@ def test_whatever_is_lost_both_sides_come_back_to_nothing(
         assert kills or between.p.num_sending == 0
         assert all(_ended_once(between.ended[name]) for name in names), between.ended
 
-    talk(scenario, seed)
+    talk(scenario, seed, lease_s)
 
 
 async def _live(between: Talk, name: str) -> None:

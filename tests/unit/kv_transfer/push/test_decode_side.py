@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerGone
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import Event, LoadEnded
 from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts
@@ -39,6 +39,7 @@ from mooncake_hal.kv.layout import make_layout
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
 TOKEN_BYTES = 2 * 4 * 32 * 4
+LEASE_S = 6.0
 LANDING_S = 20.0
 ONE = Writer("p-1", "a", "127.0.0.1", 1)
 TWO = Writer("p-2", "b", "127.0.0.1", 2)
@@ -46,26 +47,34 @@ TOKEN = PushedToken(5, (-0.5, ((5, -0.5), (6, -1.5))), 16)
 FIRST = FirstToken(5, TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.5))), 16)
 
 
-def facts(engine_id: str, tp_size: int = 1) -> InstanceFacts:
+def facts(engine_id: str, tp_size: int = 1, host: str = "here") -> InstanceFacts:
     ranks = []
     for rank in range(tp_size):
         shard = shard_of(GEOMETRY, tp_size, rank)
         ranks.append(RankFacts(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {}))
-    return InstanceFacts(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), tuple(ranks))
+    hardware = Hardware("cpu", "x86")
+    return InstanceFacts(engine_id, "m", "t", GEOMETRY, 16, hardware, tuple(ranks), host)
 
 
 class Desk:
     """A decode side whose tasks run when told, and whose events are kept."""
 
-    def __init__(self, tp_size: int = 1, *, can_revoke: bool = True) -> None:
+    def __init__(
+        self,
+        tp_size: int = 1,
+        *,
+        can_revoke: bool = True,
+        hosts: tuple[str, str] = ("here", "here"),
+    ) -> None:
         self.events: list[Event] = []
         self.tasks: list[Coroutine[Any, Any, None]] = []
         self.is_writer_dead = False
+        self.is_writer_near = True
         self.standing: Standing | None = None
         self.now = 0.0
         context = SideContext(
-            facts("d"),
-            6.0,
+            facts("d", host=hosts[1]),
+            LEASE_S,
             self.events.append,
             self._keep,
             can_revoke=can_revoke,
@@ -73,7 +82,7 @@ class Desk:
             clock=lambda: self.now,
         )
         self.side = PushDecodeSide(context, self._inquire)
-        self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size)))
+        self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size, hosts[0])))
 
     def load(self, num_tokens: int = 10) -> None:
         params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
@@ -108,10 +117,10 @@ class Desk:
     def _keep(self, task: Coroutine[Any, Any, None]) -> Any:
         self.tasks.append(task)
 
-    async def _inquire(self, writer: Writer, names: list[str]) -> Standing:
-        assert (writer, names) == (ONE, ["a"])
+    async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> Standing:
+        assert (writer, names, is_near) == (ONE, ["a"], self.is_writer_near)
         if self.is_writer_dead:
-            raise PeerGone("prefill instance p-1 is gone")
+            raise (PeerGone if is_near else PeerAbsent)("prefill instance p-1 is gone")
         if self.standing is None:
             raise KVTransferError("no answer")
         return self.standing
@@ -307,6 +316,23 @@ def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, can_revoke: bo
     assert desk.open() is LeaseStatus.EXPIRED
     desk.look_around(3.0 + LANDING_S)
     assert drains(desk) == [False, True]
+
+
+@pytest.mark.parametrize("hosts", [("there", "here"), ("", "")], ids=str)
+def test_who_refuses_on_another_host_need_not_be_the_writer(hosts: tuple[str, str]) -> None:
+    """A load balancer may refuse for one that lives: that stops when its lease is over."""
+    desk = Desk(hosts=hosts)
+    desk.is_writer_near = False
+    desk.load()
+    desk.open()
+    desk.is_writer_dead = True
+    assert desk.look_around(3.0) == ["prefill instance p-1 is gone"]
+    assert drains(desk) == [False]
+    assert desk.side.handle(Renew(9, ("r",))) == Renewed(9, ("r",)), "if it lives, it hears so"
+    assert desk.look_around(3.0 + LEASE_S + LANDING_S - 0.1) == []
+    desk.look_around(3.0 + LEASE_S + LANDING_S)
+    assert drains(desk) == [False, True]
+    assert desk.side.num_reserved == 0
 
 
 def test_what_was_written_whole_needs_no_waiting() -> None:
