@@ -47,7 +47,7 @@ def ask(book: Book, host: str, port: int, *, is_near: bool) -> Standing:
 @pytest.mark.parametrize(("is_near", "error"), [(True, PeerGone), (False, PeerAbsent)])
 def test_who_is_refused(is_near: bool, error: type[KVTransferError]) -> None:
     book = Book()
-    with pytest.raises(error, match="p-1 is .*nobody listens"):
+    with pytest.raises(error, match=r"p-1 is .*nobody listens"):
         ask(book, "127.0.0.1", free_range(1).first, is_near=is_near)
     assert book.forgotten == ["nobody listens there now"]
 
