@@ -47,9 +47,10 @@ def test_replayed_steps_say_what_launched_ones_say(
         for index, length in enumerate(lengths)
     ]
     options: dict[str, Any] = {**ON_NPU, "dtype": "auto", "max_num_seqs": 6}
+    options["piecewise_graph_max_tokens"] = None
     launched = run_load(model, requests, enforce_eager=True, **options)
     assert not replays["replays"]
-    decoded = run_load(model, requests, piecewise_graph_max_tokens=0, **options)
+    decoded = run_load(model, requests, **{**options, "piecewise_graph_max_tokens": 0})
     num_decodes = replays["replays"]
     assert num_decodes >= 7
     replayed = run_load(model, requests, **options)
