@@ -31,7 +31,7 @@ class HalError(Exception):
 
 
 class PluginError(HalError):
-    """A plugin is broken: it can't be imported, or what it registers breaks the contract."""
+    """A plugin is broken: it can't be imported or loaded, or what it offers breaks the contract."""
 
 
 class BackendNotFound(HalError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import pluggy
 
@@ -21,6 +21,7 @@ from mooncake_hal import env, hookspecs
 from mooncake_hal.errors import (
     BackendNotFound,
     BackendUnavailable,
+    HalError,
     PluginError,
     TransportUnavailable,
 )
@@ -124,7 +125,8 @@ class Registry:
         Raises:
             BackendNotFound: no plugin offers it; the message lists what there is.
             BackendUnavailable: the probe or the load refused; the reason says why.
-            PluginError: the plugin that should offer it is broken.
+            PluginError: the plugin that should offer it is broken, or offers less than the
+                contract asks for; the message names what.
         """
         wanted = env.backend_name() if name == "auto" else name
         if wanted is None:
@@ -136,7 +138,7 @@ class Registry:
         if row.status is PluginStatus.UNAVAILABLE:
             raise BackendUnavailable(wanted, row.reason)
         _require_sound(row)
-        return spec.load()
+        return _load_backend(spec, plugin)
 
     def load_transport(self, name: str) -> Transport:
         """Load a transport.
@@ -155,7 +157,7 @@ class Registry:
         if row.status is PluginStatus.UNAVAILABLE:
             raise TransportUnavailable(name, row.reason)
         _require_sound(row)
-        return spec.load()
+        return _loaded(spec, plugin)
 
     def _best_backend(self) -> Backend:
         refusals = []
@@ -166,7 +168,7 @@ class Registry:
                 refusals.append(f"{row.name}: {row.reason}")
                 continue
             try:
-                return self.backends[row.name][0].load()
+                return _load_backend(*self.backends[row.name])
             except BackendUnavailable as exc:
                 logger.warning("backend auto: %s; trying the next one", exc)
                 refusals.append(f"{row.name}: {exc.reason}")
@@ -212,6 +214,41 @@ def _require_sound(row: TableRow) -> None:
     """Raise PluginError for a row whose plugin, and not the machine, is at fault."""
     if row.status is not PluginStatus.AVAILABLE:
         raise PluginError(f"plugin {row.name!r} ({row.plugin}) is {row.status.value}: {row.reason}")
+
+
+def _load_backend(spec: BackendSpec, plugin: str) -> Backend:
+    """Load a backend and hold it against the contract; raises PluginError if it falls short."""
+    from mooncake_hal.contract import breaches
+
+    backend = _loaded(spec, plugin)
+    found = breaches(backend)
+    if found:
+        raise PluginError(
+            f"backend {spec.name!r} ({plugin}) does not keep the contract of this mooncake_hal "
+            f"(mooncake_hal/backend.py): {'; '.join(found)}. Install versions of both that match"
+        )
+    return backend
+
+
+@overload
+def _loaded(spec: BackendSpec, plugin: str) -> Backend: ...
+
+
+@overload
+def _loaded(spec: TransportSpec, plugin: str) -> Transport: ...
+
+
+def _loaded(spec: BackendSpec | TransportSpec, plugin: str) -> Backend | Transport:
+    try:
+        return spec.load()
+    except HalError:
+        raise
+    except Exception as exc:  # the door to foreign code
+        logger.debug("loading %r", spec.name, exc_info=True)
+        raise PluginError(
+            f"plugin {spec.name!r} ({plugin}) is broken: its load failed: "
+            f"{type(exc).__name__}: {exc}"
+        ) from exc
 
 
 def _missing_module(point: EntryPoint, exc: ModuleNotFoundError) -> tuple[PluginStatus, str]:

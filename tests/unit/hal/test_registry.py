@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from mooncake_hal.errors import (
     TransportUnavailable,
 )
 from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.null.backend import NullBackend, NullOps, NullRuntime
 from mooncake_hal.registry import PluginStatus, Registry
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
 from mooncake_hal.transport import Transport
@@ -59,7 +61,7 @@ class Plugins:
             "api_version": API_VERSION,
             "priority": priority,
             "probe": lambda: Availability(not reason, reason),
-            "load": lambda: SimpleNamespace(name=name),
+            "load": lambda: backend_named(name),
         }
         spec = BackendSpec(**{**settings, **changes})
         self.add(name, mooncake_hal_backend=hookimpl(named("mooncake_hal_backend", spec)))
@@ -80,6 +82,12 @@ class Plugins:
     def remove(self) -> None:
         for point in self.points:
             sys.modules.pop(point.value, None)
+
+
+def backend_named(name: str) -> NullBackend:
+    backend = NullBackend()
+    backend.name = name
+    return backend
 
 
 def named(name: str, answer: object) -> Any:
@@ -130,6 +138,66 @@ def test_auto_goes_on_when_a_load_refuses(
     plugins.backend("slow", 0)
     assert chosen(plugins.discover().select_backend()) == "slow"
     assert "0 devices after all" in caplog.text
+
+
+def test_a_load_that_fails_is_told_in_one_line(plugins: Plugins) -> None:
+    def load() -> Any:
+        raise RuntimeError("driver says 507015")
+
+    plugins.backend("odd", load=load)
+    with pytest.raises(PluginError, match=r"'odd' .* load failed: RuntimeError: driver says 5"):
+        plugins.discover().select_backend("odd")
+
+
+class OldOps(NullOps):
+    """Ops of an older contract: without ``silu_mul``, and with norms of another form."""
+
+    silu_mul: Any = None
+
+    def rms_norm(self, x: Any) -> Any:  # type: ignore[override]  # that is what is tested
+        return x
+
+
+@pytest.mark.parametrize("name", ["auto", "old"])
+def test_a_backend_of_an_older_contract_is_told_what_it_lacks(plugins: Plugins, name: str) -> None:
+    class OldRuntime(NullRuntime):
+        peak_bytes: Any = None
+
+    backend = backend_named("old")
+    backend.ops, backend.runtime = OldOps(), OldRuntime()
+    plugins.backend("old", load=lambda: backend)
+    with pytest.raises(PluginError) as caught:
+        plugins.discover().select_backend(name)
+    assert (
+        "no runtime.peak_bytes; ops.rms_norm takes other arguments than (x, weight, eps); "
+        "no ops.silu_mul. Install versions" in str(caught.value)
+    )
+
+
+def test_a_promised_capability_is_looked_for(plugins: Plugins) -> None:
+    backend = backend_named("bold")
+    backend.capabilities = replace(
+        backend.capabilities, sampling=True, kv_dtypes=("float8_e4m3fn",), resident_latents=True
+    )
+    plugins.backend("bold", load=lambda: backend)
+    lacking = "no ops.sample; no ops.with_kv_scales; no ops.make_resident; no ops.with_resident_lat"
+    with pytest.raises(PluginError, match=lacking):
+        plugins.discover().select_backend("bold")
+
+
+@pytest.mark.parametrize(
+    ("loaded", "lacking"),
+    [
+        (None, "no capabilities; no communicator; no memory; no name; no ops; no runtime"),
+        (SimpleNamespace(**dict.fromkeys(dir(Backend))), "capabilities of type NoneType, wanted C"),
+    ],
+)
+def test_something_else_than_a_backend_is_refused(
+    plugins: Plugins, loaded: object, lacking: str
+) -> None:
+    plugins.backend("odd", load=lambda: loaded)
+    with pytest.raises(PluginError, match=lacking):
+        plugins.discover().select_backend("odd")
 
 
 def test_the_environment_decides_auto_and_only_auto(

@@ -1,0 +1,77 @@
+"""Whether a loaded backend is what ``mooncake_hal.backend`` asks for, by name and by arguments.
+
+A plugin that was written for an older contract lacks what the contract has gained; without this
+look it would be found out by the request that needs it. What the parts compute is for the suite in
+``mooncake_hal.testing`` to prove.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mooncake_hal.backend import (
+    Backend,
+    Capabilities,
+    Memory,
+    Ops,
+    Runtime,
+    SamplingOps,
+    ScaledKVOps,
+)
+from mooncake_hal.latents import ResidentLatentOps
+
+
+def breaches(backend: object) -> list[str]:
+    """What of the contract the backend lacks or has otherwise; empty if it has all of it."""
+    lacking = [f"no {name}" for name in _members(Backend) if not hasattr(backend, name)]
+    if lacking:
+        return lacking
+    facts = getattr(backend, "capabilities", None)
+    if not isinstance(facts, Capabilities):
+        return [f"capabilities of type {type(facts).__name__}, wanted Capabilities"]
+    found = [
+        breach
+        for part, protocol in _parts(facts)
+        for breach in _breaches(part, getattr(backend, part), protocol)
+    ]
+    return list(dict.fromkeys(found))  # protocols share members
+
+
+def _parts(facts: Capabilities) -> Iterator[tuple[str, type]]:
+    yield "runtime", Runtime
+    yield "memory", Memory
+    yield "ops", Ops
+    if facts.sampling:
+        yield "ops", SamplingOps
+    if facts.kv_dtypes:
+        yield "ops", ScaledKVOps
+    if facts.resident_latents:
+        yield "ops", ResidentLatentOps
+
+
+def _breaches(part: str, held: object, protocol: type) -> Iterator[str]:
+    for name, wanted in _members(protocol).items():
+        method = getattr(held, name, None)
+        parameters = list(inspect.signature(wanted).parameters)[1:]
+        if not callable(method):
+            yield f"no {part}.{name}"
+        elif not _takes(method, len(parameters)):
+            yield f"{part}.{name} takes other arguments than ({', '.join(parameters)})"
+
+
+def _members(protocol: type) -> dict[str, Any]:
+    """What a protocol asks for, and what it inherits."""
+    return {name: getattr(protocol, name) for name in dir(protocol) if not name.startswith("_")}
+
+
+def _takes(method: Callable[..., object], count: int) -> bool:
+    """Whether it can be called with that many arguments; a compiled function may not say."""
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
