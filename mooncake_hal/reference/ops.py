@@ -6,6 +6,7 @@ Results are rounded to the inputs' dtype once, at the end. Speed is no aim.
 from __future__ import annotations
 
 from copy import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ class ReferenceOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        caches = self._widened(key_cache, value_cache)
-        return _attend(query, caches, batch, scale, range(batch.num_decodes))
+        keys, values = self._caches(key_cache, value_cache)
+        return _attend(query, (keys,), values, batch, scale, _decodes(batch))
 
     def prefill_attention(
         self,
@@ -63,8 +64,8 @@ class ReferenceOps:
         scale: float,
     ) -> Tensor:
         """See ``Ops``."""
-        sequences = range(batch.num_decodes, len(batch.host_query_lens))
-        return _attend(query, self._widened(key_cache, value_cache), batch, scale, sequences)
+        keys, values = self._caches(key_cache, value_cache)
+        return _attend(query, (keys,), values, batch, scale, _prompts(batch))
 
     def pack_rope(self, rows: Tensor) -> Tensor:
         """See ``LatentOps``."""
@@ -94,10 +95,9 @@ class ReferenceOps:
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """See ``Ops``."""
-        latent_cache, rope_cache = self._widened(latent_cache, rope_cache)
-        key_cache = torch.cat((latent_cache, rope_cache), dim=-1)
-        return ReferenceOps().decode_attention(query, key_cache, latent_cache, batch, scale)
+        """See ``LatentOps``."""
+        latents, ropes = self._caches(latent_cache, rope_cache)
+        return _attend(query, (latents, ropes), latents, batch, scale, _decodes(batch))
 
     def mla_prefill_attention(
         self,
@@ -107,14 +107,12 @@ class ReferenceOps:
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """See ``Ops``."""
-        latent_cache, rope_cache = self._widened(latent_cache, rope_cache)
-        key_cache = torch.cat((latent_cache, rope_cache), dim=-1)
-        return ReferenceOps().prefill_attention(query, key_cache, latent_cache, batch, scale)
+        """See ``LatentOps``."""
+        latents, ropes = self._caches(latent_cache, rope_cache)
+        return _attend(query, (latents, ropes), latents, batch, scale, _prompts(batch))
 
-    def _widened(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Both planes in float32, multiplied by their scales."""
-        return first.float() * self._kv_scales[0], second.float() * self._kv_scales[1]
+    def _caches(self, first: Tensor, second: Tensor) -> tuple[_Cache, _Cache]:
+        return _Cache(first, self._kv_scales[0]), _Cache(second, self._kv_scales[1])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Ops``."""
@@ -214,22 +212,42 @@ def drawing_shares(logits: Tensor, drawing: Drawing) -> Tensor:
     return shares
 
 
+class _Cache(NamedTuple):
+    """A layer's plane of paged KV, and what its values were divided by."""
+
+    blocks: Tensor  # [num_blocks, block_size, kv_heads, dim]
+    scale: float
+
+    def rows(self, batch: AttentionBatch, sequence: int) -> Tensor:
+        """A sequence's tokens in float32: of its own blocks, as a pool may be of any size."""
+        context = batch.host_context_lens[sequence]
+        ids = batch.block_tables[sequence, : -(-context // batch.block_size)]
+        return self.blocks[ids.long()].flatten(0, 1)[:context].float() * self.scale
+
+
+def _decodes(batch: AttentionBatch) -> range:
+    return range(batch.num_decodes)
+
+
+def _prompts(batch: AttentionBatch) -> range:
+    return range(batch.num_decodes, len(batch.host_query_lens))
+
+
 def _attend(
     query: Tensor,
-    caches: tuple[Tensor, Tensor],
+    keys: tuple[_Cache, ...],
+    values: _Cache,
     batch: AttentionBatch,
     scale: float,
     sequences: range,
 ) -> Tensor:
-    key_cache, value_cache = caches
-    out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+    """A key is its rows of all ``keys``, one behind the other."""
+    out = query.new_empty(*query.shape[:2], values.blocks.shape[-1])
     start = 0
     for sequence in sequences:
         stop = start + batch.host_query_lens[sequence]
-        context = batch.host_context_lens[sequence]
-        blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
-        key = key_cache[blocks.long()].flatten(0, 1)[:context]
-        value = value_cache[blocks.long()].flatten(0, 1)[:context]
+        key = torch.cat([cache.rows(batch, sequence) for cache in keys], dim=-1)
+        value = values.rows(batch, sequence)
         out[start:stop] = _causal(query[start:stop], key, value, scale)
         start = stop
     return out
