@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,10 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and options.run not in (run_transfer, run_doctor):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return int(options.run(options, rest))
+        status = int(options.run(options, rest))
+        sys.stdout.flush()
     except HalError as exc:
         print(f"mooncake-hal: {exc}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # whoever read has left, as `head` does; the interpreter flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -65,3 +68,17 @@ def test_the_transfer_benchmark_declares_its_own_arguments(
         cli.main(["bench", "transfer", "--help"])
     assert caught.value.code == 0
     assert "--transports" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as nobody_reads:
+        done = subprocess.run(
+            [sys.executable, "-m", "mooncake_hal", "devices"],
+            stdout=nobody_reads,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "")
