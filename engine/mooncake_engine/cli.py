@@ -202,7 +202,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tool-call-parser",
         default=_SERVER_DEFAULTS.tool_call_parser,
-        help="auto (from the chat template), none, hermes (Qwen), llama3_json",
+        help="auto (from the chat template), none, hermes (Qwen), llama3_json, qwen3_coder",
     )
     parser.add_argument(
         "--otlp-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP"

@@ -11,7 +11,8 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.server.handover import Handover
 from mooncake_engine.server.prompts import Prompt
 from mooncake_engine.text.answers import Answer, best_answers
-from mooncake_engine.text.tool_calls import PARSERS, ToolCallParser
+from mooncake_engine.text.tool_calls import Schemas, ToolCallParser
+from mooncake_engine.text.tool_forms import PARSERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Job:
         is_prompt_only: the client wants to know about its prompt, and gets no new token.
         shows_prompt_logprobs: log probabilities of the prompt are an entry of their own.
         tool_format: name of the form in which the model calls tools; None if none are offered.
+        tool_schemas: the JSON schemas of their parameters.
         trace_parent: W3C ``traceparent`` of the caller's span.
     """
 
@@ -68,6 +70,7 @@ class Job:
     is_prompt_only: bool = False
     shows_prompt_logprobs: bool = False
     tool_format: str | None = None
+    tool_schemas: Schemas = field(default_factory=dict)
     trace_parent: str | None = None
 
     @property
@@ -100,7 +103,7 @@ class Job:
 
     def make_parser(self) -> ToolCallParser | None:
         """Finds the tool calls in one answer."""
-        return PARSERS[self.tool_format]() if self.tool_format else None
+        return PARSERS[self.tool_format](self.tool_schemas) if self.tool_format else None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.text.tokenizer import Tokenizer
-from mooncake_engine.text.tool_calls import PARSERS, detect_parser
+from mooncake_engine.text.tool_forms import PARSERS, detect_parser
 
 AUTO, NONE = "auto", "none"
 

@@ -64,7 +64,7 @@ class Planner:
         sampling = await self._structured(sampling, tools.grammar, field)
         prompt = await chat_prompt(request, self.tokenizer, self.facts, tools.shown)
         job = self._job(request, envelope, sampling, [prompt])
-        return replace(job, is_chat=True, tool_format=tools.tool_format)
+        return replace(job, is_chat=True, tool_format=tools.tool_format, tool_schemas=tools.schemas)
 
     def check_model(self, model: str | None) -> None:
         """Raises InvalidRequest (404) for a model that is not served here."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,17 +10,12 @@ import msgspec
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.sampling_params import Grammar, GrammarKind
+from mooncake_engine.server.call_grammars import call_grammar
 from mooncake_engine.server.protocol import ChatRequest, NamedToolChoice, Tool, ToolCall
 from mooncake_engine.text.answers import Answer
 from mooncake_engine.text.generation import TextUpdate
-from mooncake_engine.text.grammars import JSON_STYLE
-
-_ARGUMENTS_FIELD = {"hermes": "arguments", "llama3_json": "parameters"}
-_CALLS = {
-    "hermes": ('"<tool_call>\\n" call "\\n</tool_call>"', '"\\n"'),
-    "llama3_json": ("call", '"; "'),
-}
-"""By form: a call in Lark, and what stands between two of them."""
+from mooncake_engine.text.tool_calls import Schemas
+from mooncake_engine.text.tool_forms import PARSERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +31,12 @@ class OfferedTools:
     tool_format: str | None = None
     shown: Sequence[dict[str, Any]] = field(default_factory=tuple)
     grammar: Grammar | None = None
+
+    @property
+    def schemas(self) -> Schemas:
+        """Of their parameters."""
+        functions = [tool["function"] for tool in self.shown]
+        return {function["name"]: function.get("parameters", {}) for function in functions}
 
 
 def offered_tools(
@@ -62,7 +62,7 @@ def offered_tools(
     if tool_format is None:
         raise InvalidRequest(
             "this model's chat template shows no way to call tools that is known here; if it has "
-            "one, start the server with --tool-call-parser hermes or llama3_json",
+            f"one, start the server with --tool-call-parser, one of {', '.join(PARSERS)}",
             param="tools",
         )
     shown = shown_tools(request.tools)
@@ -157,7 +157,9 @@ def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) 
     if choice in (None, "auto"):
         if structure is None:
             return None
-        return _lark(tools, tool_format, is_one=_is_one(request), instead=_json_rule(structure))
+        return call_grammar(
+            tools, tool_format, is_one=_is_one(request), instead=_json_rule(structure)
+        )
     if structure is not None:
         raise InvalidRequest(
             "an answer that has to call a tool has no other structure: leave response_format and "
@@ -165,14 +167,14 @@ def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) 
             param="tool_choice",
         )
     if not isinstance(choice, NamedToolChoice):
-        return _lark(tools, tool_format, is_one=_is_one(request))
+        return call_grammar(tools, tool_format, is_one=_is_one(request))
     named = [tool for tool in tools if tool.function.name == choice.function.name]
     if not named:
         raise InvalidRequest(
             f"tool_choice names {choice.function.name!r}, which is not among the tools",
             param="tool_choice",
         )
-    return _lark(named, tool_format, is_one=True)
+    return call_grammar(named, tool_format, is_one=True)
 
 
 def _is_one(request: ChatRequest) -> bool:
@@ -185,34 +187,3 @@ def _json_rule(structure: Grammar) -> str:
             "beside tools, structured_outputs may only be a JSON schema", param="structured_outputs"
         )
     return f"%json {structure.source}"
-
-
-def _lark(
-    tools: Sequence[Tool], tool_format: str, *, is_one: bool, instead: str | None = None
-) -> Grammar:
-    """Calls of these tools, or ``instead`` of any call something else, as a Lark rule's body."""
-    call, separator = _CALLS[tool_format]
-    calls = "one" if is_one else f"one ({separator} one)*"
-    bodies = [json.dumps(_schema(tool, _ARGUMENTS_FIELD[tool_format])) for tool in tools]
-    rules = ["start: calls" if instead is None else "start: calls | instead"]
-    rules += [f"calls: {calls}", f"one: {call}"]
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(bodies))))
-    rules += [f"call_{i}: %json {body}" for i, body in enumerate(bodies)]
-    if instead is not None:
-        rules.append(f"instead: {instead}")
-    return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
-
-
-def _schema(tool: Tool, field_name: str) -> dict[str, Any]:
-    """A call as a schema. Definitions move up with it, because references start at the top."""
-    parameters = dict(tool.function.parameters or {"type": "object"})
-    names = [name for name in ("$defs", "definitions") if name in parameters]
-    definitions: dict[str, Any] = {name: parameters.pop(name) for name in names}
-    return {
-        "x-guidance": JSON_STYLE,
-        **definitions,
-        "type": "object",
-        "properties": {"name": {"const": tool.function.name}, field_name: parameters},
-        "required": ["name", field_name],
-        "additionalProperties": False,
-    }

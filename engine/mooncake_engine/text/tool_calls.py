@@ -1,9 +1,9 @@
 """Tool calls in an answer's text, found while it arrives.
 
 Hermes' form (Qwen, Hermes) puts each call between tags; Llama 3's makes the answer nothing but
-calls. What is no well-formed call stays text: nothing is lost, but for the tags, the names of the
-fields and the white space around well-formed calls. The result depends on the text alone, not on
-how it was cut into pieces.
+calls; Qwen3-Coder's is no JSON at all, and has a module of its own. What is no well-formed call
+stays text: nothing is lost, but for the tags, the names of the fields and the white space around
+well-formed calls. The result depends on the text alone, not on how it was cut into pieces.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from mooncake_engine.text.json_scanner import ObjectScanner
@@ -49,21 +50,28 @@ class ParsedText:
     calls: tuple[CallDelta, ...] = ()
 
 
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Of the tools that are offered: their parameters' JSON schemas, by name."""
+
+
 class ToolCallParser(ABC):
     """Tells calls from text. ``opening`` and ``closing`` are the tags around a call, ``layout`` the
-    characters between two of them that mean nothing."""
+    characters between two of them that mean nothing.
+
+    Args:
+        schemas: for forms that don't tell the types of their arguments.
+    """
 
     opening = ""
     closing = ""
     layout = " \t\r\n"
 
-    def __init__(self) -> None:
+    def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
         self.num_calls = 0
+        self._schemas = schemas
         self._held = ""
         self._lead = ""  # what stood before a call; text after all, if it turns out to be none
         self._state: Callable[[], bool] = self._read_text
-        self._scanner = ObjectScanner()
-        self._num_scanned = 0
         self._tail: list[str] = []
         self._is_after_call = False
         self._content: list[str] = []
@@ -88,14 +96,55 @@ class ToolCallParser(ABC):
     def _read_text(self) -> bool:
         """Read text up to the next call. Whether there is more to do; like all states."""
 
-    @abstractmethod
-    def _refuse(self) -> None:
-        """``_held`` begins like a call and is none: let it, or its beginning, be text."""
-
     def _emit(self, text: str) -> None:
         """This is certainly no call."""
         self._content.append(text)
         self._is_after_call = False
+
+    def _release(self, end: int) -> None:
+        """Let the beginning of what is held be text, but for white space between two calls."""
+        text, self._held = self._held[:end], self._held[end:]
+        if not self._is_after_call or text.strip():
+            self._emit(text)
+
+    def _name_call(self, name: str, arguments: str = "") -> None:
+        self._calls.append(CallDelta(self.num_calls, name, arguments))
+        self.num_calls += 1
+        self._lead = ""
+
+    def _read_tail(self) -> bool:
+        """What closes a call; anything else is text."""
+        if not self._tail:
+            self._state, self._is_after_call = self._read_text, True
+            return True
+        text, wanted = self._held.lstrip(), self._tail[0]
+        if text.startswith(wanted):
+            self._held = text[len(wanted) :]
+            del self._tail[0]
+            return True
+        if wanted.startswith(text):
+            return False
+        self._state = self._read_text
+        return True
+
+    def _take(self) -> ParsedText:
+        parsed = ParsedText("".join(self._content), tuple(self._calls))
+        self._content.clear()
+        self._calls.clear()
+        return parsed
+
+
+class JsonCallParser(ToolCallParser):
+    """Calls that are JSON objects with a name and arguments."""
+
+    def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
+        super().__init__(schemas)
+        self._scanner = ObjectScanner()
+        self._num_scanned = 0
+
+    @abstractmethod
+    def _refuse(self) -> None:
+        """``_held`` begins like a call and is none: let it, or its beginning, be text."""
 
     def _begin_call(self) -> bool:
         """``_held`` begins with the opening tag, or with the call itself where there is none."""
@@ -133,11 +182,6 @@ class ToolCallParser(ABC):
         self._held = self._held[self._num_scanned :]
         return self._end_call([])
 
-    def _name_call(self, name: str) -> None:
-        self._calls.append(CallDelta(self.num_calls, name))
-        self.num_calls += 1
-        self._lead = ""
-
     def _read_arguments(self) -> bool:
         count = self._scanner.feed(self._held)
         self._calls.append(CallDelta(self.num_calls - 1, arguments=self._held[:count]))
@@ -154,29 +198,8 @@ class ToolCallParser(ABC):
         self._state = self._read_tail
         return True
 
-    def _read_tail(self) -> bool:
-        """What closes a call; anything else is text."""
-        if not self._tail:
-            self._state, self._is_after_call = self._read_text, True
-            return True
-        text, wanted = self._held.lstrip(), self._tail[0]
-        if text.startswith(wanted):
-            self._held = text[len(wanted) :]
-            del self._tail[0]
-            return True
-        if wanted.startswith(text):
-            return False
-        self._state = self._read_text
-        return True
 
-    def _take(self) -> ParsedText:
-        parsed = ParsedText("".join(self._content), tuple(self._calls))
-        self._content.clear()
-        self._calls.clear()
-        return parsed
-
-
-class HermesParser(ToolCallParser):
+class HermesParser(JsonCallParser):
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, anywhere, any number."""
 
     opening = "<tool_call>"
@@ -187,16 +210,10 @@ class HermesParser(ToolCallParser):
         if start >= 0:
             self._release(start)
             return self._begin_call()
-        end = len(self._held) - _overlap(self._held, self.opening)
+        end = len(self._held) - overlap(self._held, self.opening)
         if not self._is_after_call or self._held[:end].strip():
             self._release(end)
         return False
-
-    def _release(self, end: int) -> None:
-        """Let the beginning of what is held be text, but for white space between two calls."""
-        text, self._held = self._held[:end], self._held[end:]
-        if not self._is_after_call or text.strip():
-            self._emit(text)
 
     def _refuse(self) -> None:
         self._emit(self.opening)
@@ -204,7 +221,7 @@ class HermesParser(ToolCallParser):
         self._state = self._read_text
 
 
-class Llama3Parser(ToolCallParser):
+class Llama3Parser(JsonCallParser):
     """``{"name": …, "parameters": {…}}``, several apart by ``;`` or white space, and nothing else.
 
     The tag before it is a special token, which is not part of the text as a rule.
@@ -237,22 +254,6 @@ class Llama3Parser(ToolCallParser):
         return False
 
 
-PARSERS: dict[str, type[ToolCallParser]] = {"hermes": HermesParser, "llama3_json": Llama3Parser}
-"""By the names that vLLM gives them."""
-
-
-def detect_parser(chat_template: str | None) -> str | None:
-    """The form that a chat template teaches, or None."""
-    if chat_template is None or "tools" not in chat_template:
-        return None
-    if "<function=" in chat_template:  # Qwen3-Coder: the same tags around XML
-        return None
-    if HermesParser.opening in chat_template:
-        return "hermes"
-    is_llama = '"parameters"' in chat_template and "<|start_header_id|>" in chat_template
-    return "llama3_json" if is_llama else None
-
-
 def _whole_call(text: str) -> tuple[str, str] | None:
     """Name and arguments of a call whose fields stand in any order."""
     call = _loads(text, dict)
@@ -273,7 +274,7 @@ def _loads(text: str, kind: type = str) -> Any:
     return value if isinstance(value, kind) else None
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """How many characters at the text's end may begin the tag."""
     for length in range(min(len(tag) - 1, len(text)), 0, -1):
         if text.endswith(tag[:length]):

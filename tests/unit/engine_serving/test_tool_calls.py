@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mooncake_engine.text.tool_calls import (
-    PARSERS,
-    HermesParser,
-    Llama3Parser,
-    ToolCallParser,
-    detect_parser,
-)
+from mooncake_engine.text.qwen3_coder import Qwen3CoderParser
+from mooncake_engine.text.tool_calls import HermesParser, Llama3Parser, ToolCallParser
+from mooncake_engine.text.tool_forms import PARSERS, detect_parser
 
 Calls = list[tuple[str, str]]
 
@@ -76,7 +73,56 @@ LLAMA = [
     ("<|python", "<|python", []),
     ("  ", "  ", []),
 ]
-CASES = [(HermesParser, *case) for case in HERMES] + [(Llama3Parser, *case) for case in LLAMA]
+CODER_TEA = """<tool_call>
+<function=brew>
+<parameter=kind>
+green "A"
+
+</parameter>
+<parameter=cups>
+2
+</parameter>
+</function>
+</tool_call>"""
+CODER = [
+    ("no calls at all", "no calls at all", []),
+    (CODER_TEA, "", [("brew", '{"kind": "green \\"A\\"\\n", "cups": "2"}')]),
+    (
+        f"First:\n{CODER_TEA}\n{CODER_TEA}\nDone.",
+        "First:\n\nDone.",
+        [("brew", '{"kind": "green \\"A\\"\\n", "cups": "2"}')] * 2,
+    ),
+    ("<tool_call><function=f></function></tool_call>", "", [("f", "{}")]),
+    # tags that models forget
+    ("<function=f>\n</function>\n</tool_call>\n", "", [("f", "{}")]),
+    ("So: <function=f></function> <function=g></function>", "So: ", [("f", "{}"), ("g", "{}")]),
+    ("<tool_call>\n<function=f>\n</tool_call> so", " so", [("f", "{}")]),
+    # one line, and what looks like a tag in a value
+    ("<function=f><parameter=a>x</parameter></function>", "", [("f", '{"a": "x"}')]),
+    (
+        "<function=f><parameter=a>\n</function>\n</parameter></function>",
+        "",
+        [("f", '{"a": "</function>"}')],
+    ),
+    ("<function=f><parameter=a>\n</parameter></function>", "", [("f", '{"a": ""}')]),
+    # malformed: text
+    ("<tool_call>soon</tool_call>", "<tool_call>soon</tool_call>", []),
+    ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+    ("<function=\nf>", "<function=\nf>", []),
+    ("<function=> <function= >", "<function=> <function= >", []),
+    ("a <function=f", "a <function=f", []),
+    ("<tool_call>\n<func", "<tool_call>\n<func", []),
+    (f"<function={'f' * 1025}></function>", f"<function={'f' * 1025}></function>", []),
+    # malformed after the call has begun
+    ("<function=f>\noh <function=g></function>", "\noh ", [("f", "{}"), ("g", "{}")]),
+    ("<function=f>\n<parameter=a>\nx\n</para", "", [("f", '{"a": "x\\n</para')]),
+    ("<function=f>\n", "", [("f", "{")]),
+]
+CASES = [
+    *((HermesParser, *case) for case in HERMES),
+    *((Llama3Parser, *case) for case in LLAMA),
+    *((Qwen3CoderParser, *case) for case in CODER),
+]
 
 
 @pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
@@ -100,6 +146,7 @@ FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", '{"name": "f", "arguments": {'),
     *('{"name": "f", "parameters": {"a": "', '"name": "g"', '"arguments": {', "{", "}", "[", "]"),
     *('"', "\\", ":", ",", ";", " ", "\n", "é", "}}</tool_call>", "}}"),
+    *("<function=f>", "<function=", "</function>", "<parameter=a>", "</parameter>", ">", "<"),
 ]
 
 
@@ -168,8 +215,100 @@ def test_every_well_formed_call_is_found(
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ('{% if tools %}<|start_header_id|>{"name": …, "parameters": …}{% endif %}', "llama3_json"),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
-        ("{% if tools %}<tool_call>\n<function=…>{% endif %}", None),
+        ("{% if tools %}<tool_call>\n<function=…>{% endif %}", "qwen3_coder"),
     ],
 )
 def test_a_chat_template_tells_its_form(template: str | None, name: str | None) -> None:
     assert detect_parser(template) == name
+
+
+TYPED: dict[str, dict[str, Any]] = {
+    "f": {
+        "properties": {
+            "string": {"type": "string"},
+            "integer": {"type": "integer"},
+            "number": {"type": "number"},
+            "boolean": {"type": "boolean"},
+            "array": {"type": "array"},
+            "object": {"type": "object"},
+            "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "several": {"type": ["integer", "string"]},
+            "choice": {"enum": ["a", 1]},
+            "referred": {"$ref": "#/$defs/count"},
+            "any": {},
+        },
+        "$defs": {"count": {"type": "integer"}},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("string", "3", "3"),
+        ("string", "null", "null"),
+        ("string", '{"a": 1}', '{"a": 1}'),
+        ("integer", "3", 3),
+        ("integer", "-3.0", -3),
+        ("integer", "3.5", "3.5"),
+        ("integer", "three", "three"),
+        ("integer", "null", None),
+        ("number", "3", 3),
+        ("number", "2.50", 2.5),
+        ("number", "1e999", "1e999"),
+        ("number", "NaN", "NaN"),
+        ("boolean", "true", True),
+        ("boolean", "False", False),
+        ("boolean", "maybe", "maybe"),
+        ("array", '[1, "a"]', [1, "a"]),
+        ("array", "['a', None]", ["a", None]),
+        ("array", "[1,", "[1,"),
+        ("object", '{\n  "a": {"b": []}\n}', {"a": {"b": []}}),
+        ("object", "{'a': True}", {"a": True}),
+        ("object", "{1, 2}", "{1, 2}"),
+        ("object", "[" * 5000, "[" * 5000),
+        ("either", "null", None),
+        ("either", "tea", "tea"),
+        ("several", "3", 3),
+        ("several", "3 cups", "3 cups"),
+        ("choice", "a", "a"),
+        ("choice", "1", 1),
+        ("referred", "7", 7),
+        ("any", "7", "7"),
+        ("unknown", "7", "7"),
+    ],
+)
+def test_an_argument_has_the_type_of_its_schema(name: str, text: str, value: Any) -> None:
+    call = f"<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>"
+    for pieces in ([call], list(call)):
+        [(_, arguments)] = parse(Qwen3CoderParser(TYPED), *pieces)[1]
+        assert json.loads(arguments) == {name: value}
+        assert type(json.loads(arguments)[name]) is type(value)
+
+
+@settings(max_examples=150)
+@given(
+    wanted=st.dictionaries(
+        st.text("abc_", min_size=1, max_size=5),
+        st.text().filter(lambda text: "</parameter>" not in text),
+        max_size=4,
+    ),
+    data=st.data(),
+)
+def test_every_string_comes_out_as_it_was_written(
+    wanted: dict[str, str], data: st.DataObject
+) -> None:
+    lines = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in wanted.items()]
+    call = f"<tool_call>\n<function=f>\n{''.join(lines)}</function>\n</tool_call>"
+    cut = data.draw(st.integers(0, len(call)))
+    content, [(name, arguments)] = parse(Qwen3CoderParser(), call[:cut], call[cut:])
+    assert (content, name) == ("", "f")
+    assert json.loads(arguments) == wanted
+
+
+def test_strings_go_on_as_they_are_written() -> None:
+    parser = Qwen3CoderParser()
+    parser.push("<tool_call>\n<function=f>\n<parameter=a>\n")
+    assert [delta.arguments for delta in parser.push("one\n").calls] == ["one"]
+    assert [delta.arguments for delta in parser.push("two</par").calls] == ["\\ntwo"]
+    assert [delta.arguments for delta in parser.push("t").calls] == ["</part"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from support.asgi import AsgiClient
 from support.byte_tokenizer import write_byte_tokenizer
 from support.fake_engine import FakeEngine, saying
@@ -196,8 +197,89 @@ def test_a_model_without_tools_says_so(engine: FakeEngine, byte_tokenizer: Token
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one of auto, none, hermes, llama3_json, got 'x'"):
+    with pytest.raises(
+        ConfigError, match="one of auto, none, hermes, llama3_json, qwen3_coder, got 'x'"
+    ):
         ServerOptions(tool_call_parser="x")
+
+
+CODER_CALL = """<tool_call>
+<function=brew>
+<parameter=cups>
+2
+</parameter>
+<parameter=kind>
+green "A"
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.fixture
+def coder(engine: FakeEngine, tokenizer: Tokenizer) -> AsgiClient:
+    """A model that calls as Qwen3-Coder does."""
+    engine.script = saying(f"At once.\n{CODER_CALL}")
+    return AsgiClient(create_app(engine, tokenizer, ServerOptions("qwen3_coder")))
+
+
+def test_untyped_arguments_get_the_types_of_their_tool(coder: AsgiClient) -> None:
+    message = ask(coder).json()["choices"][0]["message"]
+    assert message["content"] == "At once.\n"
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "brew", "arguments": '{"cups": 2, "kind": "green \\"A\\""}'}
+    chunks = coder.stream(PATH, messages=[ASK], tools=[BREW])
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
+    assert len(calls) > 8  # the string came piece by piece
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_untyped_calls_are_text_where_no_tools_are_offered(coder: AsgiClient) -> None:
+    choice = coder.post(PATH, messages=[ASK]).json()["choices"][0]
+    assert choice["message"]["content"] == f"At once.\n{CODER_CALL}"
+    assert choice["finish_reason"] == "stop"
+
+
+FORCED: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "brew",
+        "parameters": {
+            "properties": {
+                "kind": {"type": "string"},
+                "cups": {"$ref": "#/$defs/cups"},
+                "milk": {"enum": ["no", "yes"]},
+            },
+            "required": ["kind"],
+            "$defs": {"cups": {"type": "integer"}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ({"kind": 'green <b>\n"A"'}, True),
+        ({"kind": "", "cups": "2", "milk": "no"}, True),
+        ({"kind": "x", "milk": "yes"}, True),
+        ({"cups": "2"}, False),
+        ({"kind": "x", "cups": "two"}, False),
+        ({"kind": "x", "milk": "maybe"}, False),
+        ({"kind": "x", "sugar": "1"}, False),
+    ],
+)
+def test_a_forced_call_in_tags_keeps_to_its_schema(
+    coder: AsgiClient, engine: FakeEngine, arguments: dict[str, str], *, fits: bool
+) -> None:
+    assert coder.post(PATH, messages=[ASK], tools=[FORCED], tool_choice="required").is_success
+    grammar = engine.seen[0].sampling.grammar
+    assert grammar is not None
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar.source))
+    lines = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in arguments.items()]
+    text = f"<tool_call>\n<function=brew>\n{''.join(lines)}</function>\n</tool_call>".encode()
+    assert (matcher.try_consume_tokens(list(text)) == len(text)) is fits
+    assert not fits or matcher.is_accepting()
 
 
 def test_prefill_and_decode_apart_cut_nowhere(client: AsgiClient, engine: FakeEngine) -> None:
