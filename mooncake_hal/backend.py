@@ -83,6 +83,7 @@ class Capabilities:
         kv_dtypes: names of the narrower types that KV may be kept in; with any, ``ops`` are also
             ``ScaledKVOps``.
         resident_latents: whether ``ops`` are also ``mooncake_hal.latents.ResidentLatentOps``.
+        max_graphs: how many a process may hold; None: as many as there is memory for.
     """
 
     dtypes: tuple[str, ...]
@@ -96,6 +97,7 @@ class Capabilities:
     sampling: bool = False
     kv_dtypes: tuple[str, ...] = ()
     resident_latents: bool = False
+    max_graphs: int | None = None
 
 
 class Event(Protocol):

@@ -16,6 +16,10 @@ KV_LAYOUTS = ("LPBTH",)
 """Ops want K and V as tensors of their own: ``[blocks, tokens, heads, dim]``."""
 TRANSPORTS = ("hccs",)
 
+MAX_GRAPHS = 600
+"""A graph holds one of the device's 2,048 streams, and two more if ranks talk in it (vLLM-Ascend
+issue 1168); newer releases of CANN allow for more."""
+
 
 class AscendBackend:
     """Everything about the NPUs that this process sees.
@@ -39,6 +43,7 @@ class AscendBackend:
             block_sizes=(soc.block_size,),
             kv_layouts=KV_LAYOUTS,
             graphs=True,
+            max_graphs=MAX_GRAPHS,
             transports=TRANSPORTS,
             constraints=DeploymentConstraints(
                 any_tp_ratio=False,

@@ -161,10 +161,10 @@ def main(arguments: list[str]) -> int:
     # a terminal's Ctrl-C reaches every process; when a rank ends is the parent's decision
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders, messages = (Connection(int(descriptor)) for descriptor in arguments)
-    return serve(orders, messages, _outlast_sigterm)
+    return serve(orders, messages, outlast_sigterm)
 
 
-def _outlast_sigterm() -> None:
+def outlast_sigterm() -> None:
     """A service manager's stop reaches every process, too: the parent still has answers to end.
     Not before the rank would notice that the parent is gone, as it is at once if it loads."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -48,9 +48,9 @@ class RankActor:
     def serve(self, address: tuple[str, int], key: bytes) -> int:
         """Connect to the executor and be a rank until told to stop."""
         orders, messages = (Client(address, authkey=key) for _ in range(2))
-        from mooncake_engine.execution.rank_process import serve
+        from mooncake_engine.execution.rank_process import outlast_sigterm, serve
 
-        return serve(orders, messages)
+        return serve(orders, messages, outlast_sigterm)
 
 
 class RayRank(Rank):

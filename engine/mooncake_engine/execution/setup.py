@@ -10,7 +10,7 @@ import torch
 
 from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig, Role
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.execution.graphs.planning import plan_graphs
+from mooncake_engine.execution.graphs.planning import NO_GRAPHS, GraphPlan, plan_graphs
 from mooncake_engine.execution.kv_pool import (
     PoolSize,
     choose_layout,
@@ -58,6 +58,7 @@ class ExecutionSetup:
             see ``resize``.
         draft: what guesses tokens ahead; None if no model does.
         kv_scales, has_resident_latents: see ``Placement``.
+        graphs: what is captured.
     """
 
     model: ModelConfig
@@ -70,6 +71,7 @@ class ExecutionSetup:
     draft: DraftSetup | None = None
     kv_scales: KVScales = ()
     has_resident_latents: bool = False
+    graphs: GraphPlan = NO_GRAPHS
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -100,12 +102,13 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
     dtype = _choose_dtype(config, model, capabilities)
     kv_dtype = _choose_kv_dtype(config, backend)
     geometry = kv_geometry(model, kv_dtype or dtype)
+    graphs = plan_graphs(config, backend, geometry.layers)
     _require_latents(geometry, backend)
     provisional = PoolSize(
         _provisional_blocks(config, block_size),
         block_size,
         num_host_blocks=config.swap_space_bytes // largest_block(config, (geometry,), block_size),
-        num_scratch_blocks=plan_graphs(config, backend).scratch_blocks(block_size),
+        num_scratch_blocks=graphs.scratch_blocks(block_size),
     )
     setup = ExecutionSetup(
         model=model,
@@ -117,6 +120,7 @@ def plan_execution(config: EngineConfig, backend: Backend) -> ExecutionSetup:
         is_provisional=True,
         draft=_plan_draft(config, model, dtype),
         kv_scales=read_kv_scales(config.model, geometry) if kv_dtype else (),
+        graphs=graphs,
         has_resident_latents=kv_dtype is None and _keeps_resident(config, geometry, capabilities),
     )
     if setup.has_resident_latents:

@@ -19,7 +19,6 @@ from mooncake_engine.execution.extension import (
 from mooncake_engine.execution.feed_forward import FeedForwardRunner, TokenFeed
 from mooncake_engine.execution.graphs.decoding import DecodeGraphs
 from mooncake_engine.execution.graphs.piecewise import PiecewiseGraphs
-from mooncake_engine.execution.graphs.planning import plan_graphs
 from mooncake_engine.execution.kv_pool import KVPool, blocks_in
 from mooncake_engine.execution.model_stage import ModelStage, Stage
 from mooncake_engine.execution.pending import PendingStep
@@ -175,11 +174,11 @@ class Worker:
     def _with_graphs(self, stage: Stage, pool: KVPool) -> Stage:
         """The stage whose steps are replayed, as far as they are captured."""
         ground, setup = self._ground, self._setup
-        runtime, plan = ground.backend.runtime, plan_graphs(ground.config, ground.backend)
-        if sizes := plan.decode_sizes:
+        runtime = ground.backend.runtime
+        if sizes := setup.graphs.decode_sizes:
             stage = DecodeGraphs(stage, pool, runtime, sizes, setup.max_blocks)
             self._graphs.append(stage)
-        if sizes := plan.piecewise_sizes:
+        if sizes := setup.graphs.piecewise_sizes:
             where = (ground.placement(setup), pool, runtime)
             stage = PiecewiseGraphs(stage, self._model, *where, sizes=sizes)
             self._graphs.append(stage)

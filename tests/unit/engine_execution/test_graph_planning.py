@@ -15,10 +15,12 @@ from mooncake_engine.execution.graphs.planning import (
     decode_sizes,
     piecewise_sizes,
     plan_graphs,
+    thinned,
 )
 from mooncake_hal_cpu.backend import CpuBackend
 
 CONFIG = EngineConfig(Path(), max_num_seqs=17)
+LAYERS = 32
 
 
 @pytest.fixture
@@ -65,32 +67,51 @@ def test_each_token_made_up_has_a_slot() -> None:
 
 
 def test_a_host_replays_small_steps_of_decodes(backend: CpuBackend) -> None:
-    assert plan_graphs(CONFIG, backend) == GraphPlan(decode_sizes(17), ())
+    assert plan_graphs(CONFIG, backend, LAYERS) == GraphPlan(decode_sizes(17), ())
     many = replace(CONFIG, max_num_seqs=256)
-    assert plan_graphs(many, backend).decode_sizes == decode_sizes(32)
+    assert plan_graphs(many, backend, LAYERS).decode_sizes == decode_sizes(32)
     asked = replace(CONFIG, piecewise_graph_max_tokens=100)
-    assert plan_graphs(asked, backend) == GraphPlan(decode_sizes(17), piecewise_sizes(100))
+    assert plan_graphs(asked, backend, LAYERS) == GraphPlan(decode_sizes(17), piecewise_sizes(100))
 
 
 def test_a_device_replays_prompts_in_pieces(device: CpuBackend) -> None:
     many = replace(CONFIG, max_num_seqs=256)
-    assert plan_graphs(many, device) == GraphPlan(decode_sizes(256), piecewise_sizes(512))
+    assert plan_graphs(many, device, LAYERS) == GraphPlan(decode_sizes(256), piecewise_sizes(512))
     short = replace(CONFIG, max_num_batched_tokens=300)
-    assert plan_graphs(short, device).piecewise_sizes == piecewise_sizes(300)
+    assert plan_graphs(short, device, LAYERS).piecewise_sizes == piecewise_sizes(300)
     without = replace(CONFIG, piecewise_graph_max_tokens=0)
-    assert plan_graphs(without, device) == GraphPlan(decode_sizes(17))
+    assert plan_graphs(without, device, LAYERS) == GraphPlan(decode_sizes(17))
 
 
 def test_instances_capture_what_they_run(device: CpuBackend) -> None:
     kv = KVTransferConfig()
     prefill = replace(CONFIG, role=Role.PREFILL, kv_transfer=kv)
-    assert plan_graphs(prefill, device) == GraphPlan((), piecewise_sizes(512))
+    assert plan_graphs(prefill, device, LAYERS) == GraphPlan((), piecewise_sizes(512))
     decode = replace(CONFIG, role=Role.DECODE, kv_transfer=kv)
-    assert plan_graphs(decode, device) == GraphPlan(decode_sizes(17), piecewise_sizes(512))
+    assert plan_graphs(decode, device, LAYERS) == GraphPlan(decode_sizes(17), piecewise_sizes(512))
     for without in (replace(CONFIG, enforce_eager=True), replace(CONFIG, pp_size=2)):
-        assert plan_graphs(without, device) == GraphPlan()
+        assert plan_graphs(without, device, LAYERS) == GraphPlan()
     device.capabilities = replace(device.capabilities, graphs=False)
-    assert plan_graphs(CONFIG, device) == GraphPlan()
+    assert plan_graphs(CONFIG, device, LAYERS) == GraphPlan()
+
+
+def test_sizes_are_thinned_evenly() -> None:
+    sizes = tuple(range(1, 11))
+    assert thinned(sizes, 10) == thinned(sizes, 99) == sizes
+    assert thinned(sizes, 5) == (2, 4, 6, 8, 10)
+    assert thinned(sizes, 3) == (3, 6, 10)
+    assert thinned(sizes, 1) == (10,)
+    assert thinned(sizes, 0) == thinned(sizes, -4) == thinned((), 3) == ()
+
+
+@pytest.mark.parametrize("layers", [2, 32, 61, 94])
+def test_no_more_graphs_than_the_backend_holds(device: CpuBackend, layers: int) -> None:
+    device.capabilities = replace(device.capabilities, max_graphs=600)
+    plan = plan_graphs(CONFIG, device, layers)
+    assert plan.decode_sizes == decode_sizes(17)
+    assert plan.piecewise_sizes[-1] == 512
+    held = len(plan.decode_sizes) + (layers + 1) * len(plan.piecewise_sizes)
+    assert 500 < held <= 600 or plan.piecewise_sizes == piecewise_sizes(512)
 
 
 def test_a_negative_size_is_refused() -> None:

@@ -40,19 +40,24 @@ class GraphPlan:
         return -(-most // block_size)
 
 
-def plan_graphs(config: EngineConfig, backend: Backend) -> GraphPlan:
+NO_GRAPHS = GraphPlan()
+
+
+def plan_graphs(config: EngineConfig, backend: Backend, num_layers: int) -> GraphPlan:
     """What an instance captures: what its backend can, of models in one stage."""
     if not backend.capabilities.graphs or config.enforce_eager or config.pp_size > 1:
-        return GraphPlan()
+        return NO_GRAPHS
     is_host = backend.runtime.device(config.device).type == "cpu"
     decodes = min(config.max_num_seqs, _MOST_DECODES_ON_HOST) if is_host else config.max_num_seqs
     tokens = config.piecewise_graph_max_tokens
     if tokens is None:
         tokens = 0 if is_host else _MOST_PIECEWISE
-    return GraphPlan(
-        () if config.role is Role.PREFILL else decode_sizes(decodes),
-        piecewise_sizes(min(tokens, config.max_num_batched_tokens)),
-    )
+    whole = () if config.role is Role.PREFILL else decode_sizes(decodes)
+    pieces = piecewise_sizes(min(tokens, config.max_num_batched_tokens))
+    if (most := backend.capabilities.max_graphs) is not None:
+        whole = thinned(whole, most)
+        pieces = thinned(pieces, (most - len(whole)) // (num_layers + 1))
+    return GraphPlan(whole, pieces)
 
 
 def decode_sizes(largest: int) -> tuple[int, ...]:
@@ -68,6 +73,12 @@ def piecewise_sizes(largest: int) -> tuple[int, ...]:
     for power in range(5, largest.bit_length()):
         sizes += range(1 << power, 2 << power, 1 << max(power - 2, 4))
     return _up_to(largest, sizes) if largest else ()
+
+
+def thinned(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """At most so many of the sizes, evenly chosen, the largest among them."""
+    count = max(min(len(sizes), most), 0)
+    return tuple(sizes[(index + 1) * len(sizes) // count - 1] for index in range(count))
 
 
 def _up_to(largest: int, sizes: list[int]) -> tuple[int, ...]:
