@@ -140,7 +140,7 @@ class ConnectorCore(ABC):
             can_revoke=all(ready.can_revoke for ready in self._readiness.values()),
             landing_s=config.transfer_timeout_s,
         )
-        for task in (*self._open_sides(context), server.serve()):
+        for task in (*self._open_sides(context), server.serve(), self._peers.sweep()):
             self._loop.spawn(task)
         told = "" if self._holder.host == config.host else f", {self._holder.host} for peers"
         logger.info("KV side channel on %s port %d%s", config.host, server.port, told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq.asyncio
@@ -29,6 +30,9 @@ from mooncake_engine.kv_transfer.side_channel import SideChannelClient, tcp_url
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 600.0
+"""How long a peer is kept that nobody asks: signs of life are given while anything is held there
+or on its way, so that there is nothing then."""
 
 CheckFit = Callable[[InstanceFacts, InstanceFacts], None]
 """Takes our facts and the peer's; raises HandshakeRefused if the two don't fit."""
@@ -143,6 +147,15 @@ class Peer:
         self.client.close(reason)
 
 
+@dataclass(slots=True)
+class _Entry:
+    """A peer, who listens for its answers, and when it was wanted last."""
+
+    peer: Peer
+    receiving: asyncio.Task[None]
+    last_wanted: float
+
+
 class PeerBook:
     """All peers, by incarnation and address: a request that names a wrong address can't touch the
     connections of others.
@@ -168,7 +181,7 @@ class PeerBook:
         self._ranks = ranks
         self._spawn = spawn
         self._check_fit = check_fit
-        self._peers: dict[tuple[str, str], tuple[Peer, asyncio.Task[None]]] = {}
+        self._entries: dict[tuple[str, str], _Entry] = {}
 
     def get(self, remote: PeerAddress) -> Peer:
         """The peer of that name and address.
@@ -176,17 +189,19 @@ class PeerBook:
         Raises:
             KVTransferError: its address can't be one.
         """
-        key = _key(remote)
-        if key not in self._peers:
+        key, now = _key(remote), asyncio.get_running_loop().time()
+        if key not in self._entries:
             client = SideChannelClient(self._context, remote.host, remote.port, self._secret)
             peer = Peer(remote.engine_id, client, self._check_fit)
-            self._peers[key] = (peer, self._spawn(client.receive()))
-        return self._peers[key][0]
+            self._entries[key] = _Entry(peer, self._spawn(client.receive()), now)
+        entry = self._entries[key]
+        entry.last_wanted = now
+        return entry.peer
 
     def forget_predecessors(self, remote: PeerAddress) -> None:
         """Drop the earlier incarnations of a peer that has just proved who it is."""
         engine_id, url = _key(remote)
-        for other in list(self._peers):
+        for other in list(self._entries):
             if other[1] == url and other[0] != engine_id:
                 self._forget(other, f"{engine_id} answers there now")
 
@@ -194,23 +209,38 @@ class PeerBook:
         """Drop a peer that failed; a later request starts afresh. Idempotent."""
         self._forget(_key(remote), reason)
 
+    async def sweep(self) -> None:
+        """Drop idle peers, again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(IDLE_S / 10)
+            self.forget_idle(asyncio.get_running_loop().time())
+
+    def forget_idle(self, now: float) -> None:
+        """Drop peers that nobody asks any more: where instances come and go at ever new addresses,
+        nothing else tells of those that went while they had nothing for us."""
+        for key, entry in list(self._entries.items()):
+            if now - entry.last_wanted > IDLE_S:
+                self._forget(key, f"it was not needed for {IDLE_S:g} s")
+
     def close(self) -> None:
         """Drop all peers."""
-        for key in list(self._peers):
+        for key in list(self._entries):
             self._forget(key, "this instance ends")
 
     def _forget(self, key: tuple[str, str], reason: str) -> None:
-        if key not in self._peers:
+        if key not in self._entries:
             return
-        peer, receiving = self._peers.pop(key)
-        receiving.cancel()
+        entry = self._entries.pop(key)
+        peer = entry.peer
+        entry.receiving.cancel()
         peer.close(reason)
         if peer.is_known and not self._is_known(peer.engine_id):
             self._ranks.tell_all(ForgetPeer(peer.engine_id))
         logger.info("forgot instance %s at %s: %s", *key, reason)
 
     def _is_known(self, engine_id: str) -> bool:
-        return any(peer.is_known for peer, _ in self._peers.values() if peer.engine_id == engine_id)
+        peers = (entry.peer for entry in self._entries.values())
+        return any(peer.is_known for peer in peers if peer.engine_id == engine_id)
 
 
 def _key(remote: PeerAddress) -> tuple[str, str]:

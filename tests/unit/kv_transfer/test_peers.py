@@ -12,7 +12,7 @@ import zmq.asyncio
 from mooncake_engine.errors import KVTransferError
 from mooncake_engine.kv_transfer.facts import InstanceFacts
 from mooncake_engine.kv_transfer.params import RemoteKV
-from mooncake_engine.kv_transfer.peers import PeerBook
+from mooncake_engine.kv_transfer.peers import IDLE_S, PeerBook
 from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
@@ -93,6 +93,23 @@ def test_only_predecessors_at_the_same_address_are_dropped() -> None:
         assert book.get(new) is current
         assert book.get(elsewhere) is other
         assert book.get(old) is not stale
+
+    run(scenario)
+
+
+def test_a_peer_that_is_not_needed_any_more_is_dropped() -> None:
+    """It may have gone for good, while there was nothing to notice that by."""
+
+    async def scenario(book: PeerBook, ranks: Ranks) -> None:
+        began = asyncio.get_running_loop().time()
+        peer = book.get(held_by("a"))
+        peer.facts = FACTS
+        book.forget_idle(began + IDLE_S)
+        assert book.get(held_by("a")) is peer
+        assert ranks.told == []
+        book.forget_idle(asyncio.get_running_loop().time() + IDLE_S + 1.0)
+        assert ranks.told == [ForgetPeer("a")]
+        assert book.get(held_by("a")) is not peer
 
     run(scenario)
 

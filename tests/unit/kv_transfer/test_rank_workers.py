@@ -19,7 +19,7 @@ from mooncake_engine.kv_transfer.pull.rank_messages import Load
 from mooncake_engine.kv_transfer.pull.worker import PullWorker
 from mooncake_engine.kv_transfer.push.rank_messages import StartPush
 from mooncake_engine.kv_transfer.push.worker import PushWorker
-from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, RankReady
+from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer, RankReady
 from mooncake_engine.kv_transfer.rank_worker import RankWorker
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.registry import Registry
@@ -105,6 +105,18 @@ def test_messages_that_meet_the_end_do_no_harm(
         has_closed.set()
         ordering.join()
     assert (raised, rank.failures, caplog.messages) == ([], [], [])
+
+
+def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
+    running, connect = opened(rank, PullWorker)
+    [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
+    for number in range(5):
+        name = f"p{number}"
+        running.receive(msgspec.msgpack.encode(ConnectPeer(name, (facts,))))
+        running.receive(msgspec.msgpack.encode(ForgetPeer(name)))
+    assert isinstance(running, PullWorker)
+    assert [former.engine_id for former in running._former] == ["p4"], "the last may be ending"
+    running.close()
 
 
 @pytest.mark.parametrize("worker", [PullWorker, PushWorker])

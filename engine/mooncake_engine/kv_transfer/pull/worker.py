@@ -54,7 +54,8 @@ class PullWorker(RankWorker):
                 self._endings.submit(running.cancel)
         elif isinstance(command, ConnectPeer):
             self._dismiss(command.engine_id)
-            self._sources[command.engine_id] = _Source(command.ranks, self._make_threads())
+            threads = self._make_threads()
+            self._sources[command.engine_id] = _Source(command.engine_id, command.ranks, threads)
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
 
@@ -82,10 +83,10 @@ class PullWorker(RankWorker):
             self.context.fail(exc)
             raise
         finally:
-            del self._loads[load.command.request_id]
             seconds = time.monotonic() - started
             report = LoadReport(load.command.request_id, error, load.nbytes, seconds)
             self.context.emit(encode(report))
+            del self._loads[load.command.request_id]
 
     def _read(self, load: _RunningLoad) -> None:
         command = load.command
@@ -130,6 +131,8 @@ class PullWorker(RankWorker):
         if source is None:
             return False
         source.threads.shutdown(wait=False)
+        busy = {load.command.engine_id for load in list(self._loads.values())}
+        self._former = [former for former in self._former if former.engine_id in busy]
         self._former.append(source)
         return True
 
@@ -146,6 +149,7 @@ class PullWorker(RankWorker):
 class _Source:
     """An instance to read from; with threads of its own, so that one that hangs delays no other."""
 
+    engine_id: str
     ranks: tuple[RankFacts, ...]
     threads: ThreadPoolExecutor
 
