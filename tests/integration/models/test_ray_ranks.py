@@ -78,6 +78,15 @@ def test_ranks_on_two_nodes_choose_the_tokens_of_one_rank(
     assert answers(executor) == expected
 
 
+def test_a_stop_that_reaches_the_ranks_too_lets_answers_end(executor: ProcessExecutor) -> None:
+    """When a rank ends is the executor's decision: a service manager signals every process."""
+    executor.warm_up()
+    expected = answers(executor)
+    for pid in executor.rank_pids:
+        os.kill(pid, signal.SIGTERM)
+    assert answers(executor) == expected
+
+
 def test_a_killed_rank_ends_the_instance_with_its_reason(executor: ProcessExecutor) -> None:
     os.kill(executor.rank_pids[1], signal.SIGKILL)
     with pytest.raises(EngineDead, match="rank 1 of 2 died"):
