@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,16 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     serve.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
-    serve.add_argument("--served-model-name", default="", help="name in the API")
+    serve.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names in the API; answers and metrics bear the first one",
+    )
+    serve.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="one key per line; who asks needs one"
+    )
     _add_engine_options(serve)
     _add_server_options(serve)
     _add_kv_transfer_options(serve)
@@ -271,7 +281,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         )
     return EngineConfig(
         model=args.model,
-        served_model_name=getattr(args, "served_model_name", ""),
+        served_model_name=next(iter(getattr(args, "served_model_name", ())), ""),
         role=Role(getattr(args, "role", Role.BOTH.value)),
         backend=args.backend,
         device=args.device,
@@ -421,9 +431,14 @@ def _byte_count(text: str) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from mooncake_engine.server.access import read_keys
     from mooncake_engine.server.run import serve
 
-    options = _server_options(args)
+    options = replace(
+        _server_options(args),
+        api_keys=read_keys(args.api_key_file),
+        model_aliases=tuple(args.served_model_name[1:]),
+    )
     config = engine_config(args, kv_transfer_config(args))
     serve(config, args.host, args.port, _start_engine, options)
     return 0

@@ -49,7 +49,6 @@ class ProxyConfig:
     tokenizer: str | None = None
     api_keys: frozenset[str] = frozenset()
     admin_keys: frozenset[str] = frozenset()
-    upstream_key: str | None = None
     local_prefill: bool = True
     max_attempts: int = 3
     retry_ratio: float = 0.2

@@ -40,6 +40,7 @@ class StreamOptions(Struct):
     """`stream_options` as far as the proxy acts on it."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Ask(Struct):
@@ -74,6 +75,14 @@ class Ask(Struct):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether every chunk says how many tokens there are so far."""
+        options = self.stream_options
+        return options is not None and bool(
+            options.include_usage and options.continuous_usage_stats
+        )
 
 
 _ask_decoder = msgspec.json.Decoder(Ask)
@@ -235,6 +244,8 @@ def usage_event(endpoint: Endpoint, answer: Answer) -> bytes:
 
 def _events(endpoint: Endpoint, answer: Answer, ask: Ask, rounds: list[Any]) -> bytes:
     usage = ABSENT if ask.includes_usage else None
+    if ask.tells_usage:
+        usage = answer.usage
     return b"".join(
         event(Chunk(answer.id, endpoint.chunk_object, answer.created, answer.model, choices, usage))
         for choices in rounds

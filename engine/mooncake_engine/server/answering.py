@@ -177,9 +177,9 @@ class _EventWriter:
         is_first = is_first and not job.handover.is_first_delivered
         shows_ids = job.returns_token_ids and update.token_ids
         has_details = update.logprobs or update.calls or shows_ids
-        if update.finish is not None or has_details or (is_first and job.echo):
-            choice = self._form.delta(job, index, update, is_first=is_first)
-            return sse(chunk(self._form, job, [choice]))
+        is_counted = job.tells_usage and update.text
+        if update.finish is not None or has_details or is_counted or (is_first and job.echo):
+            return self._chunk(self._form.delta(job, index, update, is_first=is_first))
         return self._frames[index].encode(update.text) if update.text else b""
 
     def closing(self) -> bytes:
@@ -197,7 +197,12 @@ class _EventWriter:
         choice = choice or self._form.plain_delta(index, "")
         if job.returns_token_ids:
             choice["prompt_token_ids"] = job.prompt_of(index).token_ids
-        return sse(chunk(self._form, job, [choice]))
+        return self._chunk(choice)
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        job = self._job
+        so_far = {"usage": _total_usage(job, self._answers)} if job.tells_usage else {}
+        return sse(chunk(self._form, job, [choice], **so_far))
 
 
 def _without_answer(update: TextUpdate) -> TextUpdate:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_engine.errors import EngineError
+from mooncake_engine.server.access import KeyCheck
 from mooncake_engine.server.answering import Answerer
 from mooncake_engine.server.endpoints import GenerationEndpoint, PlainEndpoints
 from mooncake_engine.server.errors import ApiError, to_api_error
@@ -53,16 +54,24 @@ def create_app(
     """OpenAI's API over an engine that has been started; closing engine and tracing is the
     caller's, and so is closing ``live`` when no more requests shall be taken."""
     tool_format = options.tool_format(tokenizer)
-    planner = Planner(engine.config.model_name, engine.facts, tokenizer, tool_format)
+    names = (engine.config.model_name, *options.model_aliases)
+    planner = Planner(names, engine.facts, tokenizer, tool_format)
     metrics = ServerMetrics(engine)
     answerer = Answerer(engine, tokenizer, metrics, tracing)
     live = LiveRequests() if live is None else live
     plain = PlainEndpoints(planner, answerer, live, started=int(time.time()))
     return Starlette(
         routes=[*_generation_routes(planner, answerer, live), *_plain_routes(plain)],
-        middleware=[Middleware(_Counted, count=metrics.answered)],
+        middleware=_middleware(options, metrics),
         exception_handlers={EngineError: _engine_error, HTTPException: _http_error},
     )
+
+
+def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middleware]:
+    around = [Middleware(_Counted, count=metrics.answered)]
+    if options.api_keys:
+        around.append(Middleware(KeyCheck, keys=options.api_keys))
+    return around
 
 
 class _Counted:

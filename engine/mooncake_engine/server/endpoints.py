@@ -110,12 +110,14 @@ class PlainEndpoints:
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        return _json({"object": "list", "data": [self._card()]})
+        cards = [self._card(name) for name in self.planner.model_names]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/NAME``; names may hold slashes."""
-        self.planner.check_model(request.path_params["model"])
-        return _json(self._card())
+        name = request.path_params["model"]
+        self.planner.check_model(name)
+        return _json(self._card(name))
 
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
@@ -192,9 +194,9 @@ class PlainEndpoints:
         text = self.planner.tokenizer.decode(wanted.tokens, skip_special_tokens=False)
         return _json({"prompt": text})
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.planner.model_name,
+            "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "mooncake-engine",

@@ -44,7 +44,8 @@ class Job:
         requests: one per answer.
         sampling: of all of them, as the client asked for it.
         handover: what comes from or goes to another instance.
-        is_streamed, includes_usage: the form of the answer.
+        is_streamed, includes_usage, tells_usage: the form of the answer; the last one is whether
+            every chunk says how many tokens there are so far.
         returns_token_ids: token ids go with the text.
         echo: what the answers begin with, one per prompt; empty for none.
         is_chat: asked for as a conversation.
@@ -64,6 +65,7 @@ class Job:
     handover: Handover = field(default_factory=Handover)
     is_streamed: bool = False
     includes_usage: bool = False
+    tells_usage: bool = False
     returns_token_ids: bool = False
     echo: tuple[Echo, ...] = ()
     is_chat: bool = False

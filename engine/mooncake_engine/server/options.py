@@ -23,6 +23,8 @@ class ServerOptions:
         otlp_endpoint: where traces go (OTLP over HTTP); None for none.
         shutdown_timeout_s: how long answers may go on after a stop. Some seconds less than the 30
             that Kubernetes and others give by default.
+        api_keys: one of these is needed to generate; none for everybody.
+        model_aliases: names that the model is served under, beside its own.
 
     Raises:
         ConfigError: an unknown form, an endpoint that is no http or https URL, or a negative time.
@@ -31,6 +33,8 @@ class ServerOptions:
     tool_call_parser: str = AUTO
     otlp_endpoint: str | None = None
     shutdown_timeout_s: float = 25.0
+    api_keys: frozenset[str] = frozenset()
+    model_aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known = [AUTO, NONE, *PARSERS]

@@ -15,7 +15,12 @@ from mooncake_engine.server.envelope import Envelope
 from mooncake_engine.server.handover import Handover, check_same_tokenizer, read_handover
 from mooncake_engine.server.jobs import Echo, Job
 from mooncake_engine.server.prompts import Prompt, chat_prompt, completion_prompts
-from mooncake_engine.server.protocol import ChatRequest, CompletionRequest, GenerationFields
+from mooncake_engine.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    StreamOptions,
+)
 from mooncake_engine.server.request_ids import choice_ids
 from mooncake_engine.server.sampling import chat_sampling, completion_sampling, is_prompt_only
 from mooncake_engine.server.structured import check_grammar, grammar_of, structure_field
@@ -30,13 +35,13 @@ class Planner:
     """Turns requests into jobs for one engine and its tokenizer.
 
     Args:
-        model_name: as served.
+        model_names: that the model is served under; answers bear the first one.
         facts: of the engine.
         tokenizer: the model's.
         tool_format: in which the model calls tools; None if it can't.
     """
 
-    model_name: str
+    model_names: tuple[str, ...]
     facts: EngineFacts
     tokenizer: Tokenizer
     tool_format: str | None = None
@@ -68,9 +73,10 @@ class Planner:
 
     def check_model(self, model: str | None) -> None:
         """Raises InvalidRequest (404) for a model that is not served here."""
-        if model is not None and model != self.model_name:
+        if model is not None and model not in self.model_names:
+            served = ", ".join(map(repr, self.model_names))
             raise InvalidRequest(
-                f"the model {model!r} is not served here; {self.model_name!r} is",
+                f"the model {model!r} is not served here; {served} is",
                 param="model",
                 status=404,
             )
@@ -106,8 +112,14 @@ class Planner:
         prompts: Sequence[Prompt],
     ) -> Job:
         is_streamed = bool(request.stream)
+        streaming = request.stream_options or StreamOptions()
         if request.stream_options is not None and not is_streamed:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        if streaming.include_obfuscation:
+            raise InvalidRequest(
+                "chunks are not obfuscated here: leave include_obfuscation out or send false",
+                param="stream_options.include_obfuscation",
+            )
         num_answers = len(prompts) * sampling.num_candidates
         handover = read_handover(request.kv_transfer_params, num_answers, stream=is_streamed)
         check_same_tokenizer(handover, self.tokenizer.fingerprint)
@@ -121,13 +133,14 @@ class Planner:
         return Job(
             request_id=envelope.request_id,
             created=int(time.time()) if handover.created is None else handover.created,
-            model=self.model_name,
+            model=self.model_names[0],
             prompts=tuple(prompts),
             requests=self._answers(common, prompts, handover),
             sampling=sampling,
             handover=handover,
             is_streamed=is_streamed,
-            includes_usage=bool(request.stream_options and request.stream_options.include_usage),
+            includes_usage=streaming.include_usage,
+            tells_usage=streaming.include_usage and streaming.continuous_usage_stats,
             returns_token_ids=bool(request.return_token_ids),
             shows_prompt_logprobs=request.prompt_logprobs is not None,
             trace_parent=envelope.trace_parent,

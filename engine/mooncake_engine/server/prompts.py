@@ -135,6 +135,8 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     laid_out: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         laid_out["name"] = message.name
+    if message.reasoning_content is not None:
+        laid_out["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         laid_out["tool_calls"] = template_calls(message.tool_calls)
     if message.tool_call_id is not None:

@@ -13,9 +13,12 @@ import msgspec
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``include_usage``: one last chunk with the token counts."""
+    """``include_usage``: one last chunk with the token counts; ``continuous_usage_stats``: those so
+    far in every chunk, too. Chunks are never obfuscated."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -164,6 +167,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: None = None
     refusal: None = None
     audio: None = None

@@ -61,6 +61,7 @@ def serve(
     Raises:
         PortTaken, ConfigError: before anything is loaded.
         CheckpointError, or whatever else keeps the engine from starting.
+        EngineDead: it died while it served; all requests have been told.
     """
     check_kv_port(config)
     options = options or ServerOptions()
@@ -76,16 +77,23 @@ def serve(
             # What is loaded stays: full collections need not walk it while tokens wait.
             gc.collect()
             gc.freeze()
-            _run_server(app, listener, url, draining)
+            _run_server(app, listener, url, draining, engine)
+            engine.check_health()
 
 
 def _num_held(engine: Engine) -> int:
     """Finished prefills whose KV a peer may still fetch."""
+    if _is_dead(engine):
+        return 0
+    return int(engine.stats().kv_transfer.get("leases_held", 0))
+
+
+def _is_dead(engine: Engine) -> bool:
     try:
         engine.check_health()
     except EngineDead:
-        return 0
-    return int(engine.stats().kv_transfer.get("leases_held", 0))
+        return True
+    return False
 
 
 def _with_api_port(config: EngineConfig, port: int) -> EngineConfig:
@@ -133,10 +141,13 @@ class _Server(uvicorn.Server):
     """Says when it takes requests, and takes none from the first signal on. It listens up to the
     end all the same, so that those who come late are told."""
 
-    def __init__(self, config: uvicorn.Config, url: str, draining: Draining) -> None:
+    def __init__(
+        self, config: uvicorn.Config, url: str, draining: Draining, engine: Engine
+    ) -> None:
         super().__init__(config)
         self._url = url
         self._draining = draining
+        self._engine = engine
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -147,10 +158,15 @@ class _Server(uvicorn.Server):
         self._draining.stop(time.monotonic())
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._draining.is_over(time.monotonic())
+        if await super().on_tick(counter) or self._draining.is_over(time.monotonic()):
+            return True
+        # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
+        return _is_dead(self._engine)
 
 
-def _run_server(app: Starlette, listener: socket.socket, url: str, draining: Draining) -> None:
+def _run_server(
+    app: Starlette, listener: socket.socket, url: str, draining: Draining, engine: Engine
+) -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -163,7 +179,7 @@ def _run_server(app: Starlette, listener: socket.socket, url: str, draining: Dra
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    server = _Server(config, url, draining)
+    server = _Server(config, url, draining, engine)
     # uvicorn puts its own in front of these while it runs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)

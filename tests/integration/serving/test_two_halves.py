@@ -145,6 +145,20 @@ def test_the_same_answer(client: httpx.Client, proxy_url: str, alone_url: str, n
     assert_same(ask(client, proxy_url, streamed(body)), alone)
 
 
+def test_every_chunk_says_how_many_tokens_there_are(
+    client: httpx.Client, proxy_url: str, alone_url: str
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PAGE[:200], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    for url in (alone_url, proxy_url):
+        request = body | {"stream": True, "stream_options": options}
+        text = client.post(f"{url}/v1/completions", json=request).text
+        *payloads, _ = [line.removeprefix("data: ") for line in text.split("\n\n")[:-1]]
+        counts = [json.loads(payload)["usage"]["completion_tokens"] for payload in payloads]
+        assert (counts[0], counts[-1]) == (1, 12)
+        assert counts == sorted(counts)
+
+
 def test_the_same_32_answers_at_once(client: httpx.Client, proxy_url: str, alone_url: str) -> None:
     """Mixed lengths, some of them twice, so that prefix caches hit on some and not on others."""
     draw = random.Random(7)

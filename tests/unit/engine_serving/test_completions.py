@@ -90,6 +90,27 @@ def test_streams_usage_on_demand(client: AsgiClient, engine: FakeEngine) -> None
     }
 
 
+def test_every_chunk_may_say_how_many_tokens_there_are(client: AsgiClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = client.stream(PATH, prompt="tea", stream_options=options)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == "TEA"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == [1, 2, 3, 4, 4]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+    alone = client.stream(PATH, prompt="tea", stream_options={"continuous_usage_stats": True})
+    assert not any("usage" in chunk for chunk in alone)  # as in vLLM
+
+
+def test_chunks_are_not_obfuscated(client: AsgiClient) -> None:
+    options = {"include_obfuscation": False}
+    assert client.stream(PATH, prompt="tea", stream_options=options)
+    refused = client.post(
+        PATH, prompt="tea", stream=True, stream_options={"include_obfuscation": True}
+    )
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "stream_options.include_obfuscation"
+
+
 def test_a_plain_chunk_and_a_detailed_one_have_the_same_fields(client: AsgiClient) -> None:
     chunks = client.stream(PATH, prompt="tea")
     assert chunks[0].keys() == chunks[-1].keys()
