@@ -28,7 +28,7 @@ def measure(folders: list[str]) -> tuple[int, list[Figure]]:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         options = ["--benchmark-only", "--benchmark-quiet", f"--benchmark-json={report}"]
-        command = [sys.executable, "-m", "pytest", "-q", "--timeout=900", *options, *folders]
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "--timeout=900", *options, *folders]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         if not report.exists() or not report.stat().st_size:
             return status or 1, []

@@ -29,12 +29,15 @@ EVERYDAY = {
     # every kind of memory between processes
     "tests/emulated/cuda/test_ipc.py": (
         "one_range or odd_sizes or any_order or test_between_processes "
-        "or (TestFabric and (domain or host))"
+        "or (TestFabric and (domain or host)) or revoked_while or peer_access or a_part"
     ),
     "tests/emulated/cuda/test_staged.py": (
         "(TestStaged and not Hosts) and (one_range or odd_sizes or any_order)"
     ),
-    "tests/emulated/cuda/test_engine.py": "llama-cuda-to-cpu",
+    "tests/emulated/cuda/test_handover.py": "BHLPT and ranks0",
+    "tests/emulated/cuda/test_engine.py": (
+        "cuda-to-cpu-pulled-llama or (two_ranks and cuda-to-cpu-pushed)"
+    ),
     "tests/compiled/cuda/test_compiled.py": (
         "sm_90 and (bfloat16-blocks16 or spans or drawing or (narrow and bfloat16))"
     ),

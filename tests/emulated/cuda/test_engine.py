@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cuda_emulation import emulated_backend, load_ipc, load_staged
 from support.pd import (
     GREEDY,
+    Answer,
     Instance,
     Pair,
     ask,
@@ -19,6 +22,7 @@ from support.pd import (
     prompt_of,
     write_model,
 )
+from support.push import PushPair, ask_pushed, push_pair
 
 from mooncake_hal.specs import Availability
 from mooncake_hal_cuda import plugin
@@ -26,6 +30,10 @@ from mooncake_hal_cuda.staged import plugin as staged_plugin
 
 FEW = replace(GREEDY, max_tokens=4)
 DRAWN = replace(FEW, temperature=0.9, top_k=40, top_p=0.95, seed=7)
+SLOW = {"transfer_timeout_s": 120.0, "lease_s": 60.0}
+HOWS = pytest.mark.parametrize("how", ["pulled", "pushed"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+KINDS = pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="-to-".join)
 
 
 @pytest.fixture(autouse=True)
@@ -37,45 +45,66 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_plugin, "load", load_staged)
 
 
-async def check_same(single: Instance, both: Pair) -> None:
-    """The pair says what the instance says, and its KV went from one to the other."""
+def check_pair(
+    model: Path, how: str, sides: tuple[dict[str, Any], dict[str, Any]], **same: Any
+) -> None:
+    """A pair says what the CPU alone says, and its KV went from one to the other."""
+
+    async def main() -> None:
+        make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+        prefill, decode = sides
+        options = {name: same.pop(name) for name in ("transports",)}
+        async with (
+            instance(model, **same) as single,
+            make(model, prefill=prefill, decode=decode, **same, **options, **SLOW) as both,
+        ):
+            await check_same(single, both, send)
+
+    asyncio.run(main())
+
+
+async def check_same(
+    single: Instance, both: Pair | PushPair, send: Callable[..., Awaitable[Answer]]
+) -> None:
+    """For a short prompt and a long one, greedy and drawn."""
     for length, sampling in ((5, FEW), (40, DRAWN)):
         expected = await ask(single, prompt_of(length), sampling)
-        found = await ask_pair(both, prompt_of(length), sampling)
-        assert found.tokens == expected.tokens
+        assert (await send(both, prompt_of(length), sampling)).tokens == expected.tokens
     assert both.decode.stat("loads") == 2
     assert both.decode.stat("load_failures") == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_prefill_and_decode_apart_say_what_the_cpu_says(tmp_path: Path, family: str) -> None:
+@FAMILIES
+@HOWS
+def test_prefill_and_decode_apart_say_what_the_cpu_says(
+    tmp_path: Path, how: str, family: str
+) -> None:
     model = write_model(tmp_path / "model", family)
-
-    async def main() -> None:
-        options = {"backend": "cuda", "transports": ("cuda_ipc",), "transfer_timeout_s": 120.0}
-        async with instance(model) as single, pair(model, lease_s=60.0, **options) as both:
-            await check_same(single, both)
-
-    asyncio.run(main())
+    on_cuda = {"backend": "cuda"}
+    check_pair(model, how, (on_cuda, on_cuda), transports=("cuda_ipc",))
 
 
-@pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="-to-".join)
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@FAMILIES
+@HOWS
+@KINDS
 def test_a_gpu_and_a_cpu_say_what_the_cpu_says(
-    tmp_path: Path, family: str, kinds: tuple[str, str]
+    tmp_path: Path, kinds: tuple[str, str], how: str, family: str
 ) -> None:
     """Through the planner: their blocks are of different sizes and layouts, and in fp8."""
     model = write_model(tmp_path / "model", family)
+    prefill, decode = ({"backend": kind} for kind in kinds)
+    other = {"block_size": 32, "kv_layout": "LPBTH"}
+    same = {"dtype": "float32", "kv_cache_dtype": "fp8", "transports": ("staged",)}
+    check_pair(model, how, (prefill, {**decode, **other}), **same)
 
-    async def main() -> None:
-        first, second = ({"backend": kind} for kind in kinds)
-        same = {"dtype": "float32", "kv_cache_dtype": "fp8"}
-        slow = {"transports": ("staged",), "transfer_timeout_s": 120.0, "lease_s": 60.0}
-        other = {"block_size": 32, "kv_layout": "LPBTH"}
-        async with (
-            instance(model, **same) as single,
-            pair(model, prefill=first, decode={**second, **other}, **same, **slow) as both,
-        ):
-            await check_same(single, both)
 
-    asyncio.run(main())
+@HOWS
+@KINDS
+def test_a_gpu_and_two_ranks_of_a_cpu_say_what_the_cpu_says(
+    tmp_path: Path, kinds: tuple[str, str], how: str
+) -> None:
+    """Heads are cut or joined on their way; the CPU's ranks are processes."""
+    model = write_model(tmp_path / "model")
+    sizes = {"cpu": {"backend": "cpu", "tp_size": 2}, "cuda": {"backend": "cuda"}}
+    prefill, decode = (sizes[kind] for kind in kinds)
+    check_pair(model, how, (prefill, decode), dtype="float32", transports=("staged",))

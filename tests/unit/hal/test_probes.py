@@ -80,7 +80,17 @@ def test_the_drivers_version_is_read(text: str, version: tuple[int, int] | None)
 
 
 @pytest.mark.parametrize(
-    ("value", "hides"), [(None, False), ("", True), ("-1", True), ("0", False), ("1,-1", False)]
+    ("value", "hides"),
+    [
+        (None, False),
+        ("", True),
+        ("-1", True),
+        ("0", False),
+        ("1,-1", False),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", False),
+        ("MIG-8932f937-d72c-4106-c12f-20bd9faed9f6/1/0", False),
+        ("MIG-2e9ac5a3-1f5e-5c7f-9d70-2b3f4f3c6a11", False),
+    ],
 )
 def test_hidden_devices(monkeypatch: pytest.MonkeyPatch, value: str | None, hides: bool) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,0 +1,49 @@
+"""Says on one line what CUDA has here, for the head of a table; status 1 and the reason without.
+
+python ci/cuda_facts.py
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from mooncake_hal.errors import HalError
+from mooncake_hal.registry import Registry
+from mooncake_hal_cuda.machine import look
+
+HINT = (
+    "torch's build is what ci/install found first: rm -rf .venv, and PIP_INDEX_URL=https://"
+    "download.pytorch.org/whl/cu130 PIP_EXTRA_INDEX_URL=https://pypi.org/simple names another"
+)
+
+
+def main() -> int:
+    """Print it."""
+    try:
+        devices = Registry.discover().select_backend("cuda").runtime.devices()
+    except HalError as exc:
+        print(f"{exc} ({HINT})" if "torch" in str(exc) else exc)
+        return 1
+    import torch
+
+    first = devices[0]
+    driver = ".".join(map(str, look().driver_version or ("unknown",)))
+    packages = ", ".join(filter(None, map(described, ("triton", "flashinfer-python"))))
+    print(
+        f"{len(devices)} x {first.name} ({first.generation}, {first.total_bytes / 1e9:.0f} GB), "
+        f"driver {driver}, torch {torch.__version__} (CUDA {torch.version.cuda}), {packages}"
+    )
+    return 0
+
+
+def described(package: str) -> str:
+    """Name and version, or nothing."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
