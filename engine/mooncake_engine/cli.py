@@ -7,13 +7,22 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mooncake_engine.cli_options import (
+    GIB,
+    KV_DEFAULTS,
+    LOG_LEVELS,
+    add_connector_options,
+    add_engine_options,
+    add_kv_transfer_options,
+    add_server_options,
+    count,
+)
 from mooncake_engine.config import (
-    KV_CACHE_DTYPES,
     EngineConfig,
     ExecutorKind,
     KVTransferConfig,
@@ -22,20 +31,14 @@ from mooncake_engine.config import (
     SpeculativeConfig,
     SpeculativeMethod,
 )
+from mooncake_engine.config_file import add_config_option, with_config
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.replay import command as replay_command
 from mooncake_engine.server.options import ServerOptions
 from mooncake_hal.errors import HalError
-from mooncake_hal.port_range import PortRange
 
 if TYPE_CHECKING:
     from mooncake_engine.text.generation import Engine
-
-_DEFAULTS = EngineConfig(model=Path())
-_KV_DEFAULTS = KVTransferConfig()
-_LOG_LEVELS = ("debug", "info", "warning", "error")
-_SERVER_DEFAULTS = ServerOptions()
-_GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Until there is something to leave in order, Ctrl-C ends the process as SIGTERM does: at once.
     # KeyboardInterrupt would get lost when it meets a foreign import or a finaliser.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    try:
+        argv = with_config(sys.argv[1:] if argv is None else argv, _commands_of(parser))
+    except ConfigError as exc:
+        return _refuse(exc)
+    args = parser.parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -53,8 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except (EngineError, HalError) as exc:
-        print(f"mooncake-engine: error: {exc}", file=sys.stderr)
-        return 2 if isinstance(exc, ConfigError) else 1
+        return _refuse(exc)
+
+
+def _refuse(exc: Exception) -> int:
+    print(f"mooncake-engine: error: {exc}", file=sys.stderr)
+    return 2 if isinstance(exc, ConfigError) else 1
+
+
+def _commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    [commands] = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,9 +93,10 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="one key per line; who asks needs one"
     )
-    _add_engine_options(serve)
-    _add_server_options(serve)
-    _add_kv_transfer_options(serve)
+    add_engine_options(serve)
+    add_server_options(serve)
+    add_kv_transfer_options(serve)
+    add_config_option(serve)
     serve.set_defaults(run=_serve)
 
     generate = commands.add_parser("generate", help="continue a prompt, once, without a server")
@@ -87,14 +105,14 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=0.0)
     generate.add_argument("--seed", type=int)
     generate.add_argument("--chat", action="store_true", help="the prompt is a user's message")
-    _add_engine_options(generate)
+    add_engine_options(generate)
     generate.set_defaults(run=_generate)
 
     up = commands.add_parser("up", help="start prefill and decode instances and a proxy")
     up.add_argument("--host", default="127.0.0.1")
     up.add_argument("--port", type=int, default=8000, help="the proxy's")
-    up.add_argument("--prefill", type=_count, default=1, metavar="N", help="prefill instances")
-    up.add_argument("--decode", type=_count, default=1, metavar="N", help="decode instances")
+    up.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill instances")
+    up.add_argument("--decode", type=count, default=1, metavar="N", help="decode instances")
     up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
     up.add_argument(
         "--max-restarts",
@@ -104,169 +122,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="start a part that dies again, so many times in a row; default: 0, which ends all",
     )
     up.add_argument("--prompt", default="What is prefill?", help="asked once everything is up")
-    _add_engine_options(up)
-    _add_server_options(up)
-    _add_connector_options(up)
+    add_engine_options(up)
+    add_server_options(up)
+    add_connector_options(up)
+    add_config_option(up)
     up.set_defaults(run=_up)
 
     bench = commands.add_parser("bench", help="replay a trace against an OpenAI endpoint")
     replay_command.add_options(bench)
-    bench.add_argument("--log-level", default="warning", choices=_LOG_LEVELS)
+    bench.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
     bench.set_defaults(run=_bench)
     return parser
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face model directory")
-    add("--backend", default=_DEFAULTS.backend, help="auto, cpu, cuda, ascend, ...")
-    add("--device", type=int, default=_DEFAULTS.device, help="index of the first device")
-    add("--dtype", default=_DEFAULTS.dtype, help="auto, float32, bfloat16, float16")
-    add("--tp-size", type=int, default=_DEFAULTS.tp_size, help="tensor-parallel ranks")
-    add("--pp-size", type=int, default=_DEFAULTS.pp_size, help="pipeline stages of such ranks")
-    add(
-        "--block-size",
-        type=int,
-        help="tokens per KV block; default: the only size that the backend takes (Ascend: 128), "
-        "else 16 if it takes that, else its best",
-    )
-    add("--kv-layout", default=_DEFAULTS.kv_layout, help="order of the KV cache in memory")
-    add(
-        "--kv-cache-dtype",
-        default=_DEFAULTS.kv_cache_dtype,
-        choices=("auto", *KV_CACHE_DTYPES),
-        help="type that KV is kept in; auto: the model's own",
-    )
-    add("--threads", type=_count, default=_DEFAULTS.threads, help="CPU threads per rank")
-    add("--executor", default=_DEFAULTS.executor.value, choices=[e.value for e in ExecutorKind])
-    add("--ray-address", default=_DEFAULTS.ray_address, metavar="HOST:PORT", help="of the cluster")
-    add("--log-level", default="info", choices=_LOG_LEVELS)
-    _add_memory_options(parser)
-    _add_scheduling_options(parser)
-    _add_speculation_options(parser)
-
-
-def _add_memory_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--num-kv-blocks", type=int, help="size of the KV pool; default: from --kv-cache-bytes")
-    add("--kv-cache-bytes", type=_byte_count, metavar="N[K|M|G]", help="memory for KV")
-    add(
-        "--memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="of the device's memory; KV gets what a profiling run leaves of it. Default: 0.9, "
-        "and 1 GiB for KV where the device is the host",
-    )
-    add(
-        "--swap-space",
-        type=float,
-        default=_DEFAULTS.swap_space_bytes / _GIB,
-        metavar="GIB",
-        help="host memory per rank for preempted groups of sequences; default: 1",
-    )
-
-
-def _add_scheduling_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--watermark",
-        type=float,
-        default=_DEFAULTS.watermark,
-        help="share of the KV blocks kept free when requests are admitted",
-    )
-    add(
-        "--scheduler-delay-factor",
-        type=float,
-        default=_DEFAULTS.scheduler_delay_factor,
-        help="let prompts wait for that many times the last prompt's step",
-    )
-    add("--max-model-len", type=int, help="longest sequence; default: the model's")
-    add("--max-num-seqs", type=int, default=_DEFAULTS.max_num_seqs, help="per step")
-    add("--max-num-batched-tokens", type=int, default=_DEFAULTS.max_num_batched_tokens)
-    add("--max-queued-requests", type=int, default=_DEFAULTS.max_queued_requests)
-    add("--no-prefix-caching", action="store_true", help="forget the KV of finished prompts")
-    add("--async-scheduling", action="store_true", help="schedule a step while the last one runs")
-    add("--enforce-eager", action="store_true", help="launch every op, no graphs")
-    add(
-        "--piecewise-graph-max-tokens",
-        type=int,
-        help="replay steps with prompts of up to so many tokens, all but their attention; 0: none "
-        "(default: 512 on a device with memory of its own)",
-    )
-
-
-def _add_speculation_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--speculative-method",
-        choices=[method.value for method in SpeculativeMethod],
-        help="guess tokens ahead: by what followed the same tokens before, or with a draft model",
-    )
-    add("--speculative-model", type=Path, metavar="DIR", help="the draft model")
-    add("--num-speculative-tokens", type=int, help="guesses per request and step; default: 4")
-    add("--prompt-lookup-min", type=int, help="tokens that must occur again; default: 2")
-    add("--prompt-lookup-max", type=int, help="tokens that are compared; default: 5")
-
-
-def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tool-call-parser",
-        default=_SERVER_DEFAULTS.tool_call_parser,
-        help="auto (from the chat template), none, hermes (Qwen), llama3_json, qwen3_coder",
-    )
-    parser.add_argument(
-        "--otlp-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP"
-    )
-    parser.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=_SERVER_DEFAULTS.shutdown_timeout_s,
-        metavar="SECONDS",
-        help="how long answers may go on after SIGTERM or Ctrl-C; a second one ends at once. "
-        f"Default: {_SERVER_DEFAULTS.shutdown_timeout_s:g}",
-    )
-
-
-def _add_kv_transfer_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--kv-host", default=_KV_DEFAULTS.host, help="address to listen on for peers")
-    add(
-        "--kv-advertise-host",
-        default=_KV_DEFAULTS.advertise_host,
-        metavar="HOST",
-        help="address that peers are told; default: --kv-host, or the address of the default "
-        "route where that is 0.0.0.0 or ::",
-    )
-    add("--kv-port", type=int, default=_KV_DEFAULTS.port, help="side channel; 0 takes a free port")
-    add(
-        "--kv-port-range",
-        type=_port_range,
-        metavar="FIRST-LAST",
-        help="where free ports are taken from, by transports and side channel; default: anywhere",
-    )
-    _add_connector_options(parser)
-    add("--kv-secret-file", type=Path, help="file with the deployment's secret")
-    add("--lease-seconds", type=float, default=_KV_DEFAULTS.lease_s)
-    add("--transfer-timeout-seconds", type=float, default=_KV_DEFAULTS.transfer_timeout_s)
-    add(
-        "--kv-load-failure",
-        choices=[policy.value for policy in LoadFailurePolicy],
-        default=_KV_DEFAULTS.load_failure.value,
-        help="what becomes of a request whose KV does not arrive",
-    )
-
-
-def _add_connector_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kv-connector", help=f"default: {_KV_DEFAULTS.connector}, for prefill and decode"
-    )
-    parser.add_argument(
-        "--transport",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="shm, tcp, rdma, ...; repeat in order of preference; default: the best of all",
-    )
 
 
 def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:
@@ -294,7 +160,7 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         num_kv_blocks=args.num_kv_blocks,
         kv_cache_bytes=args.kv_cache_bytes,
         memory_utilization=args.memory_utilization,
-        swap_space_bytes=int(args.swap_space * _GIB),
+        swap_space_bytes=int(args.swap_space * GIB),
         watermark=args.watermark,
         scheduler_delay_factor=args.scheduler_delay_factor,
         max_model_len=args.max_model_len,
@@ -358,8 +224,8 @@ def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
     """The instances' part of a command line again, as far as it differs from the defaults. Without
     ``--threads``, the instances of a deployment share the CPUs evenly."""
     options = argparse.ArgumentParser(add_help=False)
-    _add_engine_options(options)
-    _add_server_options(options)
+    add_engine_options(options)
+    add_server_options(options)
     wanted = vars(args)
     if not args.threads:
         num_instances = args.prefill + args.decode
@@ -379,7 +245,7 @@ def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
     if args.kv_connector is None and args.role == Role.BOTH.value:
         return None
     return KVTransferConfig(
-        connector=args.kv_connector or _KV_DEFAULTS.connector,
+        connector=args.kv_connector or KV_DEFAULTS.connector,
         host=args.kv_host,
         advertise_host=args.kv_advertise_host,
         port=args.kv_port,
@@ -403,31 +269,6 @@ def _secret(path: Path | None) -> str:
     if not secret:
         raise ConfigError(f"--kv-secret-file {path} is empty; put the deployment's secret there")
     return secret
-
-
-def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be a number, at least 1, got {text!r}")
-    return count
-
-
-def _port_range(text: str) -> PortRange:
-    try:
-        return PortRange.parse(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(str(exc)) from None
-
-
-def _byte_count(text: str) -> int:
-    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    try:
-        return int(float(text[:-1] if unit > 1 else text) * unit)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}") from None
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -485,7 +326,7 @@ def _up(args: argparse.Namespace) -> int:
             num_decode=args.decode,
             engine_argv=engine_argv(args),
             transports=tuple(args.transport),
-            connector=args.kv_connector or _KV_DEFAULTS.connector,
+            connector=args.kv_connector or KV_DEFAULTS.connector,
             log_dir=args.log_dir,
             prompt=args.prompt,
             otlp_endpoint=args.otlp_endpoint,
