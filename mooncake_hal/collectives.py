@@ -177,7 +177,8 @@ class DeviceCommunicator(GroupCommunicator):
     """One rank of a group of devices, on the one that is current when it is made.
 
     A collective is enqueued on the current stream, and does not wait for it: it can be captured in
-    a graph. Only ``barrier`` waits.
+    a graph. Only ``barrier`` waits. Where a rank is lost, what was enqueued can't be called back
+    and never has a result: the library ends this process when the group's timeout is over.
 
     Args:
         group, generation, make: see ``GroupCommunicator``.

@@ -11,6 +11,7 @@ that don't compute.
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,9 @@ from mooncake_hal.testing.backends_resident import ResidentLatentsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
+
+RANKS_SECONDS = 100.0
+"""For a scenario: longer than its group waits for a lost rank, and a library for its own report."""
 
 
 @lru_cache
@@ -172,11 +176,14 @@ class CommunicatorSuite:
     @pytest.mark.parametrize("world_size", [2, 3])
     @pytest.mark.parametrize("scenario", ["collectives", "lost_rank", "lost_sender"])
     def test_ranks(self, backend: Backend, scenario: str, world_size: int) -> None:
-        """See ``mooncake_hal.testing.backends_rank``."""
+        """See ``mooncake_hal.testing.backends_rank``. A device's library may end a rank that waits
+        for a lost one."""
+        is_device = backend.runtime.device(0).type != "cpu"
+        may_be_ended = is_device and scenario != "collectives"
         for status, output in run_ranks(backend.name, scenario, world_size):
             if status == SKIPPED:
                 pytest.skip(output.strip())
-            assert status == 0, output
+            assert status == 0 or (status == -signal.SIGABRT and may_be_ended), output
 
 
 class BackendConformance(
@@ -207,7 +214,7 @@ def run_ranks(backend_name: str, scenario: str, world_size: int) -> list[tuple[i
         for rank in range(world_size)
     ]
     try:
-        outputs = [rank.communicate(timeout=50)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=RANKS_SECONDS)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
