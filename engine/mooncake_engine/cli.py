@@ -286,7 +286,9 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:
-    return ServerOptions(args.tool_call_parser, args.otlp_endpoint, args.shutdown_timeout)
+    return ServerOptions(
+        args.tool_call_parser, args.otlp_endpoint, args.shutdown_timeout, args.access_log
+    )
 
 
 def _start_engine(config: EngineConfig) -> Engine:

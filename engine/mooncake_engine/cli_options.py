@@ -13,7 +13,7 @@ from mooncake_engine.config import (
     LoadFailurePolicy,
     SpeculativeMethod,
 )
-from mooncake_engine.server.options import ServerOptions
+from mooncake_engine.server.options import ACCESS_LOGS, ServerOptions
 from mooncake_hal.port_range import PortRange
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -125,6 +125,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--otlp-endpoint", metavar="URL", help="send traces there, by OTLP over HTTP"
+    )
+    parser.add_argument(
+        "--access-log",
+        default=_SERVER_DEFAULTS.access_log,
+        choices=ACCESS_LOGS,
+        help="a line of JSON per request on stderr",
     )
     parser.add_argument(
         "--shutdown-timeout",

@@ -1,16 +1,22 @@
-"""Who may ask this instance."""
+"""Who may ask this instance, and what is written down about it."""
 
 from __future__ import annotations
 
 import hmac
+import sys
+import time
+from collections.abc import Awaitable
 from pathlib import Path
 
+import msgspec
 from starlette.requests import HTTPConnection
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.server.errors import ApiError
 
+_CLIENT_LEFT = 499
+"""What stands for a status where no answer began because the client went away; after nginx."""
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
 
 
@@ -62,3 +68,49 @@ class KeyCheck:
         # Every key is compared, each in constant time: the time tells nothing about any of them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)
+
+
+class AccessLog:
+    """One JSON line per request on standard error, when it is over; the proxy's have these fields,
+    too.
+
+    Args:
+        app: what is behind it.
+        level: ``errors``, which leaves statuses below 400 out, or ``all``.
+    """
+
+    def __init__(self, app: ASGIApp, level: str) -> None:
+        self._app = app
+        self._lowest = 400 if level == "errors" else 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and write down how it ended."""
+        began = time.monotonic()
+        answer: Message = {"status": _CLIENT_LEFT, "headers": []}
+
+        def watched(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                answer.update(message)
+            return send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            if answer["status"] >= self._lowest:
+                _write_line(scope, answer, time.monotonic() - began)
+
+
+def _write_line(scope: Scope, answer: Message, elapsed_s: float) -> None:
+    host, port = scope.get("client") or ("local", 0)
+    request_id = dict(answer["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    facts = {
+        "time": round(time.time(), 3),
+        "request_id": request_id or None,
+        "client": f"{host}:{port}",
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": answer["status"],
+        "ms": round(elapsed_s * 1000, 3),
+    }
+    sys.stderr.write(msgspec.json.encode(facts).decode() + "\n")
+    sys.stderr.flush()

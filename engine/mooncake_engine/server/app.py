@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_engine.errors import EngineError
-from mooncake_engine.server.access import KeyCheck
+from mooncake_engine.server.access import AccessLog, KeyCheck
 from mooncake_engine.server.answering import Answerer
 from mooncake_engine.server.endpoints import GenerationEndpoint, PlainEndpoints
 from mooncake_engine.server.errors import ApiError, to_api_error
@@ -69,6 +69,8 @@ def create_app(
 
 def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middleware]:
     around = [Middleware(_Counted, count=metrics.answered)]
+    if options.access_log != "off":
+        around.append(Middleware(AccessLog, level=options.access_log))
     if options.api_keys:
         around.append(Middleware(KeyCheck, keys=options.api_keys))
     return around

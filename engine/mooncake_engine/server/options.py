@@ -11,6 +11,7 @@ from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_forms import PARSERS, detect_parser
 
 AUTO, NONE = "auto", "none"
+ACCESS_LOGS = ("off", "errors", "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class ServerOptions:
         shutdown_timeout_s: how long answers may go on after a stop. Some seconds less than the 30
             that Kubernetes and others give by default.
         api_keys: one of these is needed to generate; none for everybody.
+        access_log: which requests get a line: ``off``, ``errors`` or ``all``.
         model_aliases: names that the model is served under, beside its own.
 
     Raises:
@@ -33,6 +35,7 @@ class ServerOptions:
     tool_call_parser: str = AUTO
     otlp_endpoint: str | None = None
     shutdown_timeout_s: float = 25.0
+    access_log: str = "off"
     api_keys: frozenset[str] = frozenset()
     model_aliases: tuple[str, ...] = ()
 

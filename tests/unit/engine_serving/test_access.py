@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
-from support.asgi import AsgiClient
+from support.asgi import AsgiClient, ManualClient
 from support.fake_engine import FakeEngine
 
 from mooncake_engine.errors import ConfigError
@@ -73,3 +75,45 @@ def test_a_model_may_have_several_names(engine: FakeEngine, byte_tokenizer: Toke
     refused = client.post("/v1/completions", prompt="tea", model="c")
     assert refused.status_code == 404
     assert "'fake', 'a/b' is" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("level", "statuses"), [("off", []), ("errors", [400]), ("all", [200, 400])]
+)
+def test_requests_are_written_down(
+    engine: FakeEngine,
+    byte_tokenizer: Tokenizer,
+    level: str,
+    statuses: list[int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    client = AsgiClient(
+        create_app(engine, byte_tokenizer, ServerOptions(access_log=level)),
+        {"X-Request-Id": "mine"},
+    )
+    client.stream("/v1/completions", prompt="tea")
+    client.post("/v1/completions", prompt="tea", temprature=1)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["status"] for line in lines] == statuses
+    for line in lines:
+        assert (line["method"], line["path"]) == ("POST", "/v1/completions")
+        assert line["request_id"] == "mine"
+        assert line["ms"] >= 0
+
+
+def test_a_client_that_leaves_before_its_answer_is_written_down(
+    engine: FakeEngine, byte_tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = create_app(engine, byte_tokenizer, ServerOptions(access_log="errors"))
+
+    async def leave() -> None:
+        engine.hold_at, engine.held, engine.release = 0, asyncio.Event(), asyncio.Event()
+        leaving = ManualClient(b'{"prompt":"tea"}')
+        serving = asyncio.ensure_future(app(leaving.scope, leaving.receive, leaving.send))
+        await engine.held.wait()
+        leaving.gone.set()
+        await serving
+
+    asyncio.run(leave())
+    [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert line["status"] == 499
