@@ -143,7 +143,11 @@ class CudaDriver:
     def zero(self, address: int, nbytes: int) -> None:
         """Fill memory with zeros."""
         self.call("cuMemsetD8_v2", address, 0, nbytes)
-        self.call("cuCtxSynchronize")  # other streams may use it at once
+        self.synchronize()  # other streams may use it at once
+
+    def synchronize(self) -> None:
+        """Block until the current device has finished all that this process enqueued."""
+        self.call("cuCtxSynchronize")
 
     def free(self, address: int) -> None:
         """Give memory back; waits for the device."""

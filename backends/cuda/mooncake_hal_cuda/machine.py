@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,6 +32,7 @@ class Machine:
         torch_cuda: CUDA version that torch was built for, or None.
         has_triton: whether triton is installed.
         hides_devices: whether CUDA_VISIBLE_DEVICES hides all of them.
+        denied_files: those of the device files that this process may not open.
     """
 
     has_driver: bool
@@ -41,6 +43,7 @@ class Machine:
     torch_cuda: str | None
     has_triton: bool
     hides_devices: bool
+    denied_files: tuple[str, ...]
 
 
 def look(root: Path = Path("/")) -> Machine:
@@ -49,19 +52,21 @@ def look(root: Path = Path("/")) -> Machine:
     Args:
         root: where its file system begins.
     """
-    files = [path.name for path in (root / "dev").glob("nvidia*")]
+    paths = sorted((root / "dev").glob("nvidia*"))
+    files = [path for path in paths if path.name[len("nvidia") :].isdigit()]
     reports = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     torch = find_spec("torch")
     version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     return Machine(
         has_driver=_has_driver(),
         driver_version=_read_driver_version(root / "proc/driver/nvidia/version"),
-        device_files=tuple(sorted(name for name in files if name[len("nvidia") :].isdigit())),
+        device_files=tuple(path.name for path in files),
         models=tuple(model for path in reports if (model := parse_model(path.read_text()))),
         has_torch=torch is not None,
         torch_cuda=parse_torch_cuda(version.read_text()) if version else None,
         has_triton=find_spec("triton") is not None,
         hides_devices=hides_all_devices(),
+        denied_files=tuple(p.name for p in files if not os.access(p, os.R_OK | os.W_OK)),
     )
 
 
@@ -86,6 +91,11 @@ def diagnose(machine: Machine) -> Availability:
 
 def _missing_software(machine: Machine) -> str:
     """What stands between the devices and the kernels, or nothing."""
+    if machine.denied_files == machine.device_files:
+        return (
+            f"this process may not open /dev/{machine.denied_files[0]}: join the group that may "
+            "(ls -l /dev/nvidia0), or have the container given the device"
+        )
     if machine.hides_devices:
         return "CUDA_VISIBLE_DEVICES hides them all; unset it, or name some"
     if not machine.has_torch:

@@ -7,6 +7,7 @@ Which kind of memory it is, ``sharing`` decides once per device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,12 +71,15 @@ class CudaMemory:
         if decided.kind is not MemoryKind.IPC:
             types = HANDLE_TYPES[decided.kind]
             mapped = self._sharing.virtual.allocate(nbytes, index, types, is_rdma=decided.is_rdma)
-            return mapped.address, mapped.close
-        address = self._driver.allocate(nbytes)
+            address, close = mapped.address, mapped.close
+        else:
+            address = self._driver.allocate(nbytes)
+            close = partial(self._driver.free, address)
 
         def release() -> None:
             self._driver.bind(index)
-            self._driver.free(address)
+            self._driver.synchronize()  # unmapping does not wait for who still uses it
+            close()
 
         return address, release
 

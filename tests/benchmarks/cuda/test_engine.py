@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.decoding import Decoder
 from support.figures import Figure, record
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.executor import InProcessExecutor
@@ -60,7 +60,7 @@ def sides(cuda: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def random_llama(shape: dict[str, Any], device: str = "cuda") -> PreTrainedModel:
     """Random weights, made where they are going to be used."""
     with torch.device(device):
-        model = LlamaForCausalLM(LlamaConfig(**shape, dtype="bfloat16")).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16)
     return model.eval()
 
 

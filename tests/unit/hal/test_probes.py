@@ -14,7 +14,7 @@ from mooncake_hal_cpu import facts
 from mooncake_hal_cuda import env as cuda_env, machine as cuda, plugin as cuda_plugin
 
 GPU = cuda.Machine(
-    True, (550, 54), ("nvidia0", "nvidia1"), ("NVIDIA H100",), True, "12.8", True, False
+    True, (550, 54), ("nvidia0", "nvidia1"), ("NVIDIA H100",), True, "12.8", True, False, ()
 )
 NPU = ascend.Machine(
     ("davinci0",), True, "/opt/cann", True, True, True, "8.5.0", "2.13.0+cpu", "2.13.0"
@@ -27,6 +27,10 @@ NPU = ascend.Machine(
         (replace(GPU, has_driver=False, device_files=()), "no NVIDIA driver"),
         (replace(GPU, has_driver=False), "libcuda.so.1 is not found; install"),
         (replace(GPU, device_files=()), "driver is installed, but there is no device"),
+        (
+            replace(GPU, denied_files=GPU.device_files),
+            "but this process may not open /dev/nvidia0: join the group that may",
+        ),
         (replace(GPU, has_torch=False), "but torch is not installed"),
         (replace(GPU, torch_cuda=None), "but torch is built without CUDA"),
         (replace(GPU, has_triton=False), "but triton is not installed; torch's CUDA builds bring"),
@@ -53,6 +57,7 @@ def test_cuda_says_what_is_missing(machine: cuda.Machine, reason: str) -> None:
         (GPU, "found 2 NVIDIA devices (NVIDIA H100)"),
         (replace(GPU, device_files=("nvidia0",), models=()), "found 1 NVIDIA device"),
         (replace(GPU, driver_version=None), "found 2 NVIDIA devices (NVIDIA H100)"),
+        (replace(GPU, denied_files=("nvidia1",)), "found 2 NVIDIA devices (NVIDIA H100)"),
     ],
 )
 def test_cuda_is_available(machine: cuda.Machine, found: str) -> None:
