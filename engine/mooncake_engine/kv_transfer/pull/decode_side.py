@@ -11,11 +11,11 @@ from mooncake_engine.errors import KVTransferError, LeaseLost
 from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.params import RemoteKV
-from mooncake_engine.kv_transfer.peers import Peer, PeerBook
+from mooncake_engine.kv_transfer.peers import IDLE_S, Peer, PeerBook
 from mooncake_engine.kv_transfer.protocol import LeaseStatus
 from mooncake_engine.kv_transfer.pull.rank_loads import RankLoads
 from mooncake_engine.kv_transfer.pull.rank_messages import Load
-from mooncake_engine.kv_transfer.signs_of_life import Interval, SignsOfLife
+from mooncake_engine.kv_transfer.signs_of_life import SIGNS_PER_LEASE, Interval, SignsOfLife
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,9 @@ class DecodeSide(Side):
         self._ranks = ranks
         self._peers = peers
         self._expected: dict[str, _Expected] = {}
-        self._signs = SignsOfLife(Interval(context.lease_s), self._renew, context.spawn)
+        # a peer that is not asked anything for IDLE_S is dropped, however long its leases are
+        interval = Interval(context.lease_s, IDLE_S / SIGNS_PER_LEASE)
+        self._signs = SignsOfLife(interval, self._renew, context.spawn)
 
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         """Keep this lease alive until the request is loaded or cancelled."""
