@@ -183,8 +183,9 @@ class InProcessExecutor(Executor):
         )
         self._facts = make_facts(config, setup, (rank_facts(0, self._worker),))
         self._steps: ThreadPoolExecutor | None = None
+        self._caller = threading.local()
         if config.steps_in_flight > 1:
-            bind = partial(backend.runtime.bind_thread, config.device)
+            bind = self._worker.bind_thread
             self._steps = ThreadPoolExecutor(1, "engine-steps", initializer=bind)
 
     @property
@@ -194,14 +195,22 @@ class InProcessExecutor(Executor):
 
     def warm_up(self) -> None:
         """See ``Executor``."""
+        self._bind_caller()
         self._worker.warm_up()
 
     def submit(self, plan: StepPlan) -> PendingStep:
         """See ``Executor``."""
+        self._bind_caller()
         if self._steps is None:
             return CompletedStep(self._attempt(plan.step, self._launch(plan).result))
         launched = self._steps.submit(self._launch, plan)
         return _LaunchedStep(launched, partial(self._attempt, plan.step))
+
+    def _bind_caller(self) -> None:
+        """Steps are seldom run by the thread that loaded the model."""
+        if not hasattr(self._caller, "is_bound"):
+            self._worker.bind_thread()
+            self._caller.is_bound = True
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         self._failure.check()

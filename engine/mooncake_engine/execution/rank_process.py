@@ -57,11 +57,12 @@ class RankProcess:
         """Serve orders until Stop."""
         start = wire.decode_order(self._orders.recv_bytes())
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
+        worker = self._load(start)
         if start.config.steps_in_flight > 1:
             # While a step runs the rank takes the next order; and the executor may be busy giving
             # it instead of reading reports, so whoever reports must not keep the rank from it.
-            self._reporter = ThreadPoolExecutor(1, "rank-reports")
-        worker = self._load(start)
+            bind = worker.bind_thread
+            self._reporter = ThreadPoolExecutor(1, "rank-reports", initializer=bind)
         try:
             threading.Thread(target=self._receive, args=(worker,), daemon=True).start()
             if self._on_loaded is not None:

@@ -216,6 +216,11 @@ class Worker:
         draft = DraftModel(self._draft, pool, max_tokens, setup.draft.max_positions)
         return DraftModelProposer(draft, requests.tables, sampler)
 
+    def bind_thread(self) -> None:
+        """Make the rank's device current in the calling thread, which launches steps or waits for
+        their ends; that which loaded the rank has it."""
+        self._ground.backend.runtime.bind_thread(self._ground.index)
+
     def launch(
         self, plan: StepPlan, sampled: Mapping[str, Sequence[int]] | None = None
     ) -> PendingStep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_hal.registry import Registry
+from mooncake_hal_cpu.backend import CpuBackend
+from mooncake_hal_cpu.runtime import CpuRuntime
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = AdmittedRequest("a", (5, 6, 7), 3, GREEDY, 0, (1,))
@@ -74,3 +77,30 @@ def _larger_than_a_pipe(step: int) -> StepPlan:
     return StepPlan(
         step, admitted=(AdmittedRequest(f"b{step}", prompt, num_tokens, GREEDY, 0, ()),)
     )
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_whoever_runs_steps_has_the_device(model: Path, *, async_scheduling: bool) -> None:
+    """The thread that loads a model is seldom the one that steps; each has its current device."""
+    backend = CpuBackend()
+    bound: set[int] = set()
+
+    class Runtime(CpuRuntime):
+        def bind_thread(self, index: int) -> None:
+            bound.add(threading.get_ident())
+
+    backend.runtime = Runtime()
+    config = EngineConfig(model, num_kv_blocks=8, async_scheduling=async_scheduling)
+    executor = InProcessExecutor(config, backend)
+    threads: list[int] = []
+
+    def step() -> None:
+        threads.append(threading.get_ident())
+        executor.submit(FIRST).result()
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    stepping.join()
+    executor.close()
+    assert set(threads) <= bound
+    assert len(bound) == (3 if async_scheduling else 2), "the loading thread, this one, its own"
