@@ -20,7 +20,7 @@ from mooncake_engine.execution.pending import PendingStep
 from mooncake_engine.kv_transfer.base import Connector, Topology
 from mooncake_engine.kv_transfer.events import ConnectorFailed, Event, LeaseEnded, LoadEnded
 from mooncake_engine.kv_transfer.params import Handoff
-from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
+from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
 from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
@@ -95,6 +95,7 @@ class EngineCore:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._num_prompt_tokens = 0
         self._num_generated = 0
+        self._step_sizes = StepSizes()
         self._is_blocked = False
 
     @property
@@ -117,6 +118,8 @@ class EngineCore:
         plan = self._scheduler.schedule()
         if not plan.is_empty:
             self._flights.append((plan, self._executor.submit(plan)))
+            if plan.sequences:
+                self._step_sizes.note(plan.num_tokens)
         if self._flights and (plan.is_empty or len(self._flights) == self._steps_in_flight):
             oldest, pending = self._flights.popleft()
             updates = self._scheduler.update(oldest, pending.result())
@@ -142,6 +145,7 @@ class EngineCore:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             num_swapped=self._scheduler.num_swapped,
+            num_loading=self._scheduler.num_loading,
             kv_cache_usage=blocks.pool.usage,
             num_preemptions=self._scheduler.num_preemptions,
             num_swap_outs=self._scheduler.num_swap_outs,
@@ -149,6 +153,7 @@ class EngineCore:
             prefix_cache_hits=blocks.num_hit_tokens,
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated,
+            step_sizes=self._step_sizes,
             speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
         )

@@ -152,18 +152,38 @@ class SpeculationStats:
         return sum(self.accepted_at)
 
 
+@dataclass(slots=True)
+class StepSizes:
+    """How many tokens steps have run, prompts' and answers', by powers of two.
+
+    Args:
+        num_tokens: in all steps together.
+        num_steps: entry i counts steps of at most 2**i tokens that no entry before it counts; the
+            last one takes all that are larger.
+    """
+
+    num_tokens: int = 0
+    num_steps: list[int] = field(default_factory=lambda: [0] * 16)
+
+    def note(self, num_tokens: int) -> None:
+        """A step of so many tokens, at least one."""
+        self.num_tokens += num_tokens
+        self.num_steps[min((num_tokens - 1).bit_length(), len(self.num_steps) - 1)] += 1
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for metrics; counts only grow, but for those of requests by state.
 
     Args:
-        num_running, num_waiting, num_swapped: requests in steps, queued for them, and of these
-            those whose KV is in host memory.
+        num_running, num_waiting: requests in steps, and queued for them.
+        num_swapped, num_loading: of these those whose KV is in host memory, or comes from a peer.
         kv_cache_usage: share of the KV blocks in use, 0 to 1.
         num_preemptions: requests that gave their blocks up for older ones, by swap or recompute.
         num_swap_outs: those of them whose KV went to host memory.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found.
         prompt_tokens, generation_tokens: processed and sampled.
+        step_sizes: how large the steps were.
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
         speculation: what came of guessing tokens ahead; None where it is off.
     """
@@ -171,6 +191,7 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_swapped: int = 0
+    num_loading: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     num_swap_outs: int = 0
@@ -178,5 +199,6 @@ class EngineStats:
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    step_sizes: StepSizes = field(default_factory=StepSizes)
     kv_transfer: dict[str, float] = field(default_factory=dict)
     speculation: SpeculationStats | None = None

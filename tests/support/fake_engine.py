@@ -18,6 +18,7 @@ from mooncake_engine.messages import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    StepSizes,
     TokenLogprobs,
     TokenUpdate,
 )
@@ -102,6 +103,8 @@ class FakeEngine:
             num_running=3,
             num_waiting=6,
             num_swapped=2,
+            num_loading=1,
+            step_sizes=StepSizes(70, [2, 0, 1, 0, 0, 0, 1, *[0] * 9]),
             kv_cache_usage=0.25,
             num_preemptions=5,
             num_swap_outs=4,

@@ -85,6 +85,11 @@ class Scheduler:
         return len(self._places.swapped)
 
     @property
+    def num_loading(self) -> int:
+        """Those that wait while a peer's KV comes in."""
+        return len(self._places.transferring)
+
+    @property
     def num_preemptions(self) -> int:
         """Requests that gave their blocks up for more urgent ones, so far."""
         return self._preemption.num_preemptions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,11 +16,12 @@ from prometheus_client import (
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 
-from mooncake_engine.messages import FinishReason, SpeculationStats
+from mooncake_engine.messages import FinishReason, SpeculationStats, StepSizes
 from mooncake_engine.server.clock import RequestClock
 from mooncake_engine.server.jobs import Job
 from mooncake_engine.text.generation import Engine, TextUpdate
@@ -202,6 +204,7 @@ class _EngineCollector:
         yield gauge("vllm:num_requests_running", "Requests in steps.", stats.num_running)
         num_queued = stats.num_waiting - stats.num_swapped
         yield gauge("vllm:num_requests_waiting", "Requests queued.", num_queued)
+        yield self._waiting(capacity=num_queued - stats.num_loading, deferred=stats.num_loading)
         yield gauge("vllm:num_requests_swapped", "KV in host memory.", stats.num_swapped)
         yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", stats.kv_cache_usage)
         yield counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)
@@ -212,12 +215,33 @@ class _EngineCollector:
         yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits)
         yield counter("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield self._step_sizes(stats.step_sizes)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         for name, value in sorted(stats.kv_transfer.items()):
             safe = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             family = gauge if safe in _LEVELS else counter
             yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
+
+    def _waiting(self, **counts: int) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests queued: for a place, or for a peer's KV (deferred).",
+            labels=(*_LABELS, "reason"),
+        )
+        for reason, count in counts.items():
+            family.add_metric((*self._label_values, reason), count)
+        return family
+
+    def _step_sizes(self, sizes: StepSizes) -> Metric:
+        cumulative = [*accumulate(sizes.num_steps)]
+        bounds = [*(f"{2.0**i}" for i in range(len(cumulative) - 1)), "+Inf"]
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of a step.", labels=_LABELS
+        )
+        buckets = list(zip(bounds, cumulative, strict=True))
+        family.add_metric(self._label_values, buckets, sizes.num_tokens)
+        return family
 
     def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
         prefix, counter = "vllm:spec_decode_num", self._counter

@@ -190,6 +190,21 @@ def test_metrics_show_the_engine(client: AsgiClient) -> None:
     assert found["mooncake:kv_transfer_bytes_received_total"] == 9
 
 
+def test_metrics_tell_what_is_waited_for_and_how_large_steps_are(client: AsgiClient) -> None:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    found = {
+        (sample.name, sample.labels.get("reason") or sample.labels.get("le")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    waiting = "vllm:num_requests_waiting_by_reason"
+    assert (found[waiting, "capacity"], found[waiting, "deferred"]) == (3, 1)
+    steps = "vllm:iteration_tokens_total"
+    bounds = ("1.0", "2.0", "4.0", "32.0", "64.0", "+Inf")
+    assert [found[f"{steps}_bucket", bound] for bound in bounds] == [2, 2, 3, 3, 4, 4]
+    assert (found[f"{steps}_sum", None], found[f"{steps}_count", None]) == (70, 4)
+
+
 @pytest.mark.parametrize(("stream", "hold_at"), [("true", 0), ("true", 1), ("false", 1)])
 def test_a_client_that_goes_away_ends_its_request(
     client: AsgiClient, engine: FakeEngine, stream: str, hold_at: int
