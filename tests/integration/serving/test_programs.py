@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -77,6 +78,27 @@ def test_a_stop_that_reaches_the_ranks_too_lets_answers_end() -> None:
     assert b'"finish_reason":"length"' in events[-2]
     assert events[-1] == b"data: [DONE]\n"
     assert "died" not in program.error_text
+
+
+def test_an_instance_whose_engine_died_ends_with_its_reason() -> None:
+    with serving("--tp-size", "2") as (url, program):
+        with urllib.request.urlopen(ask_endlessly(url, 1900)) as response:
+            assert response.readline().startswith(b"data: ")
+            os.kill(pid_of_rank(program), signal.SIGKILL)
+            events = [line for line in response if line.startswith(b"data: ")]
+        assert program.wait() == 1
+    assert b'"code":"engine_dead"' in events[-1]
+    reason = r"mooncake-engine: error: rank \d of 2 died: killed by SIGKILL"
+    assert re.fullmatch(reason, program.error_text.splitlines()[-1])
+
+
+def pid_of_rank(program: Program) -> int:
+    """One of its ranks, which are processes of their own."""
+    children = Path(f"/proc/{program.process.pid}/task").glob("*/children")
+    for pid in " ".join(path.read_text() for path in children).split():
+        if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return int(pid)
+    raise AssertionError("it has no ranks")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
