@@ -13,9 +13,9 @@ class PendingStep(Protocol):
     """A step that was submitted, or enqueued on a device."""
 
     def result(self) -> StepResult:
-        """What came of it; blocks until the sampled tokens are known, and the device is through
-        with the step: whoever is not bound to the order of its work, such as a peer that writes to
-        blocks which were given up, may act from then on. Any thread.
+        """What came of it; blocks until the sampled tokens are known and, where there are peers,
+        the device is through with the step: one that is not bound to the order of its work may
+        write to blocks which are given up then. Any thread.
 
         Raises:
             EngineDead: from an executor: a rank died or failed; its reason is in the message.

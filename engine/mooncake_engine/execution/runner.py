@@ -55,6 +55,9 @@ class RunnerParts:
         sampler: the same on every rank, so that all ranks choose the same tokens.
         mover: copies blocks.
         make_event: a new event of the rank's device.
+        has_peers: whether somebody reads and writes KV who is not bound to the order of the
+            device's work: to them a step is over when the device is through with it, and not when
+            it is enqueued, which is soon enough for the steps behind it.
     """
 
     model: Stage
@@ -63,6 +66,7 @@ class RunnerParts:
     sampler: Sampler
     mover: BlockMover
     make_event: Callable[[], Event]
+    has_peers: bool
 
 
 class ModelRunner:
@@ -80,6 +84,7 @@ class ModelRunner:
         self._sampler = parts.sampler
         self._mover = parts.mover
         self._make_event = parts.make_event
+        self._has_peers = parts.has_peers
         self._proposer = proposer
         self._kv = parts.pool.layers
 
@@ -157,6 +162,8 @@ class ModelRunner:
 
     def _end_unsampled(self, result: StepResult) -> PendingStep:
         """Nothing was read back that the device had to finish for."""
+        if not self._has_peers:
+            return CompletedStep(result)
         end = self._make_event()
         end.record()
         return UnsampledStep(result, end)

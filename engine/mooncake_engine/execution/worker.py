@@ -165,7 +165,8 @@ class Worker:
         sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
         stage = model if setup.is_provisional else self._with_graphs(model, pool)
         make_event = partial(backend.runtime.event, index)
-        parts = RunnerParts(stage, pool, requests, sampler, mover, make_event)
+        has_peers = config.kv_transfer is not None
+        parts = RunnerParts(stage, pool, requests, sampler, mover, make_event, has_peers)
         if config.feeds_forward:
             feed = TokenFeed(config.max_num_seqs, device, config.steps_in_flight)
             return pool, FeedForwardRunner(parts, feed)

@@ -126,11 +126,13 @@ def pool() -> Iterator[KVPool]:
     made.close()
 
 
-def make_runner(device: LateDevice, pool: KVPool, *, is_last: bool, is_fed: bool) -> ModelRunner:
+def make_runner(
+    device: LateDevice, pool: KVPool, *, is_last: bool, is_fed: bool, has_peers: bool = True
+) -> ModelRunner:
     requests = RequestTable(2, BLOCKS, VOCAB, CPU)
     mover = BlockMover(pool, 2, LateOps(device), CPU)  # type: ignore[arg-type]  # that one alone
     stage = LateStage(device, is_last)
-    parts = RunnerParts(stage, pool, requests, Sampler(()), mover, device.event)
+    parts = RunnerParts(stage, pool, requests, Sampler(()), mover, device.event, has_peers)
     return FeedForwardRunner(parts, TokenFeed(2, CPU, depth=2)) if is_fed else ModelRunner(parts)
 
 
@@ -153,6 +155,13 @@ def test_what_a_peer_writes_into_freed_blocks_stays(
     device.finish()
     for plane in pool.layer(0):
         assert plane[1].tolist() == [[[PEERS] * 2]] * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_without_peers_nobody_waits(device: LateDevice, pool: KVPool, is_fed: bool) -> None:
+    runner = make_runner(device, pool, is_last=True, is_fed=is_fed, has_peers=False)
+    assert runner.launch(CHUNK).result().tokens == {}
+    assert not device.is_idle, "the next chunk is behind it on the device"
 
 
 def test_the_end_of_a_step_does_not_wait_for_the_next(device: LateDevice, pool: KVPool) -> None:
