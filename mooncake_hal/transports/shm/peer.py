@@ -233,6 +233,9 @@ class ShmPeer:
         except (RegionUnknown, RegionRevoked, OutOfBounds):
             self._workers.call(lambda: self._begin_late(copy, spans, write))
             return copy
+        except TransportUnavailable:
+            self._running.discard(copy)  # nobody gets it, so nobody ends it
+            raise
         if spans.total_bytes <= INLINE_BYTES:
             copy.run(self._workers.copier)
         else:
