@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from mooncake_hal.errors import HalError
+from mooncake_hal.errors import HalError, PluginError
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
 
 
@@ -102,7 +102,9 @@ def _load_devices(registry: Registry, row: TableRow, devices: list[dict[str, obj
         backend = registry.select_backend(row.name)
         devices += [{"backend": row.name, **asdict(info)} for info in backend.runtime.devices()]
     except HalError as exc:
-        return TableRow(row.name, PluginStatus.UNAVAILABLE, str(exc), row.priority, row.plugin)
+        broken = isinstance(exc, PluginError)
+        status = PluginStatus.BROKEN if broken else PluginStatus.UNAVAILABLE
+        return replace(row, status=status, reason=str(exc))
     return row
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from mooncake_hal import cli
+from mooncake_hal.errors import BackendUnavailable
+from mooncake_hal.registry import PluginStatus, Registry
+from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -36,6 +39,25 @@ def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cpu["total_bytes"] > 0
     for row in found["backends"]:
         assert row["status"] == "available" or row["reason"], row
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (RuntimeError("driver says 507015"), PluginStatus.BROKEN),
+        (BackendUnavailable("odd", "driver says 507015"), PluginStatus.UNAVAILABLE),
+    ],
+)
+def test_a_backend_that_does_not_load_is_a_row(failure: Exception, status: PluginStatus) -> None:
+    def load() -> Any:
+        raise failure
+
+    spec = BackendSpec("odd", API_VERSION, 90, lambda: Availability(True), load)
+    found = cli.describe(Registry(backends={"odd": (spec, "odd.plugin")}))
+    (row,) = found["backends"]
+    assert row["status"] == status.value
+    assert "driver says 507015" in str(row["reason"])
+    assert found["devices"] == []
 
 
 def test_a_reason_for_every_backend_that_is_refused() -> None:
