@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from support.metaserver import Metaserver, metaserver
-from support.pd import GREEDY, Answer, Instance, Pair, ask, pair
+from support.pd import GREEDY, Answer, Instance, Pair, ask, ask_pair, pair
 
 from mooncake_engine.messages import KVTransferParams, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
@@ -93,3 +93,10 @@ async def ask_pushed(
         "metaserver": of.metaserver.url(key),
     }
     return await ask(of.decode, prompt, sampling, params, on_update, group=group)
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "pulled": (pair, ask_pair),
+    "pushed": (push_pair, ask_pushed),
+}
+"""How KV comes to D: what makes such a pair, and what asks it."""

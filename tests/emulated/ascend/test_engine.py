@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.npu import FEW, ON_NPU, OVER_HCCS, clear_cases, cpu, write_family
 from support.pd import ask, ask_pair, instance, make_config, pair, start, write_model
-from support.push import ask_pushed, push_pair
+from support.push import WAYS
 from torch import Tensor
 
 from mooncake_engine.config import Role
@@ -99,7 +99,7 @@ def test_prefill_and_decode_apart(
     models: dict[str, Path], how: str, family: str, sizes: tuple[int, int]
 ) -> None:
     """KV crosses by hccs, between processes where there are several ranks."""
-    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+    make, send = WAYS[how]
     sides = {"prefill": {"tp_size": sizes[0]}, "decode": {"tp_size": sizes[1]}}
 
     async def main() -> None:
@@ -116,7 +116,7 @@ def test_prefill_and_decode_apart(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("how", ["pulled", "pushed"])
+@pytest.mark.parametrize("how", WAYS)
 def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks' heads become one's: not a token crosses by itself, the NPU spreads them all."""
     num_tokens: list[int] = []
@@ -127,7 +127,7 @@ def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch
         return spread(spreader, buffer, places, sizes, base)
 
     monkeypatch.setattr(Spreader, "spread", counted)
-    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+    make, send = WAYS[how]
 
     async def main() -> None:
         sides = {"prefill": {"tp_size": 2}, "decode": {"tp_size": 1}}

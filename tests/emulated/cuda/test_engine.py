@@ -16,13 +16,11 @@ from support.pd import (
     Instance,
     Pair,
     ask,
-    ask_pair,
     instance,
-    pair,
     prompt_of,
     write_model,
 )
-from support.push import PushPair, ask_pushed, push_pair
+from support.push import WAYS, PushPair
 
 from mooncake_hal.specs import Availability
 from mooncake_hal_cuda import plugin
@@ -31,7 +29,7 @@ from mooncake_hal_cuda.staged import plugin as staged_plugin
 FEW = replace(GREEDY, max_tokens=4)
 DRAWN = replace(FEW, temperature=0.9, top_k=40, top_p=0.95, seed=7)
 SLOW = {"transfer_timeout_s": 120.0, "lease_s": 60.0}
-HOWS = pytest.mark.parametrize("how", ["pulled", "pushed"])
+HOWS = pytest.mark.parametrize("how", WAYS)
 FAMILIES = pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 KINDS = pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="-to-".join)
 
@@ -51,7 +49,7 @@ def check_pair(
     """A pair says what the CPU alone says, and its KV went from one to the other."""
 
     async def main() -> None:
-        make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+        make, send = WAYS[how]
         prefill, decode = sides
         options = {name: same.pop(name) for name in ("transports",)}
         async with (

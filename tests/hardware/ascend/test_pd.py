@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.npu import FEW, ON_NPU, OVER_HCCS, clear_cases, cpu
-from support.pd import ask, ask_pair, instance, pair
-from support.push import ask_pushed, push_pair
+from support.pd import ask, instance
+from support.push import WAYS
 
 pytestmark = [pytest.mark.ascend, pytest.mark.timeout(600)]
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -23,9 +23,9 @@ def test_the_npu_says_what_the_cpu_says() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("how", ["pulled", "pushed"])
+@pytest.mark.parametrize("how", WAYS)
 def test_prefill_and_decode_apart(how: str) -> None:
-    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+    make, send = WAYS[how]
 
     async def main() -> None:
         async with cpu(TINY_LLAMA) as on_cpu, make(TINY_LLAMA, **OVER_HCCS) as both:

@@ -14,14 +14,12 @@ from support.pd import (
     GREEDY,
     Instance,
     ask,
-    ask_pair,
     instance,
-    pair,
     prompt_of,
     write_model,
 )
 from support.pd_processes import Served, body_of, serving
-from support.push import LAYERWISE, ask_pushed, push_pair
+from support.push import LAYERWISE, WAYS
 
 from mooncake_engine.config import Role
 from mooncake_engine.messages import KVTransferParams
@@ -32,7 +30,7 @@ LENGTHS = (5, 64, 300)
 EXACT = {"dtype": "float32"}
 PULL = "MooncakeConnector"
 SIDES = [("2", "1"), ("1", "2"), ("2x1", "1"), ("2x1", "2")]
-HOWS = pytest.mark.parametrize("how", ["pulled", "pushed"])
+HOWS = pytest.mark.parametrize("how", WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +138,7 @@ def check_pair(
     model: Path, how: str, prefill: dict[str, Any], decode: dict[str, Any], transport: str
 ) -> None:
     """The two say what the CPU alone says, and D computes no prompt."""
-    make, send = (pair, ask_pair) if how == "pulled" else (push_pair, ask_pushed)
+    make, send = WAYS[how]
 
     async def main() -> None:
         expected = await greedy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -45,12 +46,12 @@ class IpcPeer(CopyingPeer):
     def _read(self, part: Spans, deadline: float, copier: Copies) -> Underway:
         theirs = self._mapped(part, deadline, copier)
         copier.copy(part.local, theirs, part.nbytes, self._route)
-        return Underway(copier.mark(), copier.drain)
+        return _until(copier.mark())
 
     def _write(self, part: Spans, deadline: float, copier: Copies) -> Underway:
         theirs = self._mapped(part, deadline, copier)
         copier.copy(theirs, part.local, part.nbytes, self._route)
-        return Underway(copier.mark(), copier.drain)
+        return _until(copier.mark())
 
     def _confirm(self, spans: Spans, deadline: float) -> None:
         """Memory of a dead peer stays mapped, and revoked memory too: ask whether all is well."""
@@ -77,3 +78,8 @@ class IpcPeer(CopyingPeer):
             ]
         moved: Addresses = part.remote + np.array(shifts, np.int64).astype(np.uint64)[at]
         return moved
+
+
+def _until(copied: Callable[[], None]) -> Underway:
+    """A part that can't be called back: finished or given up, it is waited for."""
+    return Underway(copied, copied)
