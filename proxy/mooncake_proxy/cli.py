@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from mooncake_proxy.share import Share
 from mooncake_proxy.stopping import Stop
 from mooncake_proxy.timing import timeout
 from mooncake_proxy.workers import Parent
+
+log = logging.getLogger(__name__)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -242,7 +245,7 @@ async def serve(config: ProxyConfig, share: Share | None = None) -> None:
     # What was loaded so far stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
-    print(f"mooncake-proxy listens on {scheme}://{host}:{app.port}", flush=True)
+    _announce(f"mooncake-proxy listens on {scheme}://{host}:{app.port}")
     try:
         while not stop.asked.is_set():
             app.poll()
@@ -251,6 +254,16 @@ async def serve(config: ProxyConfig, share: Share | None = None) -> None:
                     await stop.asked.wait()
     finally:
         await app.close(stop)
+
+
+def _announce(line: str) -> None:
+    """Tell whoever started us; that the disk under standard output is full keeps nobody from
+    being served."""
+    try:
+        print(line, flush=True)
+    except OSError as exc:
+        log.warning("can't write to standard output: %s", exc)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import os
 import signal
 import socket
 import time
@@ -152,7 +153,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.should_exit:
-            print(f"ready {self._url}", flush=True)  # noqa: T201  # for whoever started us
+            _announce(f"ready {self._url}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._draining.stop(time.monotonic())
@@ -162,6 +163,16 @@ class _Server(uvicorn.Server):
             return True
         # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
         return _is_dead(self._engine)
+
+
+def _announce(line: str) -> None:
+    """Tell whoever started us; that the disk under standard output is full keeps nobody from
+    being served."""
+    try:
+        print(line, flush=True)  # noqa: T201  # that is what it is for
+    except OSError as exc:
+        log.warning("can't write to standard output: %s", exc)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
 
 
 def _run_server(

@@ -7,12 +7,15 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from support.ports import free_range
 from support.programs import TINY_LLAMA, Program, running, serving
 
 from mooncake_engine.llm import LLM
@@ -99,6 +102,41 @@ def pid_of_rank(program: Program) -> int:
         if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return int(pid)
     raise AssertionError("it has no ranks")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("mooncake_engine.cli", "serve", *MODEL, "--num-kv-blocks", "64", "--threads", "1"),
+        ("mooncake_proxy", "--backend-url", "http://127.0.0.1:1"),
+    ],
+    ids=["engine", "proxy"],
+)
+def test_a_full_disk_under_its_output_keeps_nobody_from_being_served(argv: tuple[str, ...]) -> None:
+    (port,) = free_range(1)
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *argv, "--port", str(port)], stdout=full, stderr=full
+        )
+        try:
+            wait_until_healthy(f"http://127.0.0.1:{port}/health", process)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Raises AssertionError if it ends before."""
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(url).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError(f"it ended with {process.returncode}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
