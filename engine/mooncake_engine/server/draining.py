@@ -26,6 +26,7 @@ class Draining:
         self._num_held = num_held
         self._signals = StopSignals()
         self._is_told = False
+        self._was_idle = False
 
     def stop(self, now: float) -> None:
         """A signal came at ``now`` (``time.monotonic``): a second one wants the end at once. To be
@@ -35,13 +36,15 @@ class Draining:
 
     def is_over(self, now: float) -> bool:
         """Whether there is nothing left to wait for, or no time left. What still runs is ended
-        with an error then; its clients have yet to be told."""
+        with an error then; its clients have yet to be told. To be asked again and again."""
         asked_at = self._signals.asked_at
         if asked_at is None:
             return False
         num_live, num_held = len(self._live), self._num_held()
-        if not num_live and not num_held:
-            return True
+        # Another thread notes the KV of a finished prefill, maybe after its answer: look twice.
+        was_idle, self._was_idle = self._was_idle, not num_live and not num_held
+        if self._was_idle:
+            return was_idle
         if not self._is_told:
             self._is_told = True
             log.info(

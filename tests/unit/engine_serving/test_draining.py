@@ -30,17 +30,18 @@ def test_nobody_asked() -> None:
     assert not Draining(5.0, LiveRequests(), lambda: 0).is_over(1e9)
 
 
-def test_who_is_idle_ends_at_once(live: LiveRequests) -> None:
+def test_who_is_idle_ends_at_the_second_look(live: LiveRequests) -> None:
+    """What a finished prefill holds is known a moment after its answer."""
     draining = Draining(5.0, live, lambda: 0)
     draining.stop(100.0)
-    assert draining.is_over(100.0)
+    assert [draining.is_over(now) for now in (100.0, 100.1)] == [False, True]
 
 
 def test_kv_that_a_peer_will_fetch_is_waited_for(live: LiveRequests) -> None:
-    held = [2, 1, 0]
+    held = [0, 2, 1, 0, 0]
     draining = Draining(5.0, live, lambda: held.pop(0))
     draining.stop(100.0)
-    assert [draining.is_over(101.0) for _ in range(3)] == [False, False, True]
+    assert [draining.is_over(101.0) for _ in range(5)] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(
