@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = build_parser()
     try:
-        argv = with_config(sys.argv[1:] if argv is None else argv, _commands_of(parser))
+        argv = with_config(sys.argv[1:] if argv is None else argv, commands_of(parser))
     except ConfigError as exc:
         return _refuse(exc)
     args = parser.parse_args(argv)
@@ -69,7 +69,8 @@ def _refuse(exc: Exception) -> int:
     return 2 if isinstance(exc, ConfigError) else 1
 
 
-def _commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """The parser of each command, by name."""
     [commands] = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return commands.choices
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_engine.cli import _commands_of, build_parser, engine_argv, main
+from mooncake_engine.cli import commands_of, build_parser, engine_argv, main
 from mooncake_engine.config_file import with_config
 from mooncake_engine.errors import ConfigError
 
@@ -27,7 +27,7 @@ tool-call-parser: null
 
 def parse(*argv: str) -> Any:
     parser = build_parser()
-    return parser.parse_args(with_config(argv, _commands_of(parser)))
+    return parser.parse_args(with_config(argv, commands_of(parser)))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_other_commands_have_no_files() -> None:
-    commands = _commands_of(build_parser())
+    commands = commands_of(build_parser())
     assert with_config(["generate", "--config", "x"], commands) == ["generate", "--config", "x"]
     assert with_config([], commands) == []
     assert with_config(["serve", "--config"], commands) == ["serve", "--config"]
