@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def greedy(model: Path, **options: Any) -> list[list[int]]:
     """What one instance says."""
-    async with instance(model, **EXACT, **options) as single:
+    async with instance(model, **{**EXACT, **options}) as single:
         return [(await ask(single, prompt_of(length))).tokens for length in LENGTHS]
 
 
@@ -84,14 +84,20 @@ def test_the_gpu_says_what_transformers_says(model: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "staged"])
 @pytest.mark.parametrize("connector", [PULL, LAYERWISE])
-def test_two_processes_say_what_one_says(model: Path, connector: str, transport: str) -> None:
-    of_prefill = ("--backend", "cuda", "--dtype", "float32", "--transport", transport)
-    of_decode = {"backend": "cuda", "connector": connector, "transports": (transport,)}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_processes_say_what_one_says(
+    model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, connector: str, transport: str
+) -> None:
+    """To the token in bfloat16 too, where all of them run the same kernels."""
+    monkeypatch.setenv("MOONCAKE_HAL_CUDA_ATTENTION", "triton")
+    of_prefill = ("--backend", "cuda", "--dtype", dtype, "--transport", transport)
+    on_gpu = {"backend": "cuda", "dtype": dtype}
+    of_decode = {**on_gpu, "connector": connector, "transports": (transport,)}
 
     async def main() -> None:
-        expected = await greedy(model, backend="cuda")
+        expected = await greedy(model, **on_gpu)
         with serving(model, "prefill", "--kv-connector", connector, *of_prefill) as prefill:
-            async with instance(model, Role.DECODE, **EXACT, **of_decode) as decode:
+            async with instance(model, Role.DECODE, **of_decode) as decode:
                 for length, tokens in zip(LENGTHS, expected, strict=True):
                     prompt = prompt_of(length)
                     assert await ask_both(prefill, decode, prompt, connector) == tokens
