@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_engine.cli import commands_of, build_parser, engine_argv, main
+from mooncake_engine.cli import build_parser, commands_of, engine_argv, main
 from mooncake_engine.config_file import with_config
 from mooncake_engine.errors import ConfigError
 
