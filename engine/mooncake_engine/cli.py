@@ -80,25 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mooncake-engine", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve OpenAI's API with one instance")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    serve.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
-    serve.add_argument(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names in the API; answers and metrics bear the first one",
-    )
-    serve.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="one key per line; who asks needs one"
-    )
-    add_engine_options(serve)
-    add_server_options(serve)
-    add_kv_transfer_options(serve)
-    add_config_option(serve)
-    serve.set_defaults(run=_serve)
+    _add_serve_options(commands.add_parser("serve", help="serve OpenAI's API with one instance"))
 
     generate = commands.add_parser("generate", help="continue a prompt, once, without a server")
     generate.add_argument("prompt")
@@ -134,6 +116,27 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _add_serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names in the API; answers and metrics bear the first one",
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="one key per line; who asks needs one"
+    )
+    add_engine_options(parser)
+    add_server_options(parser)
+    add_kv_transfer_options(parser)
+    add_config_option(parser)
+    parser.set_defaults(run=_serve)
 
 
 def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:

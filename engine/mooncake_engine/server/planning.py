@@ -111,15 +111,7 @@ class Planner:
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
     ) -> Job:
-        is_streamed = bool(request.stream)
-        streaming = request.stream_options or StreamOptions()
-        if request.stream_options is not None and not is_streamed:
-            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        if streaming.include_obfuscation:
-            raise InvalidRequest(
-                "chunks are not obfuscated here: leave include_obfuscation out or send false",
-                param="stream_options.include_obfuscation",
-            )
+        is_streamed, streaming = bool(request.stream), _stream_options(request)
         num_answers = len(prompts) * sampling.num_candidates
         handover = read_handover(request.kv_transfer_params, num_answers, stream=is_streamed)
         check_same_tokenizer(handover, self.tokenizer.fingerprint)
@@ -167,3 +159,21 @@ class Planner:
             )
             answers.append(answer)
         return tuple(answers)
+
+
+def _stream_options(request: GenerationFields) -> StreamOptions:
+    """How a stream is to look; the defaults where nothing is said.
+
+    Raises:
+        InvalidRequest: nothing is streamed, or in a way that is not served.
+    """
+    if request.stream_options is None:
+        return StreamOptions()
+    if not request.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if request.stream_options.include_obfuscation:
+        raise InvalidRequest(
+            "chunks are not obfuscated here: leave include_obfuscation out or send false",
+            param="stream_options.include_obfuscation",
+        )
+    return request.stream_options
