@@ -10,6 +10,7 @@ import torch_npu
 
 from mooncake_hal.backend import DeviceInfo, Event, Graph, MemoryInfo
 from mooncake_hal.errors import DeviceError
+from mooncake_hal.graph_pool import GraphPool
 from mooncake_hal_ascend.soc import Soc, find_soc
 
 npu: Any = torch_npu.npu
@@ -70,7 +71,7 @@ class AscendRuntime:
         count = npu.device_count()
         self._soc = find_soc(npu.get_soc_version(), npu.get_device_name(0)) if count else None
         self._devices = tuple(self._describe(index) for index in range(count))
-        self._pool: object | None = None
+        self._pool: GraphPool[object] = GraphPool(npu.graph_pool_handle)
 
     @property
     def soc(self) -> Soc:
@@ -134,11 +135,12 @@ class AscendRuntime:
             run()
         current.wait_stream(side)
         graph = npu.NPUGraph()
-        self._pool = self._pool or npu.graph_pool_handle()  # they never run at once
         mode = {"auto_dispatch_capture": True, "capture_error_mode": "thread_local"}
-        with npu.graph(graph, pool=self._pool, **mode):
+        with npu.graph(graph, pool=self._pool.handle(), **mode):
             run()
-        return AclGraph(graph)
+        captured = AclGraph(graph)
+        self._pool.add(captured)
+        return captured
 
     def _describe(self, index: int) -> DeviceInfo:
         facts = npu.get_device_properties(index)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 import torch
 
 from mooncake_hal.backend import DeviceInfo, Event, Graph, MemoryInfo
 from mooncake_hal.errors import DeviceError
+from mooncake_hal.graph_pool import GraphPool
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -56,8 +56,7 @@ class CudaRuntime:
     def __init__(self) -> None:
         count = torch.cuda.device_count()
         self._devices = tuple(_describe(index) for index in range(count))
-        self._pool: _POOL_HANDLE | None = None
-        self._graphs: WeakSet[CudaGraph] = WeakSet()
+        self._pool: GraphPool[_POOL_HANDLE] = GraphPool(torch.cuda.graph_pool_handle)
 
     def devices(self) -> Sequence[DeviceInfo]:
         """See ``Runtime``."""
@@ -112,18 +111,11 @@ class CudaRuntime:
             run()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._live_pool(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool.handle(), capture_error_mode="thread_local"):
             run()
         captured = CudaGraph(graph)
-        self._graphs.add(captured)
+        self._pool.add(captured)
         return captured
-
-    def _live_pool(self) -> _POOL_HANDLE:
-        """One for all graphs, which never run at once; torch ends it with the last of them, and
-        refuses its handle from then on."""
-        if self._pool is None or not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
 
     def require(self, index: int) -> None:
         """Refuse an index that no device has.

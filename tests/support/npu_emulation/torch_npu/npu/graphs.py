@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -167,6 +168,8 @@ class graph:  # torch_npu's name
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise RuntimeError(f"unknown capture_error_mode {capture_error_mode!r}")
         npu_graph.auto_dispatch_capture = auto_dispatch_capture
+        if pool is not None:
+            _pools[pool[1]].take(npu_graph)
         self._graph = npu_graph
         self._recorder = _Recorder()
 
@@ -188,9 +191,28 @@ def put_off(call: Callable[[], object]) -> bool:
     return bool(_capturing)
 
 
+class _Pool:
+    """What is known of a pool: the emulated device's graphs have memory of their own."""
+
+    def __init__(self) -> None:
+        self._graphs: WeakSet[NPUGraph] = WeakSet()
+        self._is_used = False
+
+    def take(self, graph: NPUGraph) -> None:
+        """One more graph; a pool ends with its last one, as torch's allocator has it."""
+        if self._is_used and not self._graphs:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: the pool has ended")
+        self._is_used = True
+        self._graphs.add(graph)
+
+
+_pools: list[_Pool] = []
+
+
 def graph_pool_handle() -> tuple[int, int]:
-    """A token; the emulated device has no pools."""
-    return (0, 0)
+    """Of a new pool."""
+    _pools.append(_Pool())
+    return (0, len(_pools) - 1)
 
 
 def is_current_stream_capturing() -> bool:
