@@ -125,7 +125,7 @@ class Surface:
     def _admit(self, exchange: Exchange) -> None:
         keys = self._process.config.admin_keys
         if not keys:
-            raise Forbidden("no admin keys: start with --admin-key-file to change instances")
+            raise Forbidden("no admin keys: start with --admin-key-file to see or change any")
         check_key(exchange.headers, keys)
 
     async def metrics(self, exchange: Exchange) -> None:
