@@ -24,11 +24,8 @@ from triton.runtime.jit import JITFunction
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _MATRIX_UNITS = ("tcgen05.mma", "wgmma.mma", "mma.sync")
 _WIDE_COPY = re.compile(r"cp\.async\.cg\.shared\.global[^;]*, 0x10")
-_TILES = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+xb?f16,")
+_TILES = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:b?f16|f8E4M3FN),")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+([^;]+);")
-_BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
-_SPILL = re.compile(r"\b(LDL|STL)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class CompiledKernel:
         shared_bytes: per program, dynamic.
         registers: per thread.
         spilled_bytes: of stack and local memory per thread; 0 means that all fits in registers.
-        looped_spills: how many instructions of its loops read or write what was spilled.
+        tensor_columns: of tensor memory; 0 where there is none.
         warps: per program.
         cubin_bytes: its size.
         matrix_unit: the best instruction for matrix products that it has, or none.
@@ -52,7 +49,7 @@ class CompiledKernel:
     shared_bytes: int
     registers: int
     spilled_bytes: int
-    looped_spills: int
+    tensor_columns: int
     warps: int
     cubin_bytes: int
     matrix_unit: str
@@ -108,7 +105,7 @@ def compiling(generation: str) -> Iterator[list[CompiledKernel]]:
 def measure(kernel: Any) -> CompiledKernel:
     """Read what the assembler reports of a cubin."""
     cubin = kernel.asm["cubin"]
-    report = _dump(cubin, "--dump-resource-usage")
+    report = _resource_usage(cubin)
     usage = _USAGE.search(report)
     assert usage is not None, report
     registers, stack, _, local = map(int, usage.groups())
@@ -117,7 +114,7 @@ def measure(kernel: Any) -> CompiledKernel:
         kernel.metadata.shared,
         registers,
         stack + local,
-        _looped_spills(_dump(cubin, "--dump-sass")) if stack + local else 0,
+        kernel.metadata.tmem_size,
         kernel.metadata.num_warps,
         len(cubin),
         next((unit for unit in _MATRIX_UNITS if unit in kernel.asm["ptx"]), ""),
@@ -126,21 +123,9 @@ def measure(kernel: Any) -> CompiledKernel:
     )
 
 
-def _dump(cubin: bytes, what: str) -> str:
+def _resource_usage(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(_TOOLS / "cuobjdump"), what, file.name]
+        command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def _looped_spills(assembly: str) -> int:
-    """Instructions on spilled registers between a backward branch and its target."""
-    found = [(int(at, 16), text) for at, text in _INSTRUCTION.findall(assembly)]
-    spills = {at for at, text in found if _SPILL.search(text)}
-    looped: set[int] = set()
-    for at, text in found:
-        branch = _BRANCH.search(text)
-        if branch and int(branch[1], 16) < at:
-            looped |= {spill for spill in spills if int(branch[1], 16) <= spill <= at}
-    return len(looped)

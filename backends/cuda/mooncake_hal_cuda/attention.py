@@ -16,12 +16,12 @@ from mooncake_hal.backend import AttentionBatch
 from mooncake_hal_cuda.kernels.latent_attention import latent_attention
 from mooncake_hal_cuda.kernels.merge_splits import merge_splits
 from mooncake_hal_cuda.kernels.paged_attention import paged_attention
-from mooncake_hal_cuda.tuning import AttentionTile, Splitting, Tuning, power_of_two
+from mooncake_hal_cuda.tuning import MOST_REGISTERS, AttentionTile, Splitting, Tuning, power_of_two
 
 _LOG2_E = math.log2(math.e)
 _MIN_SPLIT = 256
-# a split's partial sums are as wide as 128 heads of a latent are: fewer, longer splits
-_MIN_LATENT_SPLIT = 1024
+# a split of latents writes a row of sums for every head: the more heads, the longer it has to be
+_MIN_LATENT_SPLIT_PER_HEAD = 8
 _MIN_DOT = 16
 
 
@@ -98,14 +98,14 @@ def attend_grouped(call: Attention, tuning: Tuning) -> Tensor:
     out = torch.empty((tokens, heads, value.shape[3]), dtype=call.query.dtype, device=key.device)
     if tokens == 0:
         return out
-    kv_heads, size = key.shape[2], call.query.element_size()
+    kv_heads, size, kv_size = key.shape[2], call.query.element_size(), key.element_size()
     group = heads // kv_heads
     if call.is_decode:
-        tile = tuning.decode(group, dim, size, key.element_size())
+        tile = tuning.decode(group, dim, size, kv_size)
         splitting = tuning.splitting(kv_heads * -(-group // tile.rows), _MIN_SPLIT)
         splits = splitting.count(call.capacity)
     else:
-        tile, splitting, splits = tuning.prefill(dim, size), Splitting(_MIN_SPLIT, 1), 1
+        tile, splitting, splits = tuning.prefill(dim, size, kv_size), Splitting(_MIN_SPLIT, 1), 1
     target, weights = _split_buffers(out, splits)
     row_blocks = -(-call.new_tokens * group // tile.rows)
     programs = tuning.programs(splits, row_blocks * kv_heads * call.sequences)
@@ -120,7 +120,6 @@ def attend_grouped(call: Attention, tuning: Tuning) -> Tensor:
         splits,
         programs,
         call.kv_scales[1],
-        out.stride()[:2],
         call.query.stride()[:2],
         key.stride()[:3],
         value.stride()[:3],
@@ -143,12 +142,15 @@ def attend_latent(call: Attention, tuning: Tuning) -> Tensor:
         return out
     sizes = (call.query.element_size(), latent.element_size())
     tile = tuning.latent(call.new_tokens * heads, *sizes)
-    splitting = Splitting(_MIN_LATENT_SPLIT, 1)
+    least = max(_MIN_SPLIT, _MIN_LATENT_SPLIT_PER_HEAD * power_of_two(heads))
+    splitting = Splitting(least, 1)
     if call.is_decode:
-        splitting = tuning.splitting(-(-heads // tile.rows), _MIN_LATENT_SPLIT)
+        splitting = tuning.splitting(-(-heads // tile.rows), least)
     splits = splitting.count(call.capacity)
     target, weights = _split_buffers(out, splits)
-    grid = (-(-call.new_tokens * heads // tile.rows) * splits, call.sequences)
+    row_blocks = -(-call.new_tokens * heads // tile.rows)
+    programs = tuning.programs(splits, row_blocks * call.sequences)
+    grid = (row_blocks * programs, call.sequences)
     query = _with_rope_scale(call)
     latent_attention[grid](
         target,
@@ -158,8 +160,8 @@ def attend_latent(call: Attention, tuning: Tuning) -> Tensor:
         rope,
         *_lengths(call),
         splits,
+        programs,
         call.kv_scales[0],
-        out.stride()[:2],
         query.stride()[:2],
         latent.stride()[:2] + rope.stride()[:2],
         HEADS=heads,
@@ -197,7 +199,7 @@ def _lengths(call: Attention) -> tuple[Tensor | int | float, ...]:
 
 def _launch(
     call: Attention, tile: AttentionTile, splitting: Splitting, splits: int
-) -> dict[str, int | str | bool]:
+) -> dict[str, int | str | bool | None]:
     return {
         "BLOCK_SIZE": call.batch.block_size,
         "ROWS": tile.rows,
@@ -208,6 +210,7 @@ def _launch(
         "PRECISION": call.precision,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        "maxnreg": MOST_REGISTERS if call.precision == "ieee" else None,
     }
 
 
@@ -216,7 +219,7 @@ def _split_buffers(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     if splits == 1:
         return out, out
     tokens, heads, dim = out.shape
-    parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
+    parts = torch.empty((tokens, splits, heads, dim), dtype=torch.float32, device=out.device)
     return parts, torch.empty(parts.shape[:3], dtype=torch.float32, device=out.device)
 
 

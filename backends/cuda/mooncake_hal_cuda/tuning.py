@@ -27,6 +27,9 @@ _OVERLAPPED = 5
 """Stages with which Triton loads a tile while the one before it is worked on, where the addresses
 are loaded too (from the block table): those take two, and with less there is one buffer."""
 
+MOST_REGISTERS = 255
+"""That a thread can have. Left alone, the assembler spills in exact float32, for occupancy."""
+
 WIDTH = 1024
 """Elements per program of the kernels that work element by element."""
 
@@ -45,6 +48,10 @@ class AttentionTile:
     tokens: int
     warps: int
     stages: int
+
+
+_EXACT = AttentionTile(32, 32, 8, 1)
+"""For float32, whose products are made without matrix units; for checks, not for speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,32 +113,27 @@ class Tuning:
         """Whether four warps share a matrix product, its operands in shared memory."""
         return self.generation in ("sm_90", "sm_100", "sm_103")
 
-    @property
-    def _exact(self) -> AttentionTile:
-        """For float32, whose products are made without matrix units; for checks, not for speed."""
-        return AttentionTile(32, 32, 8, 1) if self._is_wide else AttentionTile(32, 16, 4, 1)
-
     def decode(self, group: int, dim: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
         """For grouped heads with one new token per sequence: reading KV is all that matters.
 
         KV of a narrower type takes registers to widen, hence more warps.
         """
         if element_bytes == 4:
-            return self._exact
+            return _EXACT
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
         if self.generation in ("sm_100", "sm_103"):  # whose assembler rather spills than waits
             tokens = max(32, tokens // 2)
-        rows = max(16, power_of_two(group))
+        rows, stages = max(16, power_of_two(group)), _OVERLAPPED if self._is_roomy else 2
         if kv_bytes < element_bytes:
-            return AttentionTile(rows, tokens, 8, 3 if self._is_roomy else 2)
-        return AttentionTile(rows, tokens, 4, _OVERLAPPED if self._is_roomy else 2)
+            return AttentionTile(rows, min(tokens, 64), 8, stages)
+        return AttentionTile(rows, tokens, 4, stages)
 
-    def prefill(self, dim: int, element_bytes: int) -> AttentionTile:
+    def prefill(self, dim: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
         """For grouped heads over many new tokens: matrix products are all that matters."""
         if element_bytes == 4:
-            return self._exact
+            return _EXACT
         stages = 3
-        if self._is_roomy and not self._is_wide:
+        if self._is_roomy and (kv_bytes < element_bytes or not self._is_wide):
             stages = _OVERLAPPED
         elif dim <= 64 and self.generation in ("sm_100", "sm_103"):
             stages = 2  # with products in tensor memory and narrow heads, a third one spills
@@ -146,12 +148,14 @@ class Tuning:
         if element_bytes == 4:
             return AttentionTile(16, 16, 8, 1)
         if kv_bytes < element_bytes:
-            return AttentionTile(16, 32, 8, 2)
+            return AttentionTile(16, 32, 8, _OVERLAPPED)
         if self._is_wide and rows >= 64:
             return AttentionTile(64, 64 if self.generation == "sm_90" else 32, 8, 2)
         height = max(16, min(32, power_of_two(rows)))
         fits = self._is_roomy or height == 16
-        return AttentionTile(height, 32, 8, _OVERLAPPED if fits else 2)
+        # where shared memory holds two programs of 16 rows, so have registers to
+        warps = 4 if self._is_wide and height == 16 else 8
+        return AttentionTile(height, 32, warps, _OVERLAPPED if fits else 2)
 
     def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
         """For experts; ``rows`` is how many an expert has on average."""

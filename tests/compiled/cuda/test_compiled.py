@@ -17,13 +17,12 @@ from mooncake_hal_cuda.tuning import SHARED_BYTES, Tuning
 GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 """Processors of A100, H100 and B200."""
 
-SPILLED_BYTES = {"bfloat16": 0, "float16": 0, "float32": 64}
-"""Allowed per thread: in exact float32, which nobody serves in, ptxas trades some for occupancy."""
-
-LOOPED_SPILLS = {"mma.sync": 0, "wgmma.mma": 4, "tcgen05.mma": 60}
-"""Instructions in the loops of latents that may be about spills; what else they spill is around."""
+DTYPES = ("bfloat16", "float16", "float32")
 
 E4M3 = torch.float8_e4m3fn
+
+TENSOR_COLUMNS = 512
+"""Of tensor memory. A kernel that asks for more is compiled without a word to one that traps."""
 
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
 
@@ -33,7 +32,7 @@ def generation(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=SPILLED_BYTES)
+@pytest.fixture(params=DTYPES)
 def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -44,58 +43,58 @@ def shapes(generation: str, dtype: str, request: pytest.FixtureRequest) -> Shape
     return Shapes(ops, getattr(torch, dtype), block_size=request.param)
 
 
-def check(generation: str, dtype: str, kernels: list[CompiledKernel], wanted: set[str]) -> None:
-    """The kernels that were wanted were compiled, and each fits the device."""
+def check(generation: str, kernels: list[CompiledKernel], wanted: set[str]) -> None:
+    """The kernels that were wanted were compiled, and each fits the device: nothing is spilled."""
     assert {kernel.name for kernel in kernels} == wanted
     for kernel in kernels:
         assert kernel.cubin_bytes > 0
         assert kernel.shared_bytes <= SHARED_BYTES[generation], kernel
-        if kernel.name == "latent_attention" and kernel.matrix_unit in LOOPED_SPILLS:
-            assert kernel.looped_spills <= LOOPED_SPILLS[kernel.matrix_unit], kernel
-        else:
-            assert kernel.spilled_bytes <= SPILLED_BYTES[dtype], kernel
+        assert kernel.tensor_columns <= TENSOR_COLUMNS, kernel
+        assert kernel.spilled_bytes == 0, kernel
+
+
+def check_overlap(kernels: list[CompiledKernel]) -> None:
+    """One tile is loaded while another one is worked on, past the registers."""
+    for kernel in kernels:
+        if kernel.matrix_unit:
+            assert kernel.wide_copies, kernel
+            assert kernel.buffers >= 2, kernel
 
 
 @pytest.mark.parametrize("model", GROUPED)
 def test_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
     with compiling(generation) as kernels:
         shapes.rows(GROUPED[model])
-    check(generation, dtype, kernels, {"rms_norm", "silu_mul", "rope"})
+    check(generation, kernels, {"rms_norm", "silu_mul", "rope"})
 
 
 @pytest.mark.parametrize("model", GROUPED)
 def test_blocks(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
     with compiling(generation) as kernels:
         shapes.blocks(GROUPED[model])
-    check(generation, dtype, kernels, {"write_kv", "move_blocks"})
+    check(generation, kernels, {"write_kv", "move_blocks"})
 
 
 @pytest.mark.parametrize("model", GROUPED)
 def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
     with compiling(generation) as kernels:
         shapes.grouped(GROUPED[model])
-    check(generation, dtype, kernels, {"paged_attention", "merge_splits"})
+    check(generation, kernels, {"paged_attention", "merge_splits"})
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "paged_attention"}
         assert MATRIX_UNITS[generation] in units  # of prompts; a decode has too few rows
-        for kernel in kernels:
-            if kernel.matrix_unit:  # one tile is loaded while another one is worked on
-                assert kernel.wide_copies, kernel
-                assert kernel.buffers >= 2, kernel
+        check_overlap(kernels)
 
 
 @pytest.mark.parametrize("model", LATENT_HEADS)
 def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
     with compiling(generation) as kernels:
         shapes.latent(LATENT_HEADS[model])
-    check(generation, dtype, kernels, {"latent_attention", "merge_splits", "write_latents"})
+    check(generation, kernels, {"latent_attention", "merge_splits", "write_latents"})
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "latent_attention"}
         assert MATRIX_UNITS[generation] in units  # of prompts, and of decodes with 64 heads
-        for kernel in kernels:
-            if kernel.matrix_unit:  # one tile is loaded while another one is worked on
-                assert kernel.wide_copies, kernel
-                assert kernel.buffers >= 2, kernel
+        check_overlap(kernels)
 
 
 @pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
@@ -106,10 +105,13 @@ def test_narrow_kv(generation: str, dtype: str) -> None:
         shapes = Shapes(ops, getattr(torch, dtype), block_size=block_size, kv_dtype=E4M3)
         with compiling(generation) as kernels:
             shapes.blocks(GROUPED["Llama-3-8B"])
-            shapes.grouped(GROUPED["Llama-3-8B"])
+            for model in ("Llama-3-8B", "Qwen2.5-0.5B"):
+                shapes.grouped(GROUPED[model])
             shapes.latent(LATENT_HEADS["DeepSeek-V3"])
         grouped = {"write_kv", "move_blocks", "paged_attention", "merge_splits"}
-        check(generation, dtype, kernels, grouped | {"write_latents", "latent_attention"})
+        check(generation, kernels, grouped | {"write_latents", "latent_attention"})
+        if dtype != "float32":
+            check_overlap(kernels)
 
 
 @pytest.mark.parametrize("model", EXPERTS)
@@ -118,7 +120,6 @@ def test_experts(generation: str, dtype: str, shapes: Shapes, model: str) -> Non
         shapes.experts(EXPERTS[model])
     check(
         generation,
-        dtype,
         kernels,
         {"count_pairs", "group_pairs", "grouped_matmul", "silu_mul", "combine_experts"},
     )
@@ -129,7 +130,7 @@ def test_spans(generation: str) -> None:
     with compiling(generation) as kernels:
         copy_pieces(aligned=True)
         copy_pieces(aligned=False)
-    check(generation, "bfloat16", kernels, {"copy_spans"})
+    check(generation, kernels, {"copy_spans"})
     assert len(kernels) == 2
 
 
@@ -137,4 +138,4 @@ def test_drawing(generation: str) -> None:
     """Sampling, over a large vocabulary."""
     with compiling(generation) as kernels:
         draw_rows()
-    check(generation, "bfloat16", kernels, {"draw_tokens"})
+    check(generation, kernels, {"draw_tokens"})

@@ -11,7 +11,7 @@ from support.cuda_emulation import emulated_backend
 from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends_data import Shape
 from mooncake_hal.testing.backends_experts import ExpertsSuite
-from mooncake_hal.testing.backends_latent import LatentSuite
+from mooncake_hal.testing.backends_latent import LatentSuite, latent_shape
 from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
@@ -41,3 +41,20 @@ class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite,
         expected = backend.ops.decode_attention(*arguments)
         monkeypatch.setattr(Tuning, "programs", lambda *_: programs)
         assert torch.equal(backend.ops.decode_attention(*arguments), expected)
+
+    @pytest.mark.parametrize("programs", [1, 3])
+    def test_programs_that_take_several_splits_of_latents_say_the_same(
+        self,
+        backend: Backend,
+        latent_case: MakeCase,
+        programs: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """To the bit, as each row of a batch does alone."""
+        shape = latent_shape(backend)
+        made = latent_case(shape, ((1, 700), (1, 33), (1, 1500)))
+        arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
+        expected = backend.ops.mla_decode_attention(*arguments)
+        monkeypatch.setattr(Tuning, "programs", lambda *_: programs)
+        assert torch.equal(backend.ops.mla_decode_attention(*arguments), expected)
+        self.check_latent(backend, made)

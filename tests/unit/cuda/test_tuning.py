@@ -18,7 +18,7 @@ def test_an_unknown_generation_is_refused() -> None:
 def test_tiles_are_powers_of_two(generation: str, element_bytes: int) -> None:
     tuning = Tuning(generation, 100)
     tiles = [tuning.decode(group, 128, element_bytes, 2) for group in (1, 4, 7, 16)]
-    tiles += [tuning.prefill(dim, element_bytes) for dim in (64, 128, 256)]
+    tiles += [tuning.prefill(dim, element_bytes, 2) for dim in (64, 128, 256)]
     tiles += [tuning.latent(rows, element_bytes, 1) for rows in (1, 16, 128)]
     for tile in tiles:
         assert tile.rows == power_of_two(tile.rows) >= 16

@@ -11,13 +11,13 @@ import triton.language as tl
 from mooncake_hal_cuda.kernels.paging import place_present
 from mooncake_hal_cuda.kernels.rows import load_rows, rows_of, store_rows
 from mooncake_hal_cuda.kernels.softmax import absorb, nothing_yet
-from mooncake_hal_cuda.kernels.splitting import split_plan
+from mooncake_hal_cuda.kernels.splitting import split_plan, split_tokens
 
 
-@triton.jit(do_not_specialize=["first", "splits", "table_stride"])
+@triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
 def latent_attention(
-    out,  # [tokens, HEADS, LATENT]; of splits: float32 [tokens, HEADS, splits, LATENT], dense
-    weights,  # of splits: float32 [tokens, HEADS, splits], log2 of each one's sum of exponentials
+    out,  # [tokens, HEADS, LATENT] dense; of splits: float32 [tokens, splits, HEADS, LATENT] dense
+    weights,  # of splits: float32 [tokens, splits, HEADS], log2 of each one's sum of exponentials
     query,  # [tokens, HEADS, LATENT + ROPE]
     latent_cache,
     rope_cache,
@@ -27,10 +27,10 @@ def latent_attention(
     first,  # of the sequences that this launch is about
     table_stride,
     scale,  # with log2(e) and the latents' own
-    splits,  # per row block, of which a short context leaves some idle
+    splits,  # that the partial results have room for
+    programs,  # per row block; each takes one split in so many
     latent_scale,
-    out_strides,  # of tokens and heads
-    query_strides,  # the same
+    query_strides,  # of tokens and heads
     strides,  # of blocks and tokens in the latents, and of both in the rope rows
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
@@ -45,40 +45,99 @@ def latent_attention(
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program: some rows of one sequence, over all it sees or over one split of it.
+    """One program: some rows of one sequence, over all it sees or some splits of it.
 
-    Row blocks of a split are neighbours: what one reads, the next one finds in the L2 cache.
+    Row blocks of a split are neighbours: what one reads, the next one finds in the L2 cache. What
+    a split needs besides its sums is read or computed anew for each one: kept over the loop, it
+    would take the last registers.
     """
-    row_blocks = tl.num_programs(0) // splits
-    row_block, split = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
+    row_blocks = tl.num_programs(0) // programs
+    row_block, turn = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
     sequence = first + tl.program_id(1)
-    is_row, tokens, heads, positions, context, _, seen = rows_of(
+    is_row, tokens, heads, positions, context, common, seen = rows_of(
         query_start, context_lens, first, sequence, row_block, HEADS, ROWS
     )
     share, count = split_plan(context, seen, MIN_SPLIT, MAX_SPLITS, TOKENS, IS_SPLIT)
-    if split >= count:
+    if turn >= count:
         return
-    stop = tl.minimum(seen, (split + 1) * share)
     q = load_rows(query, is_row, tokens, heads, query_strides, LATENT, LATENT_PADDED)
     q_rope = load_rows(query + LATENT, is_row, tokens, heads, query_strides, ROPE, ROPE_PADDED)
     table = block_tables + sequence.to(tl.int64) * table_stride
-    limits = tl.minimum(positions + 1, stop)
-    running = nothing_yet(ROWS, LATENT_PADDED)
-    for begin in range(split * share, stop, TOKENS):
-        running = _attend(
-            (q, q_rope), limits, scale, (latent_cache, rope_cache), strides, table, begin, stop,
-            running, LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION,
+    caches = (latent_cache, rope_cache)
+    if IS_SPLIT:
+        for split in tl.range(turn, count, programs, disable_licm=True):
+            context = tl.load(context_lens + sequence)
+            share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
+            running = _attend_range(
+                (q, q_rope), positions, context, scale, caches, strides, table, split * share,
+                tl.minimum(context, (split + 1) * share),
+                LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION, False,
+            )  # fmt: skip
+            token, rows, is_row = _rows_anew(query_start, first, sequence, row_block, HEADS, ROWS)
+            at = ((token * splits + split) * HEADS + row_block * ROWS).to(tl.int64)
+            store_rows(
+                out + at * LATENT, weights + at, running, rows, is_row, latent_scale,
+                LATENT, LATENT_PADDED, IS_SPLIT,
+            )  # fmt: skip
+    else:
+        running = _attend_range(
+            (q, q_rope), positions, common, scale, caches, strides, table, 0, seen,
+            LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION, True,
         )  # fmt: skip
-    store_rows(
-        out, weights, running, is_row, tokens, heads, out_strides, latent_scale, split, splits,
-        HEADS, LATENT, LATENT_PADDED, IS_SPLIT,
-    )  # fmt: skip
+        token, rows, is_row = _rows_anew(query_start, first, sequence, row_block, HEADS, ROWS)
+        at = (token * HEADS + row_block * ROWS).to(tl.int64)
+        store_rows(
+            out + at * LATENT, weights + at, running, rows, is_row, latent_scale,
+            LATENT, LATENT_PADDED, IS_SPLIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rows_anew(query_start, first, sequence, row_block, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence's first token among the launch's, a block's rows, and whether there are such."""
+    begin = tl.load(query_start + sequence)
+    rows = tl.arange(0, ROWS)
+    if HEADS % ROWS == 0:  # a block has all of its rows, or none and nothing to do
+        is_row = tl.full([ROWS], True, tl.int1)
+    else:
+        heads = (tl.load(query_start + sequence + 1) - begin) * HEADS
+        is_row = rows < heads - row_block * ROWS
+    return begin - tl.load(query_start + first), rows, is_row
+
+
+@triton.jit
+def _attend_range(
+    queries,  # what meets the latents, and what meets the rope rows
+    positions,
+    common,  # tokens that all rows see
+    scale,
+    caches,
+    strides,
+    table,
+    start,
+    stop,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):
+    """The rows' softmax over the tokens [start, stop); not IS_CAUSAL, every row sees them all."""
+    running = nothing_yet(queries[0].shape[0], queries[0].shape[1])
+    for begin in range(start, stop, TOKENS):
+        running = _attend(
+            queries, positions, common, scale, caches, strides, table, begin, stop, running,
+            LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION, IS_CAUSAL,
+        )  # fmt: skip
+    return running
 
 
 @triton.jit
 def _attend(
-    queries,  # what meets the latents, and what meets the rope rows
-    limits,  # of each row: the first token that it does not see
+    queries,
+    positions,
+    common,
     scale,
     caches,
     strides,
@@ -91,27 +150,45 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
 ):
     """Take TOKENS tokens from ``begin`` on into the rows' running softmax.
 
     Loads have no mask for tokens, whose predicates would take the last registers: beyond ``stop``
     the last token is read again, and not counted.
+
+    Scores are two products, masked behind a branch, for a reason: where Triton sees that one
+    product feeds another one, it has every group of four warps make all of it. It does not look
+    past a branch, so the groups halve the scores between them. And latents of a narrower type are
+    read twice, the second time from the cache: widened for two products, one tile would come
+    through registers.
     """
     q, q_rope = queries
     latent_at, rope_at = place_present(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
     dims, rope_dims = tl.arange(0, q.shape[1]), tl.arange(0, q_rope.shape[1])
-    latent_at = caches[0] + latent_at[:, None] + dims[None, :]
     rope_at = caches[1] + rope_at[None, :] + rope_dims[:, None]
+    values_at = caches[0] + latent_at[:, None] + dims[None, :]
+    keys_at = caches[0] + latent_at[None, :] + dims[:, None]
     if q.shape[1] == LATENT:
-        latent = tl.load(latent_at).to(q.dtype)
+        values = tl.load(values_at)
     else:
-        latent = tl.load(latent_at, mask=(dims < LATENT)[None, :], other=0.0).to(q.dtype)
+        values = tl.load(values_at, mask=(dims < LATENT)[None, :], other=0.0)
+    if values.dtype == q.dtype:
+        keys = tl.trans(values)  # the same tile
+    elif q.shape[1] == LATENT:
+        keys = tl.load(keys_at)
+    else:
+        keys = tl.load(keys_at, mask=(dims < LATENT)[:, None], other=0.0)
     if q_rope.shape[1] == ROPE:
         rope = tl.load(rope_at).to(q.dtype)
     else:
         rope = tl.load(rope_at, mask=(rope_dims < ROPE)[:, None], other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-    scores = tl.dot(q_rope, rope, scores, input_precision=PRECISION) * scale
-    is_seen = (begin + tl.arange(0, TOKENS))[None, :] < limits[:, None]
-    scores = tl.where(is_seen, scores, float("-inf"))
-    return absorb(scores, latent, running, PRECISION)
+    scores = tl.dot(q, keys.to(q.dtype), input_precision=PRECISION) * scale
+    scores += tl.dot(q_rope, rope, input_precision=PRECISION) * scale
+    seen = begin + tl.arange(0, TOKENS)
+    if begin + TOKENS > tl.minimum(common, stop):
+        is_seen = (seen < stop)[None, :]
+        if IS_CAUSAL:
+            is_seen &= seen[None, :] <= positions[:, None]
+        scores = tl.where(is_seen, scores, float("-inf"))
+    return absorb(scores, values.to(q.dtype), running, PRECISION)

@@ -9,8 +9,8 @@ from mooncake_hal_cuda.kernels.splitting import split_tokens
 @triton.jit(do_not_specialize=["splits"])
 def merge_splits(
     out,  # [sequences, HEADS, DIM], dense
-    parts,  # float32 [sequences, HEADS, splits, DIM], dense
-    weights,  # float32 [sequences, HEADS, splits], log2 of each split's sum of exponentials
+    parts,  # float32 [sequences, splits, HEADS, DIM], dense
+    weights,  # float32 [sequences, splits, HEADS], log2 of each split's sum of exponentials
     context_lens,
     splits,
     HEADS: tl.constexpr,
@@ -22,19 +22,24 @@ def merge_splits(
 ):
     """One program: one head of one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
-    row = sequence * HEADS + tl.program_id(1)
+    head = tl.program_id(1)
+    first = sequence * splits * HEADS + head
     context = tl.load(context_lens + sequence)
     count = tl.cdiv(context, split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS))
     number = tl.arange(0, MAX_SPLITS)
-    logs = tl.load(weights + row * splits + number, mask=number < count, other=float("-inf"))
+    logs = tl.load(weights + first + number * HEADS, mask=number < count, other=float("-inf"))
     top = tl.max(logs, 0)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < DIM
     total = 0.0
     sums = tl.zeros([DIM_PADDED], tl.float32)
     for split in range(0, count):
-        share = tl.exp2(tl.load(weights + row * splits + split) - top)
-        part = tl.load(parts + (row * splits + split) * DIM + dims, mask=is_dim, other=0.0)
+        share = tl.exp2(tl.load(weights + first + split * HEADS) - top)
+        part = tl.load(parts + (first + split * HEADS) * DIM + dims, mask=is_dim, other=0.0)
         sums += share * part
         total += share
-    tl.store(out + row * DIM + dims, (sums / total).to(out.dtype.element_ty), mask=is_dim)
+    tl.store(
+        out + (sequence * HEADS + head) * DIM + dims,
+        (sums / total).to(out.dtype.element_ty),
+        mask=is_dim,
+    )

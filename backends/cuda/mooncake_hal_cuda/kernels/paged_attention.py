@@ -18,8 +18,8 @@ from mooncake_hal_cuda.kernels.splitting import split_plan
 
 @triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
 def paged_attention(
-    out,  # [tokens, heads, DIM]; of splits: float32 [tokens, heads, splits, DIM], dense
-    weights,  # of splits: float32 [tokens, heads, splits], log2 of each one's sum of exponentials
+    out,  # [tokens, heads, DIM], dense; of splits: float32 [tokens, splits, heads, DIM], dense
+    weights,  # of splits: float32 [tokens, splits, heads], log2 of each one's sum of exponentials
     query,  # [tokens, heads, DIM]
     key_cache,
     value_cache,
@@ -32,8 +32,7 @@ def paged_attention(
     splits,  # that the partial results have room for
     programs,  # per row block; each takes one split in so many
     value_scale,
-    out_strides,  # of tokens and heads
-    query_strides,  # the same
+    query_strides,  # of tokens and heads
     key_strides,  # of blocks, tokens and heads
     value_strides,  # the same
     HEADS: tl.constexpr,
@@ -69,19 +68,15 @@ def paged_attention(
                 tl.minimum(seen, (split + 1) * share),
                 DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
             )  # fmt: skip
-            store_rows(
-                out, weights, running, is_row, tokens, heads, out_strides, value_scale, split,
-                splits, HEADS, DIM, DIM_PADDED, IS_SPLIT,
-            )  # fmt: skip
+            rows = (tokens.to(tl.int64) * splits + split) * HEADS + heads
+            store_rows(out, weights, running, rows, is_row, value_scale, DIM, DIM_PADDED, IS_SPLIT)
     else:
         running = _attend_range(
             q, positions, scale, caches, strides, table, 0, seen, common,
             DIM, DIM_PADDED, BLOCK_SIZE, ROWS, TOKENS, PRECISION,
         )  # fmt: skip
-        store_rows(
-            out, weights, running, is_row, tokens, heads, out_strides, value_scale, 0, splits,
-            HEADS, DIM, DIM_PADDED, IS_SPLIT,
-        )  # fmt: skip
+        rows = tokens.to(tl.int64) * HEADS + heads
+        store_rows(out, weights, running, rows, is_row, value_scale, DIM, DIM_PADDED, IS_SPLIT)
 
 
 @triton.jit

@@ -50,17 +50,12 @@ def load_rows(source, is_row, tokens, heads, strides, DIM: tl.constexpr, DIM_PAD
 
 @triton.jit
 def store_rows(
-    out,  # of splits: float32 [tokens, HEADS, splits, DIM], dense
-    weights,  # of splits: float32 [tokens, HEADS, splits]
+    out,  # of rows, DIM wide and dense; where row 0 of ``rows`` is
+    weights,  # of splits: float32, one of each row; where that of row 0 is
     running,  # of the softmax, done
+    rows,  # [ROWS]: which rows they are
     is_row,
-    tokens,
-    heads,
-    out_strides,
     value_scale,
-    split,
-    splits,
-    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
@@ -71,9 +66,6 @@ def store_rows(
     dims = tl.arange(0, DIM_PADDED)
     mask = is_row[:, None] & (dims < DIM)[None, :]
     if IS_SPLIT:
-        part = (tokens.to(tl.int64) * HEADS + heads) * splits + split
-        tl.store(weights + part, top + tl.log2(total), mask=is_row)
-        tl.store(out + part[:, None] * DIM + dims[None, :], result, mask=mask)
-    else:
-        at = row_offsets(tokens, heads, out_strides) + dims[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
+        tl.store(weights + rows, top + tl.log2(total), mask=is_row)
+    at = rows[:, None] * DIM + dims[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=mask)
