@@ -41,6 +41,7 @@ class CompiledKernel:
         warps: per program.
         cubin_bytes: its size.
         matrix_unit: the best instruction for matrix products that it has, or none.
+        products: how many of those it has.
         wide_copies: how many copies of 16 bytes into shared memory, past the registers, it has.
         buffers: tiles that it loads into shared memory ahead of their use; 0 if none.
     """
@@ -53,6 +54,7 @@ class CompiledKernel:
     warps: int
     cubin_bytes: int
     matrix_unit: str
+    products: int
     wide_copies: int
     buffers: int
 
@@ -109,6 +111,7 @@ def measure(kernel: Any) -> CompiledKernel:
     usage = _USAGE.search(report)
     assert usage is not None, report
     registers, stack, _, local = map(int, usage.groups())
+    unit = next((unit for unit in _MATRIX_UNITS if unit in kernel.asm["ptx"]), "")
     return CompiledKernel(
         kernel.metadata.name,
         kernel.metadata.shared,
@@ -117,7 +120,8 @@ def measure(kernel: Any) -> CompiledKernel:
         kernel.metadata.tmem_size,
         kernel.metadata.num_warps,
         len(cubin),
-        next((unit for unit in _MATRIX_UNITS if unit in kernel.asm["ptx"]), ""),
+        unit,
+        kernel.asm["ptx"].count(unit) if unit else 0,
         len(_WIDE_COPY.findall(kernel.asm["ptx"])),
         min(map(int, _TILES.findall(kernel.asm["ttgir"])), default=0),
     )

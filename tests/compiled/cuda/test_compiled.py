@@ -27,6 +27,10 @@ TENSOR_COLUMNS = 512
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
 
 
+LATENT_PRODUCTS = (512 + 64) // 16 + 64 // 16
+"""Of one group of four warps per 64 tokens: half of all scores, and half of all sums."""
+
+
 @pytest.fixture(params=GENERATIONS)
 def generation(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -94,6 +98,9 @@ def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: st
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "latent_attention"}
         assert MATRIX_UNITS[generation] in units  # of prompts, and of decodes with 64 heads
+        for kernel in kernels:
+            if kernel.matrix_unit == "wgmma.mma":
+                assert kernel.products == LATENT_PRODUCTS, kernel
         check_overlap(kernels)
 
 
