@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+from mooncake_hal.command_help import DefaultsInHelp
 from mooncake_hal.errors import HalError, PluginError
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
 
@@ -59,7 +60,9 @@ def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
     """Check a deployment; ``rest`` are the arguments that ``mooncake_hal.doctor`` declares."""
     from mooncake_hal import doctor
 
-    parser = argparse.ArgumentParser(prog="mooncake-hal doctor", description=doctor.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="mooncake-hal doctor", description=doctor.__doc__, formatter_class=DefaultsInHelp
+    )
     doctor.add_arguments(parser)
     return doctor.run(parser.parse_args(rest))
 
@@ -68,7 +71,9 @@ def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:
     """Measure KV transfer; ``rest`` are the arguments that ``mooncake_hal.bench`` declares."""
     from mooncake_hal import bench
 
-    parser = argparse.ArgumentParser(prog="mooncake-hal bench transfer")
+    parser = argparse.ArgumentParser(
+        prog="mooncake-hal bench transfer", formatter_class=DefaultsInHelp
+    )
     bench.add_arguments(parser)
     return int(bench.run(parser.parse_args(rest)))
 

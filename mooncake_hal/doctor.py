@@ -63,16 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_from_flag,
         default=[],
         metavar="KEY=VALUE,...",
-        help=f"an instance to be started here; keys: {', '.join(FIELDS)}",
+        help=f"an instance to be started here; keys: {', '.join(FIELDS)} "
+        "(default: role=both,host=127.0.0.1,backend=auto,tp=1,pp=1)",
     )
-    parser.add_argument("--file", type=Path, help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}')
+    parser.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help='JSON: {"instances": [{KEY: VALUE, ...}, ...]}; as many --instance',
+    )
     parser.add_argument(
         "--peer", action="append", default=[], metavar="URL", help="a live instance to reach"
     )
     parser.add_argument(
         "--transport", action="append", default=[], metavar="NAME", help="what this host has for it"
     )
-    parser.add_argument("--secret-file", type=Path, help="the deployment's secret, for --peer")
+    parser.add_argument(
+        "--secret-file", type=Path, metavar="FILE", help="the deployment's secret, for --peer"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from mooncake_engine.cli_options import (
     GIB,
     KV_DEFAULTS,
-    LOG_LEVELS,
     add_connector_options,
     add_engine_options,
     add_kv_transfer_options,
+    add_log_level,
     add_server_options,
     count,
 )
@@ -35,6 +35,7 @@ from mooncake_engine.config_file import add_config_option, with_config
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.replay import command as replay_command
 from mooncake_engine.server.options import ServerOptions
+from mooncake_hal.command_help import DefaultsInHelp
 from mooncake_hal.errors import HalError
 
 if TYPE_CHECKING:
@@ -79,55 +80,79 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line of all commands."""
     parser = argparse.ArgumentParser(prog="mooncake-engine", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text, add_options in (
+        ("serve", "serve OpenAI's API with one instance", _add_serve_options),
+        ("generate", "continue a prompt, once, without a server", _add_generate_options),
+        ("up", "start prefill and decode instances and a proxy", _add_up_options),
+        ("bench", "replay a trace against an OpenAI endpoint", _add_bench_options),
+    ):
+        add_options(commands.add_parser(name, help=text, formatter_class=DefaultsInHelp))
+    return parser
 
-    _add_serve_options(commands.add_parser("serve", help="serve OpenAI's API with one instance"))
 
-    generate = commands.add_parser("generate", help="continue a prompt, once, without a server")
-    generate.add_argument("prompt")
-    generate.add_argument("--max-tokens", type=int, default=128)
-    generate.add_argument("--temperature", type=float, default=0.0)
-    generate.add_argument("--seed", type=int)
-    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message")
-    add_engine_options(generate)
-    generate.set_defaults(run=_generate)
+def _add_generate_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", help="what to continue")
+    add("--max-tokens", type=int, default=128, metavar="TOKENS", help="longest continuation")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest tokens")
+    add("--seed", type=int, metavar="N", help="of the sampling (default: another one each time)")
+    add("--chat", action="store_true", help="the prompt is a user's message")
+    add_engine_options(parser)
+    parser.set_defaults(run=_generate)
 
-    up = commands.add_parser("up", help="start prefill and decode instances and a proxy")
-    up.add_argument("--host", default="127.0.0.1")
-    up.add_argument("--port", type=int, default=8000, help="the proxy's")
-    up.add_argument("--prefill", type=count, default=1, metavar="N", help="prefill instances")
-    up.add_argument("--decode", type=count, default=1, metavar="N", help="decode instances")
-    up.add_argument("--log-dir", type=Path, help="logs go to files there instead of stderr")
-    up.add_argument(
+
+def _add_up_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_address_options(parser, "of the proxy")
+    add("--prefill", type=count, default=1, metavar="N", help="prefill instances")
+    add("--decode", type=count, default=1, metavar="N", help="decode instances")
+    add("--log-dir", type=Path, metavar="DIR", help="logs go to files there (default: to stderr)")
+    add(
         "--max-restarts",
         type=int,
         default=0,
         metavar="N",
-        help="start a part that dies again, so many times in a row; default: 0, which ends all",
+        help="start a part that dies again, so many times in a row; 0: its end ends all",
     )
-    up.add_argument("--prompt", default="What is prefill?", help="asked once everything is up")
-    add_engine_options(up)
-    add_server_options(up)
-    add_connector_options(up)
-    add_config_option(up)
-    up.set_defaults(run=_up)
+    add(
+        "--prompt",
+        default="What is prefill?",
+        metavar="TEXT",
+        help="asked once everything is up",
+    )
+    add_engine_options(parser)
+    add_server_options(parser)
+    add_connector_options(parser)
+    add_config_option(parser)
+    parser.set_defaults(run=_up)
 
-    bench = commands.add_parser("bench", help="replay a trace against an OpenAI endpoint")
-    replay_command.add_options(bench)
-    bench.add_argument("--log-level", default="warning", choices=LOG_LEVELS)
-    bench.set_defaults(run=_bench)
-    return parser
+
+def _add_bench_options(parser: argparse.ArgumentParser) -> None:
+    replay_command.add_options(parser)
+    add_log_level(parser, "warning")
+    parser.set_defaults(run=_bench)
+
+
+def _add_address_options(parser: argparse.ArgumentParser, whose: str) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", metavar="HOST", help=f"address {whose} (:: for IPv6)")
+    add("--port", type=int, default=8000, metavar="PORT", help=f"port {whose}; 0 takes a free one")
 
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
+    _add_address_options(parser, "of the API")
+    parser.add_argument(
+        "--role",
+        choices=[role.value for role in Role],
+        default=Role.BOTH.value,
+        help="which half of a request it serves",
+    )
     parser.add_argument(
         "--served-model-name",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names in the API; answers and metrics bear the first one",
+        help="names in the API; answers and metrics bear the first one (default: the directory's)",
     )
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="one key per line; who asks needs one"

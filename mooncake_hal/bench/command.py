@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports",
         type=_names,
-        help="comma-separated names; default: every transport that is available",
+        metavar="NAME,...",
+        help="transports to measure (default: every one that is available)",
     )
     parser.add_argument("--size", type=int, default=256, metavar="MIB", help="moved at once")
     parser.add_argument(
@@ -42,8 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES,...",
         help="sizes of scattered pieces; one contiguous range is always measured",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="per shape and direction")
-    parser.add_argument("--connections", type=int, default=2, help="per peer, or copying threads")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="per shape and direction"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=2, metavar="N", help="per peer, or copying threads"
+    )
     parser.add_argument(
         "--anonymous", action="store_true", help="memory that the peer can't map (default: it can)"
     )

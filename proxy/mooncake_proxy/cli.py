@@ -17,6 +17,7 @@ import uvloop
 
 from mooncake_proxy import __version__
 from mooncake_proxy.app import Application
+from mooncake_proxy.command_help import DefaultsInHelp
 from mooncake_proxy.config import AdmissionConfig, ProxyConfig, TlsConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.health import HealthConfig
@@ -38,24 +39,39 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mooncake-proxy",
         description="OpenAI-compatible front of prefill and decode instances.",
+        formatter_class=DefaultsInHelp,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (:: for IPv6)")
-    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
-    parser.add_argument("--workers", type=int, default=1, help="processes on this port")
-    parser.add_argument("--flow", default="pull", choices=("pull", "push"))
-    parser.add_argument(
-        "--advertise-url", metavar="URL", help="how decode instances reach this proxy (push flow)"
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (:: for IPv6)")
+    add("--port", type=int, default=8000, metavar="PORT", help="0 takes a free one")
+    add("--workers", type=int, default=1, metavar="N", help="processes on this port")
+    add(
+        "--flow",
+        default="pull",
+        choices=("pull", "push"),
+        help="who moves KV: decode instances pull it, or prefill instances push it",
     )
-    for add in (_add_pools, _add_choice, _add_health, _add_limits, _add_access):
-        add(parser)
+    add(
+        "--advertise-url",
+        metavar="URL",
+        help="how decode instances reach this proxy in the push flow (default: --host, --port)",
+    )
+    for add_group in (_add_pools, _add_choice, _add_health, _add_limits, _add_access):
+        add_group(parser)
     return parser
 
 
 def _add_pools(parser: argparse.ArgumentParser) -> None:
     pools = parser.add_argument_group("instances")
-    pools.add_argument("--prefill", action="append", default=[], metavar="URL")
-    pools.add_argument("--decode", action="append", default=[], metavar="URL")
+    for role in ("prefill", "decode"):
+        pools.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="URL",
+            help=f"a {role} instance, http://HOST:PORT; repeat for each",
+        )
     pools.add_argument(
         "--backend-url",
         action="append",
@@ -76,7 +92,9 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
     )
     pools.add_argument("--pool-file", metavar="FILE", help="YAML or JSON; changes are followed")
     pools.add_argument("--kubernetes", metavar="NAMESPACE/SELECTOR", help="follow labelled pods")
-    pools.add_argument("--kubernetes-api", metavar="URL", help="default: that of this cluster")
+    pools.add_argument(
+        "--kubernetes-api", metavar="URL", help="of the cluster (default: this one's)"
+    )
     pools.add_argument(
         "--decode-recomputes",
         action="store_true",
@@ -91,71 +109,100 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_argument_group("choice and retries")
-    choice.add_argument("--policy", choices=tuple(POLICIES), help="for both roles")
-    choice.add_argument("--prefill-policy", choices=tuple(POLICIES))
-    choice.add_argument("--decode-policy", choices=tuple(POLICIES))
-    choice.add_argument(
-        "--tokenizer", metavar="DIR", help="the model's folder: prefix policy by token ids"
-    )
-    choice.add_argument(
-        "--max-attempts", type=int, default=3, help="per step, on one instance each"
-    )
-    choice.add_argument("--retry-ratio", type=float, default=0.2, help="retries per request")
-    choice.add_argument("--max-running", type=int, default=0, help="0: no bound")
-    choice.add_argument("--max-waiting", type=int, default=1024)
-    choice.add_argument("--max-wait", type=float, default=30.0, metavar="SECONDS")
+    add = choice.add_argument
+    add("--policy", default="least-loaded", choices=tuple(POLICIES), help="for both roles")
+    for role in ("prefill", "decode"):
+        add(
+            f"--{role}-policy",
+            choices=tuple(POLICIES),
+            help=f"for {role} instances (default: --policy)",
+        )
+    add("--tokenizer", metavar="DIR", help="the model's folder: prefix policy by token ids")
+    for flag, number, text in (
+        ("--max-attempts", 3, "per step, on one instance each"),
+        ("--max-running", 0, "requests at once; 0: no bound"),
+        ("--max-waiting", 1024, "requests that wait for a place; more are refused"),
+    ):
+        add(flag, type=int, default=number, metavar="N", help=text)
+    add("--max-wait", type=float, default=30.0, metavar="SECONDS", help="for a place")
+    add("--retry-ratio", type=float, default=0.2, metavar="SHARE", help="retries per request")
 
 
 def _add_health(parser: argparse.ArgumentParser) -> None:
     health = parser.add_argument_group("health")
-    health.add_argument("--health-interval", type=float, default=1.0, help="seconds; 0: no checks")
-    health.add_argument("--health-timeout", type=float, default=2.0)
-    health.add_argument("--health-path", default="/health")
-    health.add_argument("--health-rise", type=int, default=2)
-    health.add_argument("--health-fall", type=int, default=3)
-    health.add_argument(
-        "--eject-after", type=int, default=3, help="failed requests in a row; 0: never"
-    )
+    add = health.add_argument
+    for flag, seconds, text in (
+        ("--health-interval", 1.0, "between checks; 0: none, all instances count as up"),
+        ("--health-timeout", 2.0, "for the answer to a check"),
+    ):
+        add(flag, type=float, default=seconds, metavar="SECONDS", help=text)
+    add("--health-path", default="/health", metavar="PATH", help="asked for, answers 200")
+    for flag, number, text in (
+        ("--health-rise", 2, "good checks in a row until an instance is up"),
+        ("--health-fall", 3, "bad checks in a row until it is down"),
+        ("--eject-after", 3, "failed requests in a row until it is down; 0: never"),
+    ):
+        add(flag, type=int, default=number, metavar="N", help=text)
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
-    limits = parser.add_argument_group("limits, in seconds and bytes")
-    limits.add_argument("--request-timeout", type=float, default=3600.0)
-    limits.add_argument("--connect-timeout", type=float, default=5.0)
-    limits.add_argument("--first-byte-timeout", type=float, default=600.0)
-    limits.add_argument("--stall-timeout", type=float, default=120.0)
-    limits.add_argument(
+    limits = parser.add_argument_group("limits")
+    add = limits.add_argument
+    for flag, seconds, text in (
+        ("--request-timeout", 3600.0, "for a whole request; clients may ask for less"),
+        ("--connect-timeout", 5.0, "for a connection to an instance"),
+        ("--first-byte-timeout", 600.0, "until an instance answers, its prefill included"),
+        ("--stall-timeout", 120.0, "between two pieces of an answer"),
+    ):
+        add(flag, type=float, default=seconds, metavar="SECONDS", help=text)
+    add(
         "--shutdown-timeout",
         "--drain-timeout",
         type=float,
         default=25.0,
+        metavar="SECONDS",
         help="how long answers may go on after SIGTERM or Ctrl-C; a second one ends at once",
     )
-    limits.add_argument("--max-body-bytes", type=int, default=64 * 1024 * 1024)
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=64 * 1024 * 1024,
+        metavar="BYTES",
+        help="of a request; a longer one is refused",
+    )
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
     access = parser.add_argument_group("access")
-    access.add_argument("--api-key-file", metavar="FILE", help="one key per line")
+    access.add_argument(
+        "--api-key-file", metavar="FILE", help="one key per line; who asks needs one"
+    )
     access.add_argument("--admin-key-file", metavar="FILE", help="keys that may change instances")
-    access.add_argument("--tls-cert", metavar="FILE")
-    access.add_argument("--tls-key", metavar="FILE")
+    access.add_argument("--tls-cert", metavar="FILE", help="the proxy's certificate: https")
+    access.add_argument("--tls-key", metavar="FILE", help="its key")
     access.add_argument("--upstream-ca", metavar="FILE", help="authority of https instances")
     access.add_argument("--upstream-insecure", action="store_true", help="don't verify them")
-    access.add_argument("--access-log", choices=("off", "errors", "all"), default="errors")
+    access.add_argument(
+        "--access-log",
+        choices=("off", "errors", "all"),
+        default="errors",
+        help="a line of JSON per request on stderr",
+    )
     access.add_argument(
         "--otlp-endpoint",
         metavar="URL",
         help="send OpenTelemetry spans there, as OTLP over HTTP (http://collector:4318)",
     )
     access.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="least severe lines on stderr",
     )
 
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """The configuration that the flags describe; ConfigError names the bad one."""
-    policy = args.policy or "least-loaded"
     return ProxyConfig(
         host=args.host,
         port=args.port,
@@ -163,8 +210,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         flow=args.flow,
         advertise_url=args.advertise_url,
         instances=_instances(args),
-        prefill_policy=args.prefill_policy or policy,
-        decode_policy=args.decode_policy or policy,
+        prefill_policy=args.prefill_policy or args.policy,
+        decode_policy=args.decode_policy or args.policy,
         tokenizer=args.tokenizer,
         api_keys=read_keys(args.api_key_file),
         admin_keys=read_keys(args.admin_key_file),

@@ -25,22 +25,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """What can be said about a replay."""
     add = parser.add_argument
     add("trace", type=Path, help="Mooncake's JSON lines, or a ShareGPT file")
-    add("--url", required=True, help="of the endpoint; /v1 may be left out")
-    add("--model", required=True, help="name to ask for")
+    add("--url", required=True, metavar="URL", help="of the endpoint; /v1 may be left out")
+    add("--model", required=True, metavar="NAME", help="name to ask for")
     add("--chat", action="store_true", help="use /v1/chat/completions")
     add("--openai-only", action="store_true", help="leave ignore_eos out: answers may end early")
-    add("--num-requests", type=int, help="only so many, from the beginning of the trace")
-    add("--speedup", type=float, default=1.0, help="divides the trace's times")
-    add("--rate", type=float, help="requests per second, instead of the trace's times")
-    add("--concurrency", type=int, help="so many at a time, instead of any times")
-    add("--seed", type=int, default=0, help="of the times of --rate")
-    add("--length-scale", type=float, default=1.0, help="multiplies all lengths")
-    add("--block-tokens", type=int, default=512, help="tokens that a hash id stands for")
-    add("--tokens-per-word", type=float, help="of our prompts; default: the endpoint is asked")
+    add("--num-requests", type=int, metavar="N", help="from the trace's beginning (default: all)")
+    add("--speedup", type=float, default=1.0, metavar="TIMES", help="divides the trace's times")
+    add("--rate", type=float, metavar="PER_SECOND", help="requests, instead of the trace's times")
+    add("--concurrency", type=int, metavar="N", help="so many at a time, instead of any times")
+    add("--seed", type=int, default=0, metavar="N", help="of the times of --rate")
+    add("--length-scale", type=float, default=1.0, metavar="TIMES", help="multiplies all lengths")
+    add("--block-tokens", type=int, default=512, metavar="TOKENS", help="a hash id stands for")
+    add(
+        "--tokens-per-word",
+        type=float,
+        metavar="TOKENS",
+        help="of our prompts (default: the endpoint is asked)",
+    )
     add("--slo-ttft", type=float, metavar="MS", help="a good answer begins within that")
     add("--slo-tbt", type=float, metavar="MS", help="and its longest tenth of gaps averages that")
-    add("--timeout", type=float, default=3600.0, metavar="S", help="for one answer")
-    add("--out", type=Path, default=Path("bench"), help="writes OUT.json and OUT.html")
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="for one answer")
+    add(
+        "--out",
+        type=Path,
+        default=Path("bench"),
+        metavar="OUT",
+        help="writes OUT.json and OUT.html",
+    )
 
 
 def bench(args: argparse.Namespace) -> Report:
