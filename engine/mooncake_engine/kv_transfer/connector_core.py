@@ -21,6 +21,7 @@ from mooncake_engine.kv_transfer.params import Holder
 from mooncake_engine.kv_transfer.peers import CheckFit, PeerBook, Ranks
 from mooncake_engine.kv_transfer.protocol import AnyMessage
 from mooncake_engine.kv_transfer.rank_messages import RankReady
+from mooncake_engine.kv_transfer.refusals import Refusals
 from mooncake_engine.kv_transfer.side_channel import SideChannelServer
 from mooncake_hal.transports.shm.host import host_identity
 
@@ -49,6 +50,7 @@ class ConnectorCore(ABC):
         self._config = config
         self._ranks = ranks
         self._check_fit = check_fit
+        self._refusals = Refusals()
         self._readiness: dict[int, RankReady] = {}
         self._ranks_ready = threading.Event()
         self._loop = IoLoop("kv-connector", lambda exc: setup.sink(ConnectorFailed(exc)))
@@ -122,7 +124,12 @@ class ConnectorCore(ABC):
             raise
         self._server = server
         self._peers = PeerBook(
-            self._context, secret, self._ranks, self._loop.spawn, self._check_fit
+            self._context,
+            secret,
+            self._ranks,
+            self._loop.spawn,
+            self._check_fit,
+            self._refusals,
         )
         self._holder = Holder(
             setup.engine_id,
@@ -139,6 +146,7 @@ class ConnectorCore(ABC):
             self._loop.spawn,
             can_revoke=all(ready.can_revoke for ready in self._readiness.values()),
             landing_s=config.transfer_timeout_s,
+            refusals=self._refusals,
         )
         for task in (*self._open_sides(context), server.serve(), self._peers.sweep()):
             self._loop.spawn(task)

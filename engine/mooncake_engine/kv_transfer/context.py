@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from mooncake_engine.errors import HandshakeRefused
 from mooncake_engine.kv_transfer.events import EventSink
-from mooncake_engine.kv_transfer.facts import InstanceFacts
+from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
+from mooncake_engine.kv_transfer.protocol import Hello, check_version
+from mooncake_engine.kv_transfer.refusals import Refusals
 
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
@@ -26,6 +29,7 @@ class SideContext:
         clock: seconds, monotonic.
         can_revoke: whether a write ends with its writer, by every transport of this instance.
         landing_s: how long one may outlast its writer where it does not end with it.
+        refusals: the peers that don't fit; both halves' and those who ask for them.
     """
 
     facts: InstanceFacts
@@ -35,6 +39,7 @@ class SideContext:
     clock: Callable[[], float] = time.monotonic
     can_revoke: bool = True
     landing_s: float = 0.0
+    refusals: Refusals = field(default_factory=Refusals)
 
 
 class Side:
@@ -50,3 +55,17 @@ class Side:
         self._sink = context.sink
         self._spawn = context.spawn
         self._clock = context.clock
+        self._refusals = context.refusals
+
+    def _check_hello(self, hello: Hello, *, prefill: InstanceFacts, decode: InstanceFacts) -> None:
+        """Judge a peer that asks; one of the two is the peer's facts.
+
+        Raises:
+            HandshakeRefused: it does not fit, which is remembered.
+        """
+        try:
+            check_version(hello.version)
+            check_fit(prefill, decode)
+        except HandshakeRefused as exc:
+            self._refusals.note(hello.facts.engine_id, str(exc))
+            raise

@@ -26,6 +26,7 @@ from mooncake_engine.kv_transfer.protocol import (
     Welcome,
 )
 from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
+from mooncake_engine.kv_transfer.refusals import Refusals
 from mooncake_engine.kv_transfer.side_channel import SideChannelClient, tcp_url
 
 logger = logging.getLogger(__name__)
@@ -72,12 +73,21 @@ class Peer:
         engine_id: which.
         client: asks it; also for what has no method here.
         check_fit: judges its facts; ``facts`` are None until hands were shaken.
+        refusals: hear of it if it does not fit.
     """
 
-    def __init__(self, engine_id: str, client: SideChannelClient, check_fit: CheckFit) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        client: SideChannelClient,
+        check_fit: CheckFit,
+        refusals: Refusals,
+    ) -> None:
         self.engine_id = engine_id
         self.client = client
         self._check_fit = check_fit
+        self._refusals = refusals
+        self._refusal: str | None = None
         self._lock = asyncio.Lock()
         self.facts: InstanceFacts | None = None
 
@@ -107,24 +117,35 @@ class Peer:
         """Exchange facts, once, and tell the ranks where the peer's KV lies.
 
         Raises:
-            HandshakeRefused: either side found that the two do not fit.
+            HandshakeRefused: either side found that the two do not fit, now or earlier.
             LeaseLost: somebody else answers at that address now.
             KVTransferError: nobody does.
         """
         async with self._lock:
             if self.is_known:
                 return
-            welcome = await self.client.ask(
-                lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), Welcome
-            )
-            facts = welcome.facts
-            if facts.engine_id != self.engine_id:
-                raise LeaseLost(
-                    f"instance {self.engine_id} is gone; {facts.engine_id} answers at its address"
-                )
-            self._check_fit(own, facts)
+            if self._refusal is not None:
+                raise HandshakeRefused(self._refusal)
+            try:
+                facts = await self._exchange_facts(own)
+            except HandshakeRefused as exc:
+                self._refusal = str(exc)
+                self._refusals.note(self.engine_id, self._refusal)
+                raise
             ranks.tell_all(ConnectPeer(facts.engine_id, facts.ranks))
             self.facts = facts
+
+    async def _exchange_facts(self, own: InstanceFacts) -> InstanceFacts:
+        welcome = await self.client.ask(
+            lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), Welcome
+        )
+        facts = welcome.facts
+        if facts.engine_id != self.engine_id:
+            raise LeaseLost(
+                f"instance {self.engine_id} is gone; {facts.engine_id} answers at its address"
+            )
+        self._check_fit(own, facts)
+        return facts
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """Keep leases alive; returns those that are lost."""
@@ -166,6 +187,7 @@ class PeerBook:
         ranks: hear of peers that come and go.
         spawn: runs a task on the loop.
         check_fit: judges the peers' facts.
+        refusals: hear of those that don't fit.
     """
 
     def __init__(
@@ -175,12 +197,14 @@ class PeerBook:
         ranks: Ranks,
         spawn: Spawn,
         check_fit: CheckFit,
+        refusals: Refusals,
     ) -> None:
         self._context = context
         self._secret = secret
         self._ranks = ranks
         self._spawn = spawn
         self._check_fit = check_fit
+        self._refusals = refusals
         self._entries: dict[tuple[str, str], _Entry] = {}
 
     def get(self, remote: PeerAddress) -> Peer:
@@ -192,7 +216,7 @@ class PeerBook:
         key, now = _key(remote), asyncio.get_running_loop().time()
         if key not in self._entries:
             client = SideChannelClient(self._context, remote.host, remote.port, self._secret)
-            peer = Peer(remote.engine_id, client, self._check_fit)
+            peer = Peer(remote.engine_id, client, self._check_fit, self._refusals)
             self._entries[key] = _Entry(peer, self._spawn(client.receive()), now)
         entry = self._entries[key]
         entry.last_wanted = now

@@ -122,7 +122,8 @@ class PeerLoads:
         self.give_up(request, error)
 
     def give_up(self, request: Request, reason: str) -> None:
-        """No KV from the peer: compute it here, or fail, as configured. The load is drained."""
+        """No KV from the peer, as whoever found out has logged: compute it here, or fail, as
+        configured. The load is drained."""
         self._places.disperse(request)
         self._places.leave(request)
         self._blocks.release(request)
@@ -130,7 +131,7 @@ class PeerLoads:
         self._places.wait(request)
         name = request.request_id
         if self._limits.load_failure is LoadFailurePolicy.RECOMPUTE:
-            logger.warning("request %s: %s; computing its prompt here", name, reason)
+            logger.info("request %s: %s; computing its prompt here", name, reason)
             return
         self._answers.fail(request, f"the prompt's KV did not arrive: {reason}")
 
@@ -141,7 +142,9 @@ class PeerLoads:
         for request in list(self._places.preallocating):
             if request.deadline and now > request.deadline:
                 limit = self._limits.load_timeout_s
-                self.give_up(request, f"no KV blocks came free for a load within {limit:g} s")
+                reason = f"no KV blocks came free for a load within {limit:g} s"
+                logger.warning("request %s: %s", request.request_id, reason)
+                self.give_up(request, reason)
 
     def _mark_loaded(self, request: Request, first_token: FirstToken | None) -> None:
         self._places.leave(request)

@@ -249,7 +249,9 @@ def test_another_models_kv_is_refused_with_both_named(
 
 
 def test_another_secret_is_no_peer(model: Path, gate: Gate) -> None:
-    check_misfit(model, model, {"secret": "one"}, {"secret": "two"}, "has another secret")
+    check_misfit(
+        model, model, {"secret": "one"}, {"secret": "two"}, "has another secret", is_heard=False
+    )
 
 
 def test_another_dtype_is_refused_with_both_named(model: Path, gate: Gate) -> None:
@@ -265,9 +267,16 @@ def test_another_type_of_kv_is_refused_with_both_named(model: Path, gate: Gate) 
 
 
 def check_misfit(
-    model: Path, other: Path, prefill_options: Any, decode_options: Any, reason: str
+    model: Path,
+    other: Path,
+    prefill_options: Any,
+    decode_options: Any,
+    reason: str,
+    *,
+    is_heard: bool = True,
 ) -> str:
-    """Both live on after the refusal, which names the reason; returns it."""
+    """Both live on after the refusal, which names the reason; returns it. Facts are judged where
+    they are heard."""
     failing = {**GATED, "load_failure": LoadFailurePolicy.FAIL}
 
     async def main() -> str:
@@ -279,6 +288,8 @@ def check_misfit(
             answer = await ask_pair(both, PROMPT)
             assert answer.finish is FinishReason.ERROR
             assert reason in str(answer.error)
+            names = ("refused_peers", "refused_loads")
+            assert tuple(map(second.stat, names)) == ((1, 1) if is_heard else (0, 0))
             assert (await ask(second, PROMPT)).finish is FinishReason.LENGTH
             assert (await ask(first, PROMPT)).finish is FinishReason.LENGTH
             await both.check_clean(LEASE_S + 10.0)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from mooncake_engine.errors import KVTransferError
+from mooncake_engine.errors import HandshakeRefused, KVTransferError
 from mooncake_engine.kv_transfer.facts import InstanceFacts
 from mooncake_engine.kv_transfer.params import RemoteKV
-from mooncake_engine.kv_transfer.peers import IDLE_S, PeerBook
+from mooncake_engine.kv_transfer.peers import IDLE_S, Peer, PeerBook
 from mooncake_engine.kv_transfer.rank_messages import ConnectPeer, ForgetPeer
+from mooncake_engine.kv_transfer.refusals import Refusals
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 
@@ -47,7 +48,8 @@ def run(scenario: Callable[[PeerBook, Ranks], Coroutine[Any, Any, None]]) -> Non
 
     async def main() -> None:
         context, ranks = zmq.asyncio.Context(), Ranks()
-        book = PeerBook(context, b"", ranks, asyncio.ensure_future, lambda own, peer: None)
+        spawn = asyncio.ensure_future
+        book = PeerBook(context, b"", ranks, spawn, lambda own, peer: None, Refusals())
         await scenario(book, ranks)
         book.close()
         await asyncio.sleep(0)
@@ -124,3 +126,30 @@ def test_who_waits_for_a_peer_that_is_given_up_is_told_why() -> None:
             await waiting
 
     run(scenario)
+
+
+class Refuser:
+    """A side channel on which every question is turned down."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def ask(self, *_: Any) -> Any:
+        self.num_asked += 1
+        raise HandshakeRefused("model differs")
+
+
+def test_hands_that_were_refused_are_not_offered_again() -> None:
+    """Facts don't change in an incarnation's life."""
+
+    async def main() -> None:
+        client: Any = Refuser()
+        refusals = Refusals()
+        peer = Peer("a", client, lambda own, peer: None, refusals)
+        for _ in range(3):
+            with pytest.raises(HandshakeRefused, match=r"^model differs$"):
+                await peer.shake_hands(FACTS, Ranks())
+        assert client.num_asked == 1
+        assert "a" in refusals
+
+    asyncio.run(main())

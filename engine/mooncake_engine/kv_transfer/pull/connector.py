@@ -71,6 +71,8 @@ class MooncakeConnector(ConnectorCore):
             "leases_expired": float(self._prefill.num_expired),
             "loads": float(counts.loads),
             "load_failures": float(counts.failures),
+            "refused_loads": float(counts.refusals),
+            "refused_peers": float(self._refusals.num_peers),
             "bytes_received": float(counts.nbytes),
             "load_seconds": counts.seconds,
         }

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from zlib import crc32
 
-from mooncake_engine.errors import KVTransferError, LeaseLost
+from mooncake_engine.errors import HandshakeRefused, KVTransferError, LeaseLost
 from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
 from mooncake_engine.kv_transfer.params import RemoteKV
@@ -36,6 +36,7 @@ class LoadCounts:
 
     loads: int = 0
     failures: int = 0
+    refusals: int = 0
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -125,6 +126,7 @@ class DecodeSide(Side):
         if expected is not None and not expected.is_loading:
             del self._expected[request_id]
             self.counts.failures += 1
+            logger.warning("the KV of %s is lost: %s", request_id, reason)
             self._sink(LoadEnded(request_id, reason))
 
     async def _run(self, order: Load, expected: _Expected) -> None:
@@ -136,12 +138,17 @@ class DecodeSide(Side):
             error = None
         except KVTransferError as exc:
             error = str(exc)
-            self.counts.failures += 1
-            logger.warning("loading the KV of %s failed: %s", order.request_id, error)
+            self._note_failure(order, error)
             self._spawn_failed(expected.remote, error)
         finally:
             self._expected.pop(order.request_id, None)
             self._sink(LoadEnded(order.request_id, error))
+
+    def _note_failure(self, order: Load, error: str) -> None:
+        self.counts.failures += 1
+        self.counts.refusals += order.engine_id in self._refusals
+        level = self._refusals.level(order.engine_id)
+        logger.log(level, "loading the KV of %s failed: %s", order.request_id, error)
 
     async def _load(self, order: Load, expected: _Expected) -> None:
         remote = expected.remote
@@ -166,6 +173,8 @@ class DecodeSide(Side):
     async def _shake_hands(self, peer: Peer, remote: RemoteKV) -> None:
         try:
             await peer.shake_hands(self._facts, self._ranks)
+        except HandshakeRefused:
+            raise  # the peer is kept, because it remembers that
         except KVTransferError as exc:
             self._peers.forget(remote, str(exc))
             raise

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from mooncake_engine.errors import HandshakeRefused
 from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LeaseEnded
-from mooncake_engine.kv_transfer.facts import check_fit
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
     Done,
@@ -20,7 +18,6 @@ from mooncake_engine.kv_transfer.protocol import (
     Renewed,
     Status,
     Welcome,
-    check_version,
 )
 from mooncake_engine.kv_transfer.pull.leases import NOBODY, LeaseTable
 
@@ -91,10 +88,5 @@ class PrefillSide(Side):
                 self._sink(LeaseEnded(request_id))
 
     def _welcome(self, hello: Hello) -> Welcome:
-        check_version(hello.version)
-        try:
-            check_fit(self._facts, hello.facts)
-        except HandshakeRefused as exc:
-            logger.warning("refused instance %s: %s", hello.facts.engine_id, exc)
-            raise
+        self._check_hello(hello, prefill=self._facts, decode=hello.facts)
         return Welcome(hello.ticket, self._facts)

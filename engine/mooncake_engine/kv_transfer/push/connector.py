@@ -88,6 +88,8 @@ class MooncakeLayerwiseConnector(ConnectorCore):
             "push_seconds": sent.seconds,
             "loads": float(received.loads),
             "load_failures": float(received.failures),
+            "refused_loads": float(received.refusals),
+            "refused_peers": float(self._refusals.num_peers),
             "bytes_received": float(received.nbytes),
             "load_seconds": received.seconds,
         }

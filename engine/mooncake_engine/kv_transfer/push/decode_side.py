@@ -12,7 +12,7 @@ from zlib import crc32
 from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_engine.kv_transfer.context import Side, SideContext
 from mooncake_engine.kv_transfer.events import LoadEnded
-from mooncake_engine.kv_transfer.facts import InstanceFacts, check_fit
+from mooncake_engine.kv_transfer.facts import InstanceFacts
 from mooncake_engine.kv_transfer.protocol import (
     AnyMessage,
     Hello,
@@ -28,7 +28,6 @@ from mooncake_engine.kv_transfer.protocol import (
     Status,
     Welcome,
     Writer,
-    check_version,
 )
 from mooncake_engine.kv_transfer.push.metaserver import post_params
 from mooncake_engine.kv_transfer.push.plan import expected_bytes
@@ -67,6 +66,7 @@ class ReceiveCounts:
 
     loads: int = 0
     failures: int = 0
+    refusals: int = 0
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -153,12 +153,7 @@ class PushDecodeSide(Side):
         return Reject(ticket, f"{type(message).__name__} is not for an instance that is pushed to")
 
     def _welcome(self, hello: Hello) -> Welcome:
-        check_version(hello.version)
-        try:
-            check_fit(prefill=hello.facts, decode=self._facts)
-        except HandshakeRefused as exc:
-            logger.warning("refused instance %s: %s", hello.facts.engine_id, exc)
-            raise
+        self._check_hello(hello, prefill=hello.facts, decode=self._facts)
         self._writers[hello.facts.engine_id] = hello.facts
         if len(self._writers) > REMEMBERED_WRITERS:
             self._writers.popitem(last=False)
@@ -189,7 +184,10 @@ class PushDecodeSide(Side):
         name = message.request_id
         if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
             reason = f"the prefill instance gave up: {message.reason}"
-            self._vacate(name, reason, self._landing_s if message.may_land else 0.0)
+            landing_s = self._landing_s if message.may_land else 0.0
+            peer = message.writer.engine_id
+            self.counts.refusals += peer in self._refusals
+            self._vacate(name, reason, landing_s, self._refusals.level(peer))
         return self._table.ending(name, message.writer)
 
     def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
@@ -319,23 +317,32 @@ class PushDecodeSide(Side):
 
     # --- endings -----------------------------------------------------------------------------
 
-    def _vacate(self, request_id: str, reason: str, landing_s: float) -> None:
+    def _vacate(
+        self, request_id: str, reason: str, landing_s: float, level: int = logging.WARNING
+    ) -> None:
         """The request is freed; its blocks too, once nothing can arrive there any more."""
         if landing_s:
             self._landing[request_id] = self._clock() + landing_s, reason
             limit = f"nothing can arrive there any more, {landing_s:g} s from now"
             self._give_up(request_id, reason, limit)
         else:
-            self._finish(request_id, reason)
+            self._finish(request_id, reason, level=level)
 
     def _give_up(self, request_id: str, reason: str, until: str) -> None:
         logger.warning("request %s: %s; its blocks are kept until %s", request_id, reason, until)
         self._account(request_id, is_failure=True)
         self._sink(LoadEnded(request_id, reason, is_drained=False))
 
-    def _finish(self, request_id: str, error: str | None, first: FirstToken | None = None) -> None:
+    def _finish(
+        self,
+        request_id: str,
+        error: str | None,
+        first: FirstToken | None = None,
+        *,
+        level: int = logging.WARNING,
+    ) -> None:
         if error is not None:
-            logger.warning("the KV of %s did not come: %s", request_id, error)
+            logger.log(level, "the KV of %s did not come: %s", request_id, error)
         self._account(request_id, is_failure=error is not None)
         self._sink(LoadEnded(request_id, error, first))
 

@@ -200,7 +200,8 @@ class PushPrefillSide(Side):
             if self._is_overdue(send):
                 raise LeaseLost("the decode instance let us in, and took a lease to say so")
         except KVTransferError as exc:
-            logger.warning("request %s can't be pushed: %s", request_id, exc)
+            level = self._refusals.level(send.remote.engine_id)
+            logger.log(level, "request %s can't be pushed: %s", request_id, exc)
             self._fail(request_id, send, str(exc))
             return
         if send.error is None:
@@ -213,7 +214,8 @@ class PushPrefillSide(Side):
         make = _ending(send)
         if send.error is not None:
             self.counts.failures += 1
-            logger.warning("pushing %s failed: %s", request_id, send.error)
+            level = self._refusals.level(send.remote.engine_id)
+            logger.log(level, "pushing %s failed: %s", request_id, send.error)
         else:
             self.counts.nbytes += sum(sum(r.written.values()) for r in send.reports.values())
             self.counts.seconds += max(report.seconds for report in send.reports.values())

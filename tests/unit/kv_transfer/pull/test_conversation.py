@@ -6,12 +6,15 @@ Nothing is used that may have been somebody else's KV when it was read; nothing 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given, settings, strategies as st
 from support.push_line import TRIES, Line, deliver, facts_of, losing, unreliable
 from support.virtual_time import run_virtually
@@ -26,6 +29,7 @@ from mooncake_engine.kv_transfer.pull.decode_side import DecodeSide
 from mooncake_engine.kv_transfer.pull.prefill_side import PrefillSide
 from mooncake_engine.kv_transfer.pull.rank_loads import RankLoads
 from mooncake_engine.kv_transfer.pull.rank_messages import CancelLoad, Load, LoadReport, to_rank
+from mooncake_engine.kv_transfer.refusals import Refusals
 
 LEASE_S = 6.0
 LONGEST_READ_S = 4.0
@@ -38,6 +42,7 @@ class Talk:
 
     Args:
         numbers: for all that is random.
+        model: the prefill instance's; the decode instance has "m".
 
     Attributes:
         epoch: the prefill instance's.
@@ -46,9 +51,12 @@ class Talk:
         read: when it had read all of a request.
         loaded: what its core has ordered.
         ended: what that was told.
+        refusals: what it remembers.
+        heard: how often the prefill instance was asked what.
     """
 
     numbers: random.Random
+    model: str = "m"
     line: Line = field(default_factory=Line)
     epoch: int = 0
     freed: dict[str, float] = field(default_factory=dict)
@@ -56,6 +64,8 @@ class Talk:
     read: dict[str, float] = field(default_factory=dict)
     loaded: set[str] = field(default_factory=set)
     ended: defaultdict[str, list[LoadEnded]] = field(default_factory=lambda: defaultdict(list))
+    refusals: Refusals = field(default_factory=Refusals)
+    heard: Counter[str] = field(default_factory=Counter)
     _held: set[str] = field(default_factory=set)
     _remotes: dict[str, RemoteKV] = field(default_factory=dict)
     _reading: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
@@ -66,7 +76,14 @@ class Talk:
     def start(self) -> None:
         """Begin to live; on the loop."""
         self.ranks = RankLoads(1, self._rank_hears)
-        context = SideContext(facts_of("d"), LEASE_S, self._d_hears, self._spawn, self.now)
+        context = SideContext(
+            facts_of("d"),
+            LEASE_S,
+            self._d_hears,
+            self._spawn,
+            self.now,
+            refusals=self.refusals,
+        )
         self.d = DecodeSide(context, self.ranks, self)  # type: ignore[arg-type]  # the book
         self._spawn(self.d.keep_leases())
         self.start_p()
@@ -81,7 +98,8 @@ class Talk:
         self.kill_p()
         self.epoch += 1
         name = f"p{self.epoch}"
-        context = SideContext(facts_of(name), LEASE_S, self._p_hears, self._spawn, self.now)
+        facts = msgspec.structs.replace(facts_of(name), model_fingerprint=self.model)
+        context = SideContext(facts, LEASE_S, self._p_hears, self._spawn, self.now)
         self.p = PrefillSide(context)
         self._tasks_of_p = [self._spawn(self.p.sweep())]
 
@@ -106,6 +124,7 @@ class Talk:
         self.freed[event.request_id] = self.now()
 
     def _handle(self, message: AnyMessage) -> AnyMessage:
+        self.heard[type(message).__name__] += 1
         try:
             return self.p.handle(message)
         except HandshakeRefused as exc:
@@ -151,7 +170,7 @@ class Talk:
 
     def get(self, remote: RemoteKV) -> Peer:
         client: Any = self
-        known = Peer(remote.engine_id, client, lambda own, peer: None)
+        known = Peer(remote.engine_id, client, lambda own, peer: None, self.refusals)
         return self._peers.setdefault(remote.engine_id, known)
 
     def forget(self, remote: RemoteKV, reason: str) -> None:
@@ -187,9 +206,11 @@ class Talk:
                 task.result()
 
 
-def talk(scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0) -> None:
+def talk(
+    scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0, model: str = "m"
+) -> None:
     async def main() -> None:
-        between = Talk(random.Random(seed))
+        between = Talk(random.Random(seed), model)
         between.start()
         await scenario(between)
         between.check_tasks()
@@ -223,6 +244,33 @@ def test_what_was_read_of_a_dead_instance_is_not_used() -> None:
         assert "lease was unknown when the read ended" in str(ended.error)
 
     talk(scenario)
+
+
+def test_an_instance_that_does_not_fit_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Later requests end at once, without a word; its successor is asked anew."""
+    decode_side = "mooncake_engine.kv_transfer.pull.decode_side"
+
+    async def scenario(between: Talk) -> None:
+        for name in "abc":
+            between.expect(name, between.prefill(name))
+            between.load(name)
+            await asyncio.sleep(1.0)
+            [ended] = between.ended[name]
+            assert "model differs" in str(ended.error)
+        assert between.heard["Hello"] == 1
+        assert between.p.num_held == 0
+        assert (between.d.counts.failures, between.d.counts.refusals) == (3, 3)
+        assert between.refusals.engine_ids == ("p1",)
+        between.model = "m"
+        between.start_p()
+        between.expect("d", between.prefill("d"))
+        between.load("d")
+        await asyncio.sleep(2 * LONGEST_READ_S)
+        assert between.ended["d"] == [LoadEnded("d", None)]
+
+    talk(scenario, model="other")
+    loud = [r for r in caplog.records if r.name == decode_side and r.levelno >= logging.WARNING]
+    assert loud == []
 
 
 def test_a_release_that_is_lost_on_its_way_back_is_told_again() -> None:

@@ -18,6 +18,7 @@ from mooncake_engine.kv_transfer.params import RemoteKV
 from mooncake_engine.kv_transfer.peers import PeerBook
 from mooncake_engine.kv_transfer.pull.decode_side import DecodeSide
 from mooncake_engine.kv_transfer.pull.rank_loads import RankLoads
+from mooncake_engine.kv_transfer.refusals import Refusals
 from mooncake_hal.backend import DeploymentConstraints
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
@@ -65,7 +66,7 @@ def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
 
         zmq_context = zmq.asyncio.Context()
         ranks = RankLoads(1, lambda rank, message: messages.append(message))
-        book = PeerBook(zmq_context, b"", ranks, spawn, lambda own, peer: None)
+        book = PeerBook(zmq_context, b"", ranks, spawn, lambda own, peer: None, Refusals())
         context = SideContext(FACTS, LEASE_S, tell, spawn)
         around = Around(DecodeSide(context, ranks, book), events, messages, heard)
         await scenario(around)

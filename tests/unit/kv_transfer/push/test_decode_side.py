@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
@@ -239,6 +241,22 @@ def test_another_model_or_protocol_is_refused(desk: Desk) -> None:
         desk.side.handle(Hello(1, 99, facts("p-3")))
     answer = desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-3")))
     assert isinstance(answer, Welcome)
+
+
+def test_what_a_refused_instance_gives_up_is_counted(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = msgspec.structs.replace(facts("p-3"), model_fingerprint="other")
+    for _ in range(2):
+        with pytest.raises(HandshakeRefused, match="model differs"):
+            desk.side.handle(Hello(1, PROTOCOL_VERSION, stranger))
+    desk.load()
+    desk.failed(Writer("p-3", "c", "127.0.0.1", 3))
+    desk.load()
+    desk.failed(ONE)
+    assert (desk.side.counts.failures, desk.side.counts.refusals) == (2, 1)
+    levels = [record.levelname for record in caplog.records if record.levelno >= logging.WARNING]
+    assert levels == ["ERROR", "WARNING"], "the refused peer once, the other one's failure"
 
 
 def test_what_belongs_to_pulling_is_rejected(desk: Desk) -> None:
