@@ -24,6 +24,7 @@ from typing import Any, TextIO, TypeVar
 from urllib.parse import urlsplit
 
 from mooncake_engine.errors import EngineError
+from mooncake_engine.exit_status import describe_exit
 from mooncake_engine.restarts import Restarts
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class Child:
     def death(self) -> ChildDied:
         """Why everything else has to stop."""
         status = self.process.returncode
-        return ChildDied(f"{self.name} ended with status {status}: {self._last_words}")
+        assert status is not None
+        return ChildDied(f"{self.name} died, {describe_exit(status)}: {self._last_words}")
 
     async def stop(self, patience_s: float, hurried: asyncio.Event) -> None:
         """Ask it to end, and see to it that it has, with everything that it started.

@@ -154,12 +154,11 @@ class Surface:
             "Prompt tokens of the requests in flight.",
             rows(lambda i: i.total_prompt_tokens),
         )
-        admission = self._process.admission
         yield from gauge_lines(
-            f"{prefix}running", "Requests being served.", [({}, admission.num_running)]
+            f"{prefix}running", "Requests being served.", [({}, self._process.num_running)]
         )
         yield from gauge_lines(
-            f"{prefix}waiting", "Requests in the queue.", [({}, admission.num_waiting)]
+            f"{prefix}waiting", "Requests in the queue.", [({}, self._process.num_waiting)]
         )
 
     async def ask_instance(self, exchange: Exchange) -> None:

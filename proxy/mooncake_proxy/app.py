@@ -104,7 +104,7 @@ class Application:
             reuse_port=self._share is not None,
         )
         if self._share is not None:
-            self._share.open(self.router.fleet, self.router.metrics)
+            self._share.open(self.router.fleet, self.router.metrics, self.admission)
             self._tasks.append(loop.create_task(self._share.run()))
             self._own_listener = await loop.create_server(
                 lambda: ServerProtocol(self.server), self.config.host, 0

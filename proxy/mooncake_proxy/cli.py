@@ -240,6 +240,17 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
     )
 
 
+def check_can_serve(config: ProxyConfig) -> None:
+    """ConfigError for a proxy that has nobody to decode, and can't be told of anybody."""
+    may_grow = config.pool_file or config.kubernetes or config.admin_keys
+    if not may_grow and all(spec.role is Role.PREFILL for spec in config.instances):
+        raise ConfigError(
+            "no instance to decode, now or later: give --prefill URL and --decode URL, or "
+            "--backend-url URL, or --pool-file or --kubernetes to follow instances, or "
+            "--admin-key-file to add them over HTTP"
+        )
+
+
 def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
     given = [
         (Role.PREFILL, args.prefill),
@@ -321,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         config = config_from(args)
+        check_can_serve(config)
         if config.workers > 1:
             return Parent(config, lambda own, share: uvloop.run(serve(own, share))).run()
         uvloop.run(serve(config))

@@ -26,7 +26,7 @@ def view(process: Process, instances: list[dict[str, Any]]) -> dict[str, Any]:
         "prefill_policy": process.config.prefill_policy,
         "decode_policy": process.config.decode_policy,
         "running": sum(i["running"] for i in instances if i["role"] != "prefill"),
-        "waiting": process.admission.num_waiting,
+        "waiting": process.num_waiting,
         "requests": sum(metrics.requests.values.values()),
         "errors": sum(n for (_, status), n in metrics.requests.values.items() if status >= "400"),
         "prompt_tokens": metrics.prompt_tokens.values[()],

@@ -29,6 +29,18 @@ class Process:
             self.share.tell(change)
         return instance
 
+    @property
+    def num_running(self) -> int:
+        """Requests that all workers serve."""
+        elsewhere = 0 if self.share is None else self.share.running_elsewhere()
+        return self.admission.num_running + elsewhere
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queues of all workers."""
+        elsewhere = 0 if self.share is None else self.share.waiting_elsewhere()
+        return self.admission.num_waiting + elsewhere
+
     def all_metrics(self) -> Metrics:
         """What all workers have counted."""
         if self.share is None:

@@ -14,6 +14,7 @@ import socket
 import msgspec
 from msgspec import Struct
 
+from mooncake_proxy.admission import Admission
 from mooncake_proxy.errors import ConfigError, Refusal
 from mooncake_proxy.instances import Fleet
 from mooncake_proxy.membership import Change, apply
@@ -26,10 +27,13 @@ MAX_MESSAGE_BYTES = 200_000
 
 
 class Loads(Struct, tag="loads"):
-    """In-flight work of one worker: name -> (running, prompt tokens)."""
+    """In-flight work of one worker: name -> (running, prompt tokens), and how many requests it
+    serves and lets wait."""
 
     worker: int
     loads: dict[str, tuple[int, int]]
+    running: int
+    waiting: int
 
 
 class Counts(Struct, tag="counts"):
@@ -64,14 +68,16 @@ class Share:
         self._link = link
         self._fleet: Fleet | None = None
         self._metrics: Metrics | None = None
-        self._loads: dict[int, dict[str, tuple[int, int]]] = {}
+        self._admission: Admission | None = None
+        self._loads: dict[int, Loads] = {}
         self._counts: dict[int, Snapshot] = {}
-        self._published: dict[str, tuple[int, int]] = {}
+        self._published = Loads(worker, {}, 0, 0)
 
-    def open(self, fleet: Fleet, metrics: Metrics) -> None:
+    def open(self, fleet: Fleet, metrics: Metrics, admission: Admission) -> None:
         """Begin to listen to the others."""
         self._fleet = fleet
         self._metrics = metrics
+        self._admission = admission
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
 
@@ -96,12 +102,23 @@ class Share:
         """What the other workers have counted, living or gone."""
         return list(self._counts.values())
 
+    def running_elsewhere(self) -> int:
+        """Requests that the other workers serve."""
+        return sum(loads.running for loads in self._loads.values())
+
+    def waiting_elsewhere(self) -> int:
+        """Requests in the other workers' queues."""
+        return sum(loads.waiting for loads in self._loads.values())
+
     def _publish_loads(self) -> None:
         assert self._fleet is not None
-        loads = {i.name: (i.num_running, i.num_prompt_tokens) for i in self._fleet if i.num_running}
+        assert self._admission is not None
+        own = {i.name: (i.num_running, i.num_prompt_tokens) for i in self._fleet if i.num_running}
+        admission = self._admission
+        loads = Loads(self.worker, own, admission.num_running, admission.num_waiting)
         if loads != self._published:
             self._published = loads
-            self._send(Loads(self.worker, loads))
+            self._send(loads)
 
     def _send(self, message: Message) -> None:
         data = encode_message(message)
@@ -131,7 +148,7 @@ class Share:
         elif isinstance(message, Fleeting):
             self._follow(message.change)
         elif isinstance(message, Loads):
-            self._loads[message.worker] = message.loads
+            self._loads[message.worker] = message
             self._sum_up()
         else:
             self._loads.pop(message.worker, None)
@@ -147,5 +164,5 @@ class Share:
     def _sum_up(self) -> None:
         assert self._fleet is not None
         for instance in self._fleet:
-            rows = [loads.get(instance.name, (0, 0)) for loads in self._loads.values()]
+            rows = [one.loads.get(instance.name, (0, 0)) for one in self._loads.values()]
             instance.num_elsewhere = (sum(row[0] for row in rows), sum(row[1] for row in rows))

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.exit_status import describe_exit
 from mooncake_proxy.share import MAX_MESSAGE_BYTES, Gone, Share, encode_message
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,8 @@ class Parent:
             link.close()
             self._tell_others(worker, encode_message(Gone(worker)))
             if not self._is_stopping:
-                logger.error("worker %d ended with status %d: a new one starts", worker, status)
+                how = describe_exit(os.waitstatus_to_exitcode(status))
+                logger.error("worker %d died, %s: a new one starts", worker, how)
                 time.sleep(RESTART_PAUSE_S)
                 self._start()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution import rank_messages as wire
+from mooncake_engine.exit_status import describe_exit
 
 _END_TIMEOUT_S = 1.0
 """How long a process may take to end after its connection has."""
@@ -174,9 +174,8 @@ class LocalRank(Rank):
     def last_words(self) -> str:
         """See ``Rank``."""
         status = self._process.wait()
-        if status < 0:
-            return f"killed by {signal.Signals(-status).name}"
-        return f"exited with status {status}; its log says why"
+        end = describe_exit(status)
+        return end if status < 0 else f"{end}; its log says why"
 
     def kill(self) -> None:
         """See ``Rank``."""

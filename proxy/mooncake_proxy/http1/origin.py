@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from mooncake_proxy.errors import ConfigError
 
+_WANTED = "wanted http://HOST:PORT or https://HOST:PORT"
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -19,15 +21,20 @@ class Origin:
 
     @classmethod
     def parse(cls, url: str) -> Origin:
-        """`http://host:port[/prefix]`, `https://...`, or `host:port`; IPv6 in brackets."""
+        """`http://host:port[/prefix]`, `https://...`, or `host:port`; IPv6 in brackets.
+
+        ConfigError for anything else.
+        """
         text = url if "://" in url else f"http://{url}"
         try:
             parts = urlsplit(text)
             port = parts.port
         except ValueError as exc:
-            raise ConfigError(f"instance URL {url!r}: {exc}; wanted http://HOST:PORT") from exc
+            raise ConfigError(f"instance URL {url!r}: {exc}; {_WANTED}") from exc
+        if "://" not in url and port is None:
+            raise ConfigError(f"instance URL {url!r}: neither scheme nor port; {_WANTED}")
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ConfigError(f"instance URL {url!r}: wanted http://HOST:PORT or https://HOST:PORT")
+            raise ConfigError(f"instance URL {url!r}: {_WANTED}")
         if parts.username or parts.query or parts.fragment:
             raise ConfigError(f"instance URL {url!r}: user, query and fragment have no place in it")
         default = 443 if parts.scheme == "https" else 80

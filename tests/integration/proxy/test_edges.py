@@ -15,6 +15,7 @@ from support.proxy_fakes import Stand, stand, text_of
 from support.proxy_fakes_client import BODY, events_of, post, streamed_text
 
 from mooncake_proxy.config import AdmissionConfig, TlsConfig
+from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.origin import Origin
 from mooncake_proxy.http1.server import ServerLimits
 from mooncake_proxy.instances import InstanceSpec, Role
@@ -249,6 +250,12 @@ def _make_certificate(certificate: Path, key: Path) -> None:
 def test_instance_urls(url: str, origin: Origin) -> None:
     assert Origin.parse(url) == origin
     assert Origin.parse(str(origin)) == origin
+
+
+@pytest.mark.parametrize("url", ["foo", "foo/v1", "", "http://", "ftp://x", "foo:bar"])
+def test_what_is_no_url_is_refused_with_the_form_wanted(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"{url!r}.*wanted http://HOST:PORT"):
+        Origin.parse(url)
 
 
 def test_the_openai_client() -> None:

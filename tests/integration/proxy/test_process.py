@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
-from support.proxy_fakes import FakeInstance, text_of
+from support.proxy_fakes import Behaviour, FakeInstance, text_of
 from support.proxy_fakes_client import BODY
 
 
 @asynccontextmanager
-async def proxy(*flags: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+async def proxy(
+    *flags: str, stderr: int | None = None
+) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """A proxy process and its URL, ended with SIGTERM."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -25,6 +27,7 @@ async def proxy(*flags: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Proc
         "0",
         *flags,
         stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
     )
     try:
         assert process.stdout is not None
@@ -122,6 +125,41 @@ def test_workers_share_one_view(tmp_path: object) -> None:
     asyncio.run(main())
 
 
+def test_running_and_waiting_count_all_workers() -> None:
+    async def main() -> None:
+        slow = FakeInstance(behaviour=Behaviour(delay_s=600.0))
+        await slow.start()
+        flags = ("--workers", "2", "--max-running", "2", "--backend-url", slow.url)
+        async with proxy(*flags, "--shutdown-timeout", "0") as (url, _):
+            await _ready(url)
+            async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+                asked = [
+                    asyncio.ensure_future(client.post("/v1/completions", json=BODY))
+                    for _ in range(12)
+                ]
+                for _ in range(8):  # a connection each: both workers are asked
+                    await _all_are_counted(url, len(asked))
+                for request in asked:
+                    request.cancel()
+                await asyncio.gather(*asked, return_exceptions=True)
+        await slow.kill()
+
+    asyncio.run(main())
+
+
+async def _all_are_counted(url: str, count: int) -> None:
+    said: dict[str, str] = {}
+    for _ in range(100):
+        async with httpx.AsyncClient(base_url=url) as client:
+            text = (await client.get("/metrics")).text
+        said = dict(line.rsplit(" ", 1) for line in text.splitlines())
+        places = [int(said[f"mooncake_proxy_{name}"]) for name in ("running", "waiting")]
+        if sum(places) == count and min(places) > 0:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(said)
+
+
 async def _ready(url: str) -> None:
     """Until both workers listen."""
     async with httpx.AsyncClient(base_url=url) as client:
@@ -145,7 +183,7 @@ def test_a_dead_worker_is_replaced() -> None:
     async def main() -> None:
         async with pair() as (p, d):
             flags = ("--workers", "2", "--prefill", p.url, "--decode", d.url)
-            async with proxy(*flags) as (url, process):
+            async with proxy(*flags, stderr=asyncio.subprocess.PIPE) as (url, process):
                 await _ready(url)
                 children = _children(process.pid)
                 assert len(children) == 2
@@ -159,6 +197,8 @@ def test_a_dead_worker_is_replaced() -> None:
                     raise AssertionError(f"no new worker: {children} -> {_children(process.pid)}")
                 async with httpx.AsyncClient(base_url=url) as client:
                     assert (await client.post("/v1/completions", json=BODY)).is_success
+            assert process.stderr is not None
+            assert b"worker 0 died, killed by SIGKILL, as the" in await process.stderr.read()
 
     asyncio.run(main())
 
@@ -188,6 +228,9 @@ def test_bad_flags_are_explained() -> None:
     async def main() -> None:
         for flags, message in (
             (["--prefill", "ftp://x"], "wanted http://HOST:PORT"),
+            (["--decode", "x"], "'x': neither scheme nor port; wanted http://HOST:PORT"),
+            ([], "no instance to decode, now or later: give --prefill URL and --decode URL"),
+            (["--prefill", "x:1"], "or --admin-key-file to add them over HTTP"),
             (["--api-key-file", "/nonexistent"], "key file /nonexistent"),
             (["--prefill", "x:1", "--decode", "x:1"], "given twice"),
             (["--flow", "push", "--host", "0.0.0.0"], "--advertise-url"),
@@ -198,5 +241,6 @@ def test_bad_flags_are_explained() -> None:
             _, stderr = await asyncio.wait_for(process.communicate(), 10)
             assert process.returncode == 2
             assert message in stderr.decode()
+            assert stderr.count(b"\n") == 1, "one line"
 
     asyncio.run(main())

@@ -91,7 +91,7 @@ def test_an_instance_whose_engine_died_ends_with_its_reason() -> None:
             events = [line for line in response if line.startswith(b"data: ")]
         assert program.wait() == 1
     assert b'"code":"engine_dead"' in events[-1]
-    reason = r"mooncake-engine: error: rank \d of 2 died: killed by SIGKILL"
+    reason = r"mooncake-engine: error: rank \d of 2 died: killed by SIGKILL, .*: see dmesg"
     assert re.fullmatch(reason, program.error_text.splitlines()[-1])
 
 

@@ -75,7 +75,7 @@ def test_a_dead_part_ends_the_rest_with_its_reason(up: Program) -> None:
     os.kill(victim, signal.SIGKILL)
     assert up.wait(30) == 1
     assert are_gone(children)
-    assert "mooncake-engine: error: decode-0 ended with status -9" in up.error_text
+    assert "mooncake-engine: error: decode-0 died, killed by SIGKILL" in up.error_text
 
 
 def test_a_dead_part_is_started_again_while_the_others_go_on() -> None:
@@ -92,7 +92,7 @@ def test_a_dead_part_is_started_again_while_the_others_go_on() -> None:
         assert are_gone({victim: ""})
         os.kill(next(iter(again)), signal.SIGKILL)
         assert up.wait(30) == 1
-    assert "mooncake-engine: error: decode-0 ended with status -9" in up.error_text
+    assert "mooncake-engine: error: decode-0 died, killed by SIGKILL" in up.error_text
     assert are_gone(children)
 
 
