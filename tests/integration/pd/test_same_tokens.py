@@ -1,26 +1,17 @@
-"""What prefill and decode apart say is what one instance says, token for token."""
+"""What prefill and decode apart say is what one instance says, token for token, by either way."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pd import (
-    GREEDY,
-    Answer,
-    Instance,
-    Pair,
-    ask,
-    ask_pair,
-    instance,
-    pair,
-    prefill,
-    prompt_of,
-)
+from support.pd import GREEDY, Answer, Instance, Pair, ask, instance, prompt_of
+from support.push import WAYS, PushPair
 
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
@@ -28,55 +19,68 @@ from mooncake_engine.sampling_params import SamplingParams
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
 PENALISED = replace(SEEDED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
 CHUNK = 64
-"""Tokens per step: longer prompts are prefilled in several."""
+"""Tokens per step: longer prompts are prefilled, and pushed, in several."""
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
+"""Layers, planes, heads, dimension, float32."""
+
+Both = Pair | PushPair
+AskBoth = Callable[..., Coroutine[Any, Any, Answer]]
+Scenario = Callable[[Instance, Both, AskBoth], Coroutine[Any, Any, None]]
 
 
-Scenario = Callable[[Instance, Pair], Coroutine[Any, Any, None]]
+@pytest.fixture(params=list(WAYS))
+def way(request: pytest.FixtureRequest) -> str:
+    """How KV comes to D."""
+    name: str = request.param
+    return name
 
 
-def run(model: Path, scenario: Scenario, **options: Any) -> None:
+def run(way: str, model: Path, scenario: Scenario, **options: Any) -> None:
     """Run a scenario on a single instance and a pair; afterwards every block is back."""
+    make_both, ask_both = WAYS[way]
 
     async def main() -> None:
-        async with instance(model) as single, pair(model, **options) as both:
-            await scenario(single, both)
+        async with instance(model) as single, make_both(model, **options) as both:
+            await scenario(single, both, partial(ask_both, both))
             await both.check_clean()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_prompts_of_every_length(model: Path, transport: str) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_prompts_of_every_length(way: str, model: Path, transport: str) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         for length in (1, 2, 15, 16, 17, 32, 63, 64, 65, 200, 499):
             prompt = prompt_of(length)
             expected = await ask(single, prompt)
-            found = await ask_pair(both, prompt)
+            found = await ask_both(prompt)
             assert found.tokens == expected.tokens, f"prompt of {length} tokens"
             assert found.finish is expected.finish is FinishReason.LENGTH
         assert both.decode.stat("loads") == 11
         assert both.decode.stat("load_failures") == 0
 
-    run(model, scenario, transports=(transport,), max_num_batched_tokens=CHUNK)
+    run(way, model, scenario, transports=(transport,), max_num_batched_tokens=CHUNK)
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), [(16, 16), (128, 16), (16, 128), (8, 32)])
-def test_block_sizes_may_differ(model: Path, prefill_size: int, decode_size: int) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_block_sizes_may_differ(way: str, model: Path, prefill_size: int, decode_size: int) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         for length in (5, 100, 128, 300):
             prompt = prompt_of(length)
             expected = await ask(single, prompt)
-            assert (await ask_pair(both, prompt)).tokens == expected.tokens
+            assert (await ask_both(prompt)).tokens == expected.tokens
         assert both.decode.stat("load_failures") == 0
 
     sizes = {"block_size": prefill_size}, {"block_size": decode_size}
-    run(model, scenario, prefill=sizes[0], decode=sizes[1])
+    run(way, model, scenario, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
 
 
 @pytest.mark.parametrize("on_prefill", [False, True])
 @pytest.mark.parametrize("on_decode", [False, True])
-def test_prefix_cache_hits_on_either_side(model: Path, on_prefill: bool, on_decode: bool) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_prefix_cache_hits_on_either_side(
+    way: str, model: Path, on_prefill: bool, on_decode: bool
+) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         shared = prompt_of(80)
         if on_prefill:
             await ask(both.prefill, shared)
@@ -86,61 +90,63 @@ def test_prefix_cache_hits_on_either_side(model: Path, on_prefill: bool, on_deco
             prompt = shared + prompt_of(tail, seed=tail)
             expected = await ask(single, prompt)
             before = both.decode.stat("bytes_received")
-            found = await ask_pair(both, prompt)
+            found = await ask_both(prompt)
             assert found.tokens == expected.tokens
             if tail == 1:
                 moved = both.decode.stat("bytes_received") - before
-                token_bytes = 2 * 2 * 2 * 16 * 4  # layers, planes, heads, head_dim, float32
-                assert moved == token_bytes * (1 if on_decode else 81)
+                assert moved == TOKEN_BYTES * (1 if on_decode else 81)
                 assert found.num_cached_tokens == (80 if on_prefill else 0)
 
-    run(model, scenario)
+    run(way, model, scenario)
 
 
-def test_a_prompt_that_the_decode_side_has_whole_moves_nothing(model: Path) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_a_prompt_that_the_decode_side_has_whole_moves_nothing(way: str, model: Path) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         prompt = prompt_of(64)
-        first, second = await ask_pair(both, prompt), await ask_pair(both, prompt)
+        first, second = await ask_both(prompt), await ask_both(prompt)
         assert first.tokens == second.tokens == (await ask(single, prompt)).tokens
-        assert both.decode.stat("bytes_received") == 64 * 2 * 2 * 2 * 16 * 4
+        assert both.decode.stat("bytes_received") == 64 * TOKEN_BYTES
 
-    run(model, scenario)
+    run(way, model, scenario)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_many_requests_of_mixed_lengths_at_once(model: Path, transport: str) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_many_requests_of_mixed_lengths_at_once(way: str, model: Path, transport: str) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         prompts = [prompt_of(1 + 37 * index % 190, seed=index) for index in range(32)]
         samplings = [replace(GREEDY, max_tokens=2 + index % 11) for index in range(32)]
         expected = [await ask(single, *case) for case in zip(prompts, samplings, strict=True)]
         found = await asyncio.gather(
-            *(ask_pair(both, *case) for case in zip(prompts, samplings, strict=True))
+            *(ask_both(*case) for case in zip(prompts, samplings, strict=True))
         )
         assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+        assert both.decode.stat("load_failures") == 0
 
-    blocks = {"num_kv_blocks": 96}
-    run(model, scenario, transports=(transport,), max_num_batched_tokens=CHUNK, **blocks)
+    blocks = {"prefill": {"num_kv_blocks": 40}, "decode": {"num_kv_blocks": 96}}
+    run(way, model, scenario, transports=(transport,), max_num_batched_tokens=CHUNK, **blocks)
 
 
 @pytest.mark.parametrize("sampling", [SEEDED, PENALISED], ids=["seeded", "penalised"])
-def test_seeded_sampling_continues_where_it_was(model: Path, sampling: SamplingParams) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_seeded_sampling_continues_where_it_was(
+    way: str, model: Path, sampling: SamplingParams
+) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         for length in (3, 90):
             for seed in range(4):
                 case = prompt_of(length), replace(sampling, seed=seed)
-                assert (await ask_pair(both, *case)).tokens == (await ask(single, *case)).tokens
+                assert (await ask_both(*case)).tokens == (await ask(single, *case)).tokens
 
-    run(model, scenario)
+    run(way, model, scenario)
 
 
-def test_log_probabilities_include_the_first_tokens(model: Path) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_log_probabilities_include_the_first_tokens(way: str, model: Path) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         case = prompt_of(30), replace(GREEDY, logprobs=3)
-        expected, found = await ask(single, *case), await ask_pair(both, *case)
+        expected, found = await ask(single, *case), await ask_both(*case)
         assert len(found.logprobs) == len(found.tokens) == GREEDY.max_tokens
         assert_close(found, expected)
 
-    run(model, scenario)
+    run(way, model, scenario)
 
 
 def assert_close(found: Answer, expected: Answer) -> None:
@@ -153,60 +159,13 @@ def assert_close(found: Answer, expected: Answer) -> None:
         )
 
 
-def test_an_answer_of_one_token_ends_with_the_peers(model: Path) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
-        case = prompt_of(30), replace(GREEDY, max_tokens=1)
-        found = await ask_pair(both, *case)
-        assert found.tokens == (await ask(single, *case)).tokens
-        assert found.finish is FinishReason.LENGTH
-        assert both.decode.stat("loads") == 0
-
-    run(model, scenario)
-
-
-def test_a_prompt_that_leaves_room_for_one_token(model: Path) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
-        case = prompt_of(511), replace(GREEDY, max_tokens=None)
-        found = await ask_pair(both, *case)
-        assert found.tokens == (await ask(single, *case)).tokens
-        assert (len(found.tokens), found.finish) == (1, FinishReason.LENGTH)
-
-    run(model, scenario)
-
-
-def test_eos_as_the_first_token_is_the_whole_answer(model: Path) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
-        prompt = prompt_of(40)
-        first = (await ask(single, prompt)).tokens[0]
-        ending = replace(GREEDY, stop_token_ids=(first,), max_tokens=1)
-        answer = await ask(both.prefill, prompt, ending, {"do_remote_decode": True})
-        assert (answer.tokens, answer.finish, answer.params) == ([first], FinishReason.STOP, None)
-        assert both.prefill.stat("leases_held") == 0
-
-    run(model, scenario)
-
-
-def test_a_stop_token_after_the_border_ends_the_answer(model: Path) -> None:
-    async def scenario(single: Instance, both: Pair) -> None:
+def test_a_stop_token_after_the_border_ends_the_answer(way: str, model: Path) -> None:
+    async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         prompt = prompt_of(40)
         third = (await ask(single, prompt)).tokens[2]
         case = prompt, replace(GREEDY, stop_token_ids=(third,))
-        expected, found = await ask(single, *case), await ask_pair(both, *case)
+        expected, found = await ask(single, *case), await ask_both(*case)
         assert found.tokens == expected.tokens
         assert found.finish is expected.finish is FinishReason.STOP
 
-    run(model, scenario)
-
-
-def test_one_prefill_may_not_be_read_twice(model: Path) -> None:
-    """The lease ends with the first reader; a second one computes the prompt itself."""
-
-    async def scenario(single: Instance, both: Pair) -> None:
-        prompt = prompt_of(50)
-        expected = await ask(single, prompt)
-        params = await prefill(both.prefill, prompt)
-        assert (await ask(both.decode, prompt, GREEDY, params)).tokens == expected.tokens
-        assert (await ask(both.decode, prompt, GREEDY, params)).tokens == expected.tokens
-        assert both.decode.stat("load_failures") == 1
-
-    run(model, scenario)
+    run(way, model, scenario)

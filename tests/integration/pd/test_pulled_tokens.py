@@ -1,0 +1,73 @@
+"""What only a prefill that is read after it has ended can do, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.pd import GREEDY, Instance, Pair, ask, ask_pair, instance, pair, prefill, prompt_of
+
+from mooncake_engine.messages import FinishReason
+
+Scenario = Callable[[Instance, Pair], Coroutine[Any, Any, None]]
+
+
+def run(model: Path, scenario: Scenario, **options: Any) -> None:
+    """Run a scenario on a single instance and a pair; afterwards every block is back."""
+
+    async def main() -> None:
+        async with instance(model) as single, pair(model, **options) as both:
+            await scenario(single, both)
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+def test_an_answer_of_one_token_ends_with_the_peers(model: Path) -> None:
+    async def scenario(single: Instance, both: Pair) -> None:
+        case = prompt_of(30), replace(GREEDY, max_tokens=1)
+        found = await ask_pair(both, *case)
+        assert found.tokens == (await ask(single, *case)).tokens
+        assert found.finish is FinishReason.LENGTH
+        assert both.decode.stat("loads") == 0
+
+    run(model, scenario)
+
+
+def test_a_prompt_that_leaves_room_for_one_token(model: Path) -> None:
+    async def scenario(single: Instance, both: Pair) -> None:
+        case = prompt_of(511), replace(GREEDY, max_tokens=None)
+        found = await ask_pair(both, *case)
+        assert found.tokens == (await ask(single, *case)).tokens
+        assert (len(found.tokens), found.finish) == (1, FinishReason.LENGTH)
+
+    run(model, scenario)
+
+
+def test_eos_as_the_first_token_is_the_whole_answer(model: Path) -> None:
+    async def scenario(single: Instance, both: Pair) -> None:
+        prompt = prompt_of(40)
+        first = (await ask(single, prompt)).tokens[0]
+        ending = replace(GREEDY, stop_token_ids=(first,), max_tokens=1)
+        answer = await ask(both.prefill, prompt, ending, {"do_remote_decode": True})
+        assert (answer.tokens, answer.finish, answer.params) == ([first], FinishReason.STOP, None)
+        assert both.prefill.stat("leases_held") == 0
+
+    run(model, scenario)
+
+
+def test_one_prefill_may_not_be_read_twice(model: Path) -> None:
+    """The lease ends with the first reader; a second one computes the prompt itself."""
+
+    async def scenario(single: Instance, both: Pair) -> None:
+        prompt = prompt_of(50)
+        expected = await ask(single, prompt)
+        params = await prefill(both.prefill, prompt)
+        assert (await ask(both.decode, prompt, GREEDY, params)).tokens == expected.tokens
+        assert (await ask(both.decode, prompt, GREEDY, params)).tokens == expected.tokens
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario)

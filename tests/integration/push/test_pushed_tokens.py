@@ -1,0 +1,104 @@
+"""What is pushed layer by layer says what one instance says, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pd import GREEDY, Instance, ask, instance, prompt_of
+from support.push import PushPair, ask_pushed, push_pair
+
+from mooncake_engine.kv_transfer.push.worker import PushWorker
+from mooncake_engine.messages import FinishReason
+
+slow = pytest.mark.slow
+CHUNK = 64
+"""Tokens per step: longer prompts are prefilled, and sent, in several."""
+
+Scenario = Callable[[Instance, PushPair], Coroutine[Any, Any, None]]
+
+
+def run(model: Path, scenario: Scenario, **options: Any) -> None:
+    """Run a scenario on a single instance and a pair; afterwards every block is back."""
+
+    async def main() -> None:
+        async with instance(model) as single, push_pair(model, **options) as both:
+            await scenario(single, both)
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    [(1, 2), (2, 1), *(pytest.param(*pair, marks=slow) for pair in ((2, 2), (3, 2), (4, 2)))],
+)
+def test_tensor_parallel_pairs(model: Path, prefill_tp: int, decode_tp: int) -> None:
+    async def scenario(single: Instance, both: PushPair) -> None:
+        for length in (1, 33, 200):
+            prompt = prompt_of(length)
+            expected = await ask(single, prompt)
+            assert (await ask_pushed(both, prompt)).tokens == expected.tokens
+        assert both.decode.stat("load_failures") == 0
+
+    sizes = {"tp_size": prefill_tp}, {"tp_size": decode_tp}
+    run(model, scenario, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
+
+
+def test_prompts_in_pieces(model: Path) -> None:
+    """Whose layers are heard of between the graphs, on both ranks."""
+
+    async def scenario(single: Instance, both: PushPair) -> None:
+        for length in (1, 33, 200):
+            prompt = prompt_of(length)
+            expected = await ask(single, prompt)
+            assert (await ask_pushed(both, prompt)).tokens == expected.tokens
+        assert both.decode.stat("load_failures") == 0
+        assert both.decode.stat("bytes_received") == both.prefill.stat("bytes_sent") > 0
+
+    options = {"max_num_batched_tokens": CHUNK, "piecewise_graph_max_tokens": CHUNK}
+    run(model, scenario, prefill={"tp_size": 2}, **options)
+
+
+def test_an_answer_may_end_with_its_first_token(model: Path) -> None:
+    """By length, by a stop token, and by the end of the context."""
+
+    async def scenario(single: Instance, both: PushPair) -> None:
+        prompt = prompt_of(40)
+        first = (await ask(single, prompt)).tokens[0]
+        ending = replace(GREEDY, stop_token_ids=(first,))
+        for case, finish in (
+            ((prompt, replace(GREEDY, max_tokens=1)), FinishReason.LENGTH),
+            ((prompt, ending), FinishReason.STOP),
+            ((prompt_of(511), replace(GREEDY, max_tokens=None)), FinishReason.LENGTH),
+        ):
+            found = await ask_pushed(both, *case)
+            assert found.tokens == (await ask(single, *case)).tokens
+            assert (len(found.tokens), found.finish) == (1, finish)
+
+    run(model, scenario)
+
+
+@pytest.mark.parametrize("heard", [(), (1,)], ids=["none", "the second"])
+def test_a_layer_whose_hook_did_not_fire_is_sent_at_the_end(
+    model: Path, monkeypatch: pytest.MonkeyPatch, heard: tuple[int, ...]
+) -> None:
+    layer_done = PushWorker._layer_done
+
+    def miss(worker: PushWorker, active: Any, index: int) -> None:
+        if index in heard:
+            layer_done(worker, active, index)
+
+    monkeypatch.setattr(PushWorker, "_layer_done", miss)
+
+    async def scenario(single: Instance, both: PushPair) -> None:
+        for length in (1, 200):
+            prompt = prompt_of(length)
+            assert (await ask_pushed(both, prompt)).tokens == (await ask(single, prompt)).tokens
+        assert both.decode.stat("load_failures") == 0
+
+    run(model, scenario, max_num_batched_tokens=CHUNK)
