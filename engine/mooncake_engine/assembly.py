@@ -12,6 +12,7 @@ from mooncake_engine.core import Command, EngineCore
 from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_engine.execution.executor import (
     Executor,
+    ExecutorFacts,
     ExecutorOptions,
     InProcessExecutor,
 )
@@ -188,12 +189,7 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
             "async scheduling is off: it does not go together with %s",
             f"{config.pp_size} pipeline stages" if config.pp_size > 1 else "speculative decoding",
         )
-    logger.info(
-        "KV pool: %d blocks of %d tokens, %d tokens in all",
-        facts.num_blocks,
-        facts.block_size,
-        facts.num_blocks * facts.block_size,
-    )
+    _tell_pool(config, facts)
     blocks = BlockManager(
         facts.num_blocks,
         facts.block_size,
@@ -201,6 +197,24 @@ def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | 
         num_host_blocks=facts.num_host_blocks,
     )
     return Scheduler(limits, blocks, connector)
+
+
+def _tell_pool(config: EngineConfig, facts: ExecutorFacts) -> None:
+    """Here and not where it is decided, which is in every rank."""
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %d tokens in all",
+        facts.num_blocks,
+        facts.block_size,
+        facts.num_blocks * facts.block_size,
+    )
+    if config.max_model_len is None and facts.max_model_len < facts.model.max_positions:
+        logger.warning(
+            "the KV pool limits prompt and answer together to %d tokens, the model takes %d: "
+            "give it more (--kv-cache-bytes, --num-kv-blocks, --memory-utilization), or say with "
+            "--max-model-len that so many are enough",
+            facts.max_model_len,
+            facts.model.max_positions,
+        )
 
 
 def _settle_addresses(config: EngineConfig) -> EngineConfig:

@@ -319,12 +319,6 @@ def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -
     """The longest sequence that was asked for, or else that the model and the pool allow."""
     wanted = config.max_model_len
     if wanted is None:
-        if pool_tokens < model.max_positions:
-            logger.warning(
-                "KV pool holds %d tokens: sequences are limited to that, the model could take %d",
-                pool_tokens,
-                model.max_positions,
-            )
         return min(model.max_positions, pool_tokens)
     for limit, owner in ((model.max_positions, "model was made for"), (pool_tokens, "pool holds")):
         if wanted > limit:

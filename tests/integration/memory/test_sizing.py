@@ -66,3 +66,22 @@ def test_too_little_is_refused_with_the_figures(checkpoint: Path) -> None:
 def test_a_host_is_not_filled_unasked(checkpoint: Path) -> None:
     facts = facts_of(EngineConfig(checkpoint, threads=1))
     assert facts.num_kv_blocks * 3 * 2 * 2 * 16 * 16 * 4 <= 1 << 30
+
+
+def test_a_pool_shorter_than_the_models_sequences_is_told_once(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(checkpoint, num_kv_blocks=1, tp_size=2, threads=1)
+    assert facts_of(config).max_model_len == 16
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [told] = [line for line in said if "limits prompt and answer together to 16 tokens" in line]
+    assert "the model takes 512: give it more (--kv-cache-bytes, " in told
+    assert "limit" not in capfd.readouterr().err, "ranks say nothing of it"
+
+
+def test_a_pool_that_is_as_long_as_asked_for_is_not_complained_about(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(checkpoint, num_kv_blocks=1, max_model_len=16, threads=1)
+    assert facts_of(config).max_model_len == 16
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
