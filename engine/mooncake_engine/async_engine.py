@@ -17,7 +17,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest, ResetPrefixCache, Wake
 from mooncake_engine.errors import EngineDead, Overloaded
 from mooncake_engine.execution.weights import LoadProgress
-from mooncake_engine.kv_transfer.base import Topology, find_connector
+from mooncake_engine.kv_transfer.base import Pairing, Topology, find_connector
 from mooncake_engine.kv_transfer.params import TransferMode
 from mooncake_engine.messages import EngineFacts, EngineRequest, EngineStats, TokenUpdate
 
@@ -140,6 +140,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """A snapshot for metrics. Any thread."""
         return self._core.stats()
+
+    def pairing(self) -> Pairing | None:
+        """Whom it can't exchange KV with; None if it works alone. Any thread."""
+        return self._core.pairing()
 
     def topology(self) -> Topology | None:
         """Where peers reach this instance; None if it works alone. Any thread."""

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.executor import Executor
 from mooncake_engine.execution.pending import PendingStep
-from mooncake_engine.kv_transfer.base import Connector, Topology
+from mooncake_engine.kv_transfer.base import Connector, Pairing, Topology
 from mooncake_engine.kv_transfer.events import ConnectorFailed, Event, LeaseEnded, LoadEnded
 from mooncake_engine.kv_transfer.params import Handoff
 from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
@@ -157,6 +157,10 @@ class EngineCore:
             speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
         )
+
+    def pairing(self) -> Pairing | None:
+        """Whom it can't exchange KV with; None if it works alone. Any thread."""
+        return None if self._connector is None else self._connector.pairing()
 
     def topology(self) -> Topology | None:
         """Where peers reach this instance; None if it works alone. Any thread."""

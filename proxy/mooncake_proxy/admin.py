@@ -101,10 +101,9 @@ class Surface:
         whole = fleet.whole()
         if whole is None:
             return "no live decode instance"
-        if whole is Role.DECODE and not (
-            fleet.live(Role.PREFILL) or self._process.config.local_prefill
-        ):
-            return "no live prefill instance"
+        if whole is Role.DECODE and not (fleet.hands_over or self._process.config.local_prefill):
+            has_prefill = bool(fleet.live(Role.PREFILL))
+            return "no pair can exchange KV" if has_prefill else "no live prefill instance"
         return None
 
     async def instances(self, exchange: Exchange) -> None:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from mooncake_proxy.errors import (
     ConnectFailed,
     ConnectionLost,
@@ -16,9 +18,10 @@ from mooncake_proxy.errors import (
     UpstreamTimeout,
     is_leaving,
 )
-from mooncake_proxy.instances import Fleet, Instance
+from mooncake_proxy.instances import Fleet, Instance, Pairing
 
 logger = logging.getLogger(__name__)
+_pairing_decoder = msgspec.json.Decoder(Pairing)
 
 
 @dataclass(slots=True)
@@ -128,9 +131,10 @@ class HealthChecker:
         pool = instance.pool
         deadline = pool.context.loop.time() + self._config.timeout_s
         try:
-            await pool.fetch(instance.get(self._config.path), deadline)
+            body = await pool.fetch(instance.get(self._config.path), deadline)
         except UpstreamError as exc:
             return exc
+        self._fleet.note_pairing(instance, _pairing_in(body))
         return None
 
     def _words(self, error: UpstreamError | None) -> str:
@@ -138,3 +142,11 @@ class HealthChecker:
             text = error.body[:200].decode("utf-8", "replace")
             return f"{self._config.path} answered {error.status}: {text}"
         return "" if error is None else error.detail
+
+
+def _pairing_in(body: bytes) -> Pairing:
+    """What a good answer says of peers; a foreign one may be of any form."""
+    try:
+        return _pairing_decoder.decode(body)
+    except msgspec.DecodeError:
+        return Pairing()

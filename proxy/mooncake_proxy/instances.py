@@ -6,6 +6,9 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
+
+from msgspec import Struct
 
 from mooncake_proxy.bootstrap import Bootstrap
 from mooncake_proxy.errors import Conflict, NoInstance, NotFound
@@ -64,6 +67,15 @@ class InstanceSpec:
         return str(self.origin)
 
 
+class Pairing(Struct, frozen=True):
+    """What an instance says of itself and its peers; foreign ones say nothing."""
+
+    # This incarnation.
+    engine_id: str = ""
+    # Incarnations that it can't exchange KV with.
+    refused_peers: frozenset[str] = frozenset()
+
+
 class Instance:
     """One instance with its connections and its load as this proxy knows it."""
 
@@ -78,6 +90,7 @@ class Instance:
         "num_elsewhere",
         "num_prompt_tokens",
         "num_running",
+        "pairing",
         "pool",
         "spec",
         "warned",
@@ -97,6 +110,7 @@ class Instance:
         self.num_prompt_tokens = 0
         # The same two counts as the other worker processes report them.
         self.num_elsewhere = (0, 0)
+        self.pairing = Pairing()
         self.warned: set[str] = set()
         self._heads: dict[str, bytes] = {}
 
@@ -125,6 +139,11 @@ class Instance:
     def total_prompt_tokens(self) -> int:
         """Prompt tokens of those requests."""
         return self.num_prompt_tokens + self.num_elsewhere[1]
+
+    def fits(self, peer: Instance) -> bool:
+        """Whether neither of the two has refused to exchange KV with the other."""
+        own, other = self.pairing, peer.pairing
+        return own.engine_id not in other.refused_peers and other.engine_id not in own.refused_peers
 
     def request(self, path: str, request_id: str, extra: bytes, body: bytes) -> bytes:
         """A POST of JSON to this instance, ready to be written."""
@@ -170,6 +189,9 @@ class Fleet:
         self.version = 0
         # Whether a request can be prefilled by one instance and decoded by another now.
         self.hands_over = False
+        # Whether some live instances can't exchange KV with others; else nobody need look.
+        self.has_misfits = False
+        self._paired: frozenset[Instance] = frozenset()
         # Whether any instance may give requests back: then token ids are recorded.
         self.recomputes = False
         self._refresh()
@@ -204,6 +226,18 @@ class Fleet:
         if not live:
             raise NoInstance(self._explain(role), code=f"no_live_{role.value}")
         return live
+
+    def is_paired(self, instance: Instance) -> bool:
+        """Whether a live instance of the other role can exchange KV with it."""
+        return instance in self._paired
+
+    def require_pair(self) -> None:
+        """A live P and a live D that can exchange KV, or NoInstance."""
+        self.require(Role.PREFILL)
+        self.require(Role.DECODE)
+        if not self.hands_over:
+            message = "no live prefill instance can exchange KV with a live decode instance"
+            raise NoInstance(f"{message}; their logs say why", code="no_fitting_pair")
 
     # ------------------------------------------------ changes
 
@@ -274,6 +308,12 @@ class Fleet:
             logger.warning("instance down: %s: %s", instance.name, error)
         self._refresh()
 
+    def note_pairing(self, instance: Instance, pairing: Pairing) -> None:
+        """An instance has said who it is, and which peers it can't exchange KV with."""
+        if instance.pairing != pairing:
+            instance.pairing = pairing
+            self._refresh()
+
     def close(self) -> None:
         """Close all connections."""
         for instance in self._instances.values():
@@ -294,7 +334,27 @@ class Fleet:
         self.recomputes = any(i.spec.recomputes for i in takes)
         for role in Role:
             self._live[role.index] = tuple(i for i in takes if i.spec.role is role)
-        self.hands_over = bool(self.live(Role.PREFILL) and self.live(Role.DECODE))
+        self._pair_up()
+
+    def _pair_up(self) -> None:
+        """Who can exchange KV. Refusals are rare: where there are none, nobody is compared."""
+        prefills, decodes = self.live(Role.PREFILL), self.live(Role.DECODE)
+        self.has_misfits = False
+        self.hands_over = bool(prefills and decodes)
+        if not any(i.pairing.refused_peers for i in (*prefills, *decodes)):
+            return
+        paired: set[Instance] = set()
+        for prefill, decode in product(prefills, decodes):
+            if prefill.fits(decode):
+                paired |= {prefill, decode}
+            else:
+                self.has_misfits = True
+                prefill.warn_once(
+                    f"misfit {decode.pairing.engine_id}",
+                    f"can't exchange KV with {decode.name}: no request goes from one to the other",
+                )
+        self._paired = frozenset(paired)
+        self.hands_over = bool(paired)
 
     def _explain(self, role: Role) -> str:
         wanted = [i for i in self._instances.values() if i.spec.role is role]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, TypeVar
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 ABORT_TIMEOUT_S = 5.0
+
+Fits = Callable[[Instance], bool]
+"""Whether an instance can exchange KV with the one at the other end."""
+
 # Tokenising less than this takes less than handing it to a thread.
 INLINE_CHARACTERS = 1000
 
@@ -140,11 +144,20 @@ class Router:
 
     # ------------------------------------------------ choice
 
-    def choose(self, role: Role, call: Call, tried: Sequence[Instance] = ()) -> Instance:
-        """The instance for this step, not one that already failed it. NoInstance if none lives."""
+    def choose(
+        self,
+        role: Role,
+        call: Call,
+        tried: Sequence[Instance] = (),
+        fits: Fits | None = None,
+    ) -> Instance:
+        """The instance for this step: not one that already failed it, rather one that fits.
+        NoInstance if none lives."""
         live: Sequence[Instance] = self.fleet.require(role)
         if tried:
             live = [instance for instance in live if instance not in tried] or live
+        if fits is not None and self.fleet.has_misfits:
+            live = [instance for instance in live if fits(instance)] or live
         if len(live) == 1:
             return self._note_blocks(call, live[0])
         hint = Hint(
@@ -163,17 +176,21 @@ class Router:
 
     # ------------------------------------------------ attempts
 
-    def attempt(self, role: Role, call: Call, step: Step[T]) -> Awaitable[T]:
+    def attempt(
+        self, role: Role, call: Call, step: Step[T], fits: Fits | None = None
+    ) -> Awaitable[T]:
         """Run `step` on an instance, and on another one for as long as nothing was forwarded.
 
         Each new try has a new attempt id. It takes from the retry budget, so that a fleet that
         is failing does not get more traffic than a healthy one.
         """
         if call.trace is None:
-            return self._attempt(role, call, step)
-        return self._traced_attempt(role, call, step, call.trace)
+            return self._attempt(role, call, step, fits)
+        return self._traced_attempt(role, call, step, fits, call.trace)
 
-    async def _traced_attempt(self, role: Role, call: Call, step: Step[T], trace: Trace) -> T:
+    async def _traced_attempt(
+        self, role: Role, call: Call, step: Step[T], fits: Fits | None, trace: Trace
+    ) -> T:
         own = forwarded_headers(call.exchange.headers, FORWARDED)
         with trace.stage(role.label) as leg:
 
@@ -182,12 +199,12 @@ class Router:
                     call.forward = own + lines
                     return await step(router, call, instance)
 
-            return await self._attempt(role, call, watched)
+            return await self._attempt(role, call, watched, fits)
 
-    async def _attempt(self, role: Role, call: Call, step: Step[T]) -> T:
+    async def _attempt(self, role: Role, call: Call, step: Step[T], fits: Fits | None) -> T:
         tried: list[Instance] = []
         while True:
-            instance = self.choose(role, call, tried)
+            instance = self.choose(role, call, tried, fits)
             instance.num_running += 1
             instance.num_prompt_tokens += call.prompt_tokens
             try:

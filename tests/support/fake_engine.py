@@ -13,6 +13,7 @@ from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import EngineDead
+from mooncake_engine.kv_transfer.base import Pairing
 from mooncake_engine.messages import (
     EngineFacts,
     EngineRequest,
@@ -68,6 +69,7 @@ class FakeEngine:
     held_ids: str = ""
     num_cached_tokens: int = 0
     num_leases: int = 0
+    known_pairing: Pairing | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[EngineRequest] = field(default_factory=list)
@@ -111,6 +113,9 @@ class FakeEngine:
             prompt_tokens=7,
             kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
         )
+
+    def pairing(self) -> Pairing | None:
+        return self.known_pairing
 
     def topology(self) -> None:
         return None

@@ -89,6 +89,8 @@ class Behaviour:
     # D: a vLLM that knows nothing of first_token_delivered.
     emits_first_token: bool = False
     health: int = 200
+    # Names of instances that it can't exchange KV with; None says nothing, as foreign ones do.
+    refuses: tuple[str, ...] | None = ()
     # D, push flow: how often it posts to the metaserver.
     num_posts: int = 1
 
@@ -185,10 +187,16 @@ class FakeInstance:
         except asyncio.CancelledError:
             raise _Broken from None
 
+    def _standing(self) -> Json:
+        if self.behaviour.refuses is None:
+            return {"refused_peers": "what foreign ones may mean by that"}
+        refused = [f"engine-{name}" for name in self.behaviour.refuses]
+        return {"status": "ok", "engine_id": f"engine-{self.name}", "refused_peers": refused}
+
     async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
         behaviour = self.behaviour
         if seen.path == "/health":
-            body = {"status": behaviour.health} if behaviour.health == 200 else behaviour.error
+            body = self._standing() if behaviour.health == 200 else behaviour.error
             _respond(writer, behaviour.health, body)
             return
         if seen.path == "/abort":

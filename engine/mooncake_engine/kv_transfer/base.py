@@ -72,6 +72,18 @@ class Topology(msgspec.Struct, frozen=True):
     ranks: tuple[RankEndpointFacts, ...]
 
 
+class Pairing(msgspec.Struct, frozen=True):
+    """Who can't exchange KV, for those who choose pairs of instances.
+
+    Args:
+        engine_id: name of this incarnation.
+        refused_peers: incarnations whose handshake with it was refused.
+    """
+
+    engine_id: str
+    refused_peers: tuple[str, ...]
+
+
 class Connector(KVConnector, Protocol):
     """A connector's core side, as the core sees it: a scheduler's connector with a life cycle."""
 
@@ -90,6 +102,10 @@ class Connector(KVConnector, Protocol):
 
     def stats(self) -> dict[str, float]:
         """Figures by name, for metrics."""
+        ...
+
+    def pairing(self) -> Pairing:
+        """Whom this instance can't exchange KV with, as far as it has been tried. Any thread."""
         ...
 
     def topology(self) -> Topology:

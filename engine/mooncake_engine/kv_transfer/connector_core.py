@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from mooncake_engine.config import KVTransferConfig
 from mooncake_engine.errors import ConfigError, PortTaken
-from mooncake_engine.kv_transfer.base import ConnectorSetup, RankEndpointFacts, Topology
+from mooncake_engine.kv_transfer.base import ConnectorSetup, Pairing, RankEndpointFacts, Topology
 from mooncake_engine.kv_transfer.context import SideContext
 from mooncake_engine.kv_transfer.events import ConnectorFailed
 from mooncake_engine.kv_transfer.facts import InstanceFacts, model_fingerprint
@@ -95,6 +95,10 @@ class ConnectorCore(ABC):
             self._is_started = False
             self._loop.run(self._shut(), START_TIMEOUT_S + self._config.transfer_timeout_s)
         self._loop.close()
+
+    def pairing(self) -> Pairing:
+        """See ``Connector``."""
+        return Pairing(self._setup.engine_id, self._refusals.engine_ids)
 
     def topology(self) -> Topology:
         """See ``Connector``."""

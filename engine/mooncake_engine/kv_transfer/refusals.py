@@ -6,7 +6,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_REFUSALS = 1024
+REMEMBERED_REFUSALS = 256
 
 
 class Refusals:

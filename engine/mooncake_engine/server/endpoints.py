@@ -137,13 +137,17 @@ class PlainEndpoints:
         return Response(msgspec.json.encode(topology), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason."""
+        """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason;
+        a proxy learns here which pairs of instances to leave alone."""
         try:
             self.answerer.engine.check_health()
             self.live.check_open()
         except (EngineDead, ShuttingDown) as exc:
             return to_api_error(exc).response()
-        return _json({"status": "ok", "role": self.answerer.engine.config.role.value})
+        engine = self.answerer.engine
+        pairing = engine.pairing()
+        peers = {} if pairing is None else msgspec.structs.asdict(pairing)
+        return _json({"status": "ok", "role": engine.config.role.value, **peers})
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``."""

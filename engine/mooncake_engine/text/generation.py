@@ -9,7 +9,7 @@ from typing import Protocol
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import DeadlineExceeded, RequestFailed
-from mooncake_engine.kv_transfer.base import Topology
+from mooncake_engine.kv_transfer.base import Pairing, Topology
 from mooncake_engine.messages import (
     EngineFacts,
     EngineRequest,
@@ -53,6 +53,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
+
+    def pairing(self) -> Pairing | None:
+        """Whom it can't exchange KV with; None if it works alone."""
 
     def topology(self) -> Topology | None:
         """Where peers reach this instance; None if it works alone."""

@@ -45,7 +45,7 @@ async def _pass(router: Router, call: Call) -> None:
         await plain(router, call, alone)
         return
     try:
-        prefilled = await router.attempt(Role.PREFILL, call, _prefill)
+        prefilled = await router.attempt(Role.PREFILL, call, _prefill, router.fleet.is_paired)
     except UpstreamError as error:
         if not may_prefill_on_decoder(router, call, error):
             raise
@@ -57,7 +57,7 @@ async def _pass(router: Router, call: Call) -> None:
         await fall_back(router, call, "no_params")
     else:
         with Held(router, call, prefilled) as held:
-            await router.attempt(Role.DECODE, call, held.decode)
+            await router.attempt(Role.DECODE, call, held.decode, prefilled.instance.fits)
 
 
 @dataclass(slots=True)
@@ -138,9 +138,10 @@ def serve_alone(router: Router, call: Call) -> Role | None:
     if whole is Role.BOTH:
         return whole
     if not router.config.local_prefill:
-        fleet.require(Role.PREFILL)
-    logger.warning("request %s: no live prefill instance, D prefills", call.request_id)
-    router.metrics.fallbacks.add("no_live_prefill")
+        fleet.require_pair()
+    reason = "no_fitting_pair" if fleet.live(Role.PREFILL) else "no_live_prefill"
+    logger.warning("request %s: %s, D prefills", call.request_id, reason)
+    router.metrics.fallbacks.add(reason)
     return whole
 
 

@@ -45,7 +45,7 @@ async def _pass(router: Router, call: Call) -> None:
         await plain(router, call, alone)
         return
     try:
-        await router.attempt(Role.DECODE, call, _meet)
+        await router.attempt(Role.DECODE, call, _meet, router.fleet.is_paired)
     except UpstreamError as error:
         if call.is_committed or not _is_prefill_failure(router, call, error):
             raise
@@ -63,7 +63,9 @@ def _decode_alone(router: Router, call: Call) -> Role | None:
 async def _meet(router: Router, call: Call, decoder: Instance) -> None:
     """One attempt: D's answer, and beside it the prefill that D's post starts."""
     call.decoder = decoder.name
-    with router.rendezvous.expect(lambda params: _dispatch(router, call, params)) as meeting:
+    with router.rendezvous.expect(
+        lambda params: _dispatch(router, call, decoder, params)
+    ) as meeting:
         body = decode_body(call, router.metaserver_url + meeting.key)
         decoding = router.client.loop.create_task(generate(router, call, decoder, body))
         await meeting.beside(decoding)
@@ -79,10 +81,11 @@ def decode_body(call: Call, metaserver: str) -> bytes:
     return encode(fields)
 
 
-async def _dispatch(router: Router, call: Call, params: Raw) -> None:
+async def _dispatch(router: Router, call: Call, decoder: Instance, params: Raw) -> None:
     """The prefill, on another P if one fails."""
     try:
-        await router.attempt(Role.PREFILL, call, partial(_prefill, prefill_body(call, params)))
+        prefill = partial(_prefill, prefill_body(call, params))
+        await router.attempt(Role.PREFILL, call, prefill, decoder.fits)
     except UpstreamError as error:
         if not call.is_committed:
             raise

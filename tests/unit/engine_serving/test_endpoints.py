@@ -11,6 +11,7 @@ from support.asgi import AsgiClient, ManualClient
 from support.fake_engine import EOS, FakeEngine
 
 from mooncake_engine.errors import EngineDead
+from mooncake_engine.kv_transfer.base import Pairing
 
 
 def test_models(client: AsgiClient) -> None:
@@ -33,6 +34,14 @@ def test_adapters_are_refused_in_words(client: AsgiClient, path: str) -> None:
     response = client.post(path, lora_name="a", lora_path="b")
     assert response.status_code == 501
     assert "merge the adapter" in response.json()["error"]["message"]
+
+
+def test_health_names_the_peers_that_do_not_fit(client: AsgiClient, engine: FakeEngine) -> None:
+    alone = {"status": "ok", "role": "both"}
+    assert client.get("/health").json() == alone
+    engine.known_pairing = Pairing("me", ("her", "him"))
+    peers = {"engine_id": "me", "refused_peers": ["her", "him"]}
+    assert client.get("/health").json() == alone | peers
 
 
 def test_health(client: AsgiClient, engine: FakeEngine) -> None:
