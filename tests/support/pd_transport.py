@@ -236,8 +236,9 @@ class GatedPeer:
     def write(self, spans: Spans, *, timeout: float) -> Transfer:
         if GATE.can_revoke:
             return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), None, timeout)
-        sent, rest = split_spans(spans, 2)
-        self._inner.write(sent, timeout=timeout).wait()
+        *sent, rest = split_spans(spans, 2)  # what is too short to be cut is the rest
+        for part in sent:
+            self._inner.write(part, timeout=timeout).wait()
         return GatedTransfer(lambda: self._inner.write(rest, timeout=timeout), None, timeout, rest)
 
     def close(self) -> None:
