@@ -54,6 +54,13 @@ def test_a_block_that_was_copied_is_run_again() -> None:
     assert books.claim("a", [*tokens, 6], lambda i: [0, 5][i:], 100) == (4, 7)
 
 
+def test_a_block_that_others_had_meanwhile_is_run_again() -> None:
+    books = DraftKV(BLOCK)
+    books.claim("a", [1], lambda i: [7][i:], 100)
+    books.claim("b", [5, 6], lambda i: [7][i:], 100)  # while a was elsewhere
+    assert books.claim("a", [1, 2], lambda i: [7][i:], 100) == (0, 2)
+
+
 class DraftKVMachine(RuleBasedStateMachine):
     """Requests over few blocks, which are shared, given back and taken again in any order."""
 

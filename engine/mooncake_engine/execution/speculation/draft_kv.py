@@ -54,6 +54,7 @@ class DraftKV:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._content: dict[int, bytes] = {}
+        self._writers: dict[int, _Progress] = {}  # who ran in a block last
         self._progress: dict[str, _Progress] = {}
 
     def claim(
@@ -96,7 +97,8 @@ class DraftKV:
         self, progress: _Progress, token_ids: Sequence[int], blocks_from: BlocksFrom
     ) -> int:
         """How many leading tokens are in place by the request's own passes: guesses only if they
-        were accepted, and nothing in a block that has been copied since."""
+        were accepted, and nothing in a block that has been copied since, or was given away and has
+        come back."""
         known = progress.num_tokens
         for token_id, guess in zip(token_ids[known:], progress.guessed, strict=False):
             if token_id != guess:
@@ -105,7 +107,7 @@ class DraftKV:
         written, progress.tail = progress.tail, blocks_from(progress.num_named)
         progress.guessed = []
         for index, (old, new) in enumerate(zip(written, progress.tail, strict=False)):
-            if old != new:
+            if old != new or self._writers.get(new) is not progress:
                 return min(known, (progress.num_named + index) * self._block_size)
         return known
 
@@ -138,3 +140,4 @@ class DraftKV:
             last = -(-stop // self._block_size) - progress.num_named
             for block_id in progress.tail[first : max(last, 0)]:
                 self._content.pop(block_id, None)
+                self._writers[block_id] = progress
