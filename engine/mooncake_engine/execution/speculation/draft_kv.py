@@ -32,7 +32,8 @@ class _Progress:
     Args:
         chain: digests of the request's full blocks, as far as they were needed.
         num_tokens: leading tokens whose draft KV is in place.
-        num_named: leading blocks that are full of it, and in the books.
+        num_named: leading blocks that are full of it, in the books, and not written to any more: that
+            of the last token, which is run again, may be copied yet.
         guessed: tokens that ran behind these ones; they may have been rejected since.
         tail: the other blocks, as they were when anything was written to them last.
     """
@@ -72,13 +73,14 @@ class DraftKV:
         progress = self._progress.setdefault(request_id, _Progress())
         extend_chain(progress.chain, token_ids, self._block_size)
         progress.num_tokens = self._confirm(progress, token_ids, blocks_from)
-        self._name_full_blocks(progress)
-        self._find_named_blocks(progress)
-        start = min(progress.num_tokens, len(token_ids) - 1)
+        last = len(token_ids) - 1
+        self._name_full_blocks(progress, last)
+        self._find_named_blocks(progress, last)
+        start = min(progress.num_tokens, last)
         stop = min(start + limit, len(token_ids))
         self._overwrite(progress, start, stop)
         progress.num_tokens = max(progress.num_tokens, stop)
-        self._name_full_blocks(progress)
+        self._name_full_blocks(progress, last)
         return Stretch(start, stop)
 
     def guess(self, request_id: str, token_id: int) -> None:
@@ -111,14 +113,14 @@ class DraftKV:
                 return min(known, (progress.num_named + index) * self._block_size)
         return known
 
-    def _name_full_blocks(self, progress: _Progress) -> None:
+    def _name_full_blocks(self, progress: _Progress, last: int) -> None:
         count = progress.num_tokens // self._block_size - progress.num_named
         if count > 0:
             digests = progress.chain[progress.num_named :]
             self._content.update(zip(progress.tail[:count], digests, strict=False))
-            self._advance(progress, count)
+            self._advance(progress, count, last)
 
-    def _find_named_blocks(self, progress: _Progress) -> None:
+    def _find_named_blocks(self, progress: _Progress, last: int) -> None:
         """Blocks that others have filled with the same tokens follow without a gap."""
         if progress.num_tokens % self._block_size:
             return
@@ -126,12 +128,15 @@ class DraftKV:
         pairs = zip(progress.tail, digests, strict=False)
         is_named = [self._content.get(block_id) == digest for block_id, digest in pairs]
         count = [*is_named, False].index(False)
-        progress.num_tokens += count * self._block_size
-        self._advance(progress, count)
+        found = (progress.num_named + count) * self._block_size
+        progress.num_tokens = max(progress.num_tokens, found)
+        self._advance(progress, count, last)
 
-    def _advance(self, progress: _Progress, num_blocks: int) -> None:
-        del progress.tail[:num_blocks]
-        progress.num_named += num_blocks
+    def _advance(self, progress: _Progress, num_blocks: int, last: int) -> None:
+        """Over that many blocks, as far as they lie before the last token's."""
+        count = min(num_blocks, last // self._block_size - progress.num_named)
+        del progress.tail[:count]
+        progress.num_named += count
 
     def _overwrite(self, progress: _Progress, start: int, stop: int) -> None:
         """What was in the request's own blocks there is gone; named ones get the same again."""
