@@ -32,8 +32,8 @@ class _Progress:
     Args:
         chain: digests of the request's full blocks, as far as they were needed.
         num_tokens: leading tokens whose draft KV is in place.
-        num_named: leading blocks that are full of it, in the books, and never written again: that of
-            the last token, which is run once more, may be copied yet.
+        num_named: leading blocks that are full of it, in the books, and never written again: so not
+            that of the last token, which is run once more and may be copied for it.
         guessed: tokens that ran behind these ones; they may have been rejected since.
         tail: the other blocks, as they were when anything was written to them last.
     """
