@@ -13,8 +13,8 @@ from mooncake_hal.registry import Registry
 from mooncake_hal_cuda.machine import look
 
 HINT = (
-    "torch's build is what ci/install found first: rm -rf .venv, and PIP_INDEX_URL=https://"
-    "download.pytorch.org/whl/cu130 PIP_EXTRA_INDEX_URL=https://pypi.org/simple names another"
+    "torch's build is what ci/install found first: rm -rf .venv, and set PIP_INDEX_URL to the index "
+    "that torch's installation page names for the driver's CUDA, PIP_EXTRA_INDEX_URL to PyPI's"
 )
 
 
