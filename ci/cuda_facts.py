@@ -13,8 +13,8 @@ from mooncake_hal.registry import Registry
 from mooncake_hal_cuda.machine import look
 
 HINT = (
-    "torch's build is what ci/install found first: rm -rf .venv, and set PIP_INDEX_URL to the index "
-    "that torch's installation page names for the driver's CUDA, PIP_EXTRA_INDEX_URL to PyPI's"
+    "torch's build is what ci/install found first: rm -rf .venv, set PIP_INDEX_URL to the index "
+    "that torch's installation page names for the driver's CUDA, and PIP_EXTRA_INDEX_URL to PyPI's"
 )
 
 

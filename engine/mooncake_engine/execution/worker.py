@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from mooncake_engine.execution.extension import (
 from mooncake_engine.execution.feed_forward import FeedForwardRunner, TokenFeed
 from mooncake_engine.execution.graphs.decoding import DecodeGraphs
 from mooncake_engine.execution.graphs.piecewise import PiecewiseGraphs
+from mooncake_engine.execution.graphs.replayed_stage import ReplayedStage
 from mooncake_engine.execution.kv_pool import KVPool, blocks_in
 from mooncake_engine.execution.model_stage import ModelStage, Stage
 from mooncake_engine.execution.pending import PendingStep
@@ -116,7 +118,7 @@ class Worker:
         placement = self._ground.placement(setup)
         self._model = model = build_model(setup.model, placement, setup.max_model_len)
         load_weights(model, config.model, handlers.progress)
-        self._graphs: list[DecodeGraphs | PiecewiseGraphs] = []
+        self._graphs: list[ReplayedStage[Any]] = []
         self._draft = self._load_draft(setup, handlers.progress)
         stage = ModelStage(model, placement, setup.model.hidden_size, groups.pipeline)
         self._setup = self._measured(setup, stage) if setup.is_provisional else setup

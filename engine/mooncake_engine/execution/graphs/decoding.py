@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.graphs.capturing import GraphsBySize
-from mooncake_engine.execution.graphs.inputs import TokenInputs
+from mooncake_engine.execution.graphs.replayed_stage import ReplayedStage
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.model_stage import Stage
 from mooncake_engine.models.context import ForwardContext
@@ -65,7 +64,7 @@ class _Batch:
         )
 
 
-class DecodeGraphs:
+class DecodeGraphs(ReplayedStage[tuple[Graph, Tensor]]):
     """A stage whose steps of nothing but decodes are replayed.
 
     Args:
@@ -76,45 +75,24 @@ class DecodeGraphs:
         max_blocks: of the longest sequence.
     """
 
+    name = "steps of decodes"
+    remedy = "--enforce-eager"
+
     def __init__(
         self, stage: Stage, pool: KVPool, runtime: Runtime, sizes: Sequence[int], max_blocks: int
     ) -> None:
-        self._stage = stage
-        self._runtime = runtime
-        self._kv = pool.layers
+        super().__init__(stage, pool, runtime, sizes)
         self._block_size = pool.block_size
-        self._inputs = TokenInputs.of(sizes[-1], pool)
         self._batch = _Batch.of(sizes[-1], max_blocks, pool.device)
-        self._graphs = GraphsBySize[tuple[Graph, Tensor]](
-            "steps of decodes", "--enforce-eager", sizes
-        )
 
-    def capture(self) -> None:
-        """See ``GraphsBySize``."""
-        self._graphs.capture(self._captured)
+    def _takes(self, count: int, context: ForwardContext) -> bool:
+        return context.batch.num_decodes == count and context.layer_done is None
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, context: ForwardContext
-    ) -> Tensor | None:
-        """See ``Stage``. What a replay returns is good until the next one."""
-        batch, count = context.batch, len(token_ids)
-        size = self._graphs.fitting(count) if batch.num_decodes == count else None
-        if size is None or context.layer_done is not None:
-            return self._stage.forward(token_ids, positions, context)
-        self._inputs.fill(token_ids, positions, batch.slot_mapping, size)
+    def _fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, size: int) -> None:
+        super()._fill(token_ids, positions, batch, size)
         self._batch.fill(batch, size)
-        captured = self._graphs.get(size, self._captured)
-        if captured is None:
-            return self._stage.forward(token_ids, positions, context)
-        graph, hidden = captured
-        graph.replay(batch.host_context_lens + (1,) * (size - count))
-        return hidden[:count]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Stage``."""
-        return self._stage.logits(hidden)
-
-    def _captured(self, size: int) -> tuple[Graph, Tensor]:
+    def _capture(self, size: int) -> tuple[Graph, Tensor]:
         """A graph of that many decodes, and where it leaves its hidden rows."""
         inputs = self._inputs
         batch = self._batch.captured(size, inputs.slots[:size], self._block_size)
@@ -128,3 +106,10 @@ class DecodeGraphs:
 
         graph = self._runtime.capture(run)
         return graph, rows[0]
+
+    def _replay(
+        self, captured: tuple[Graph, Tensor], size: int, count: int, context: ForwardContext
+    ) -> Tensor:
+        graph, hidden = captured
+        graph.replay(context.batch.host_context_lens + (1,) * (size - count))
+        return hidden[:count]

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mooncake_engine.execution.graphs.capturing import GraphsBySize
-from mooncake_engine.execution.graphs.inputs import TokenInputs
+from mooncake_engine.execution.graphs.replayed_stage import ReplayedStage
 from mooncake_engine.execution.kv_pool import KVPool
 from mooncake_engine.execution.model_stage import Stage
 from mooncake_engine.models.catalog import Model
@@ -32,7 +31,7 @@ class _Pieces(NamedTuple):
     hidden: Tensor
 
 
-class PiecewiseGraphs:
+class PiecewiseGraphs(ReplayedStage[_Pieces]):
     """A stage whose steps with prompts are replayed in pieces, and so are steps that somebody
     listens to.
 
@@ -48,6 +47,9 @@ class PiecewiseGraphs:
         sizes: tokens per step, rising.
     """
 
+    name = "steps with prompts"
+    remedy = "--piecewise-graph-max-tokens 0"
+
     def __init__(  # the model twice: whole, and what it is made of
         self,
         stage: Stage,
@@ -58,51 +60,25 @@ class PiecewiseGraphs:
         *,
         sizes: Sequence[int],
     ) -> None:
-        self._stage = stage
+        super().__init__(stage, pool, runtime, sizes)
         self._model = model
-        self._runtime = runtime
-        self._kv = pool.layers
         most, widths = sizes[-1], model.attention_widths
-        self._inputs = TokenInputs.of(most, pool)
         self._query = placement.zeros(most, widths.heads, widths.query)
         self._attended = placement.zeros(most, widths.heads, widths.value)
-        self._graphs = GraphsBySize[_Pieces](
-            "steps with prompts", "--piecewise-graph-max-tokens 0", sizes
-        )
 
-    def capture(self) -> None:
-        """See ``GraphsBySize``."""
-        self._graphs.capture(self._captured)
+    def _takes(self, count: int, context: ForwardContext) -> bool:
+        return context.batch.num_decodes < count or context.layer_done is not None
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, context: ForwardContext
-    ) -> Tensor | None:
-        """See ``Stage``. What a replay returns is good until the next one."""
-        batch, count = context.batch, len(token_ids)
-        is_other = batch.num_decodes == count and context.layer_done is None
-        size = None if is_other else self._graphs.fitting(count)
-        if size is None:
-            return self._stage.forward(token_ids, positions, context)
-        self._inputs.fill(token_ids, positions, batch.slot_mapping, size)
-        pieces = self._graphs.get(size, self._captured)
-        if pieces is None:
-            return self._stage.forward(token_ids, positions, context)
-        return self._replay(pieces, count, context)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``Stage``."""
-        return self._stage.logits(hidden)
-
-    def _replay(self, pieces: _Pieces, count: int, context: ForwardContext) -> Tensor:
+    def _replay(self, captured: _Pieces, size: int, count: int, context: ForwardContext) -> Tensor:
         query, attended = self._query[:count], self._attended[:count]
-        first, *others = pieces.graphs
+        first, *others = captured.graphs
         first.replay()
         for index, graph in enumerate(others):
             attended.copy_(self._model.attend(index, query, context))
             graph.replay()
-        return pieces.hidden[:count]
+        return captured.hidden[:count]
 
-    def _captured(self, size: int) -> _Pieces:
+    def _capture(self, size: int) -> _Pieces:
         """The pieces of a step of that many tokens.
 
         Each is captured while the residual that it goes on with is still held, and so has memory of
