@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from support.metaserver import Metaserver, metaserver
-from support.pd import GREEDY, Answer, Instance, Pair, ask, ask_pair, pair
+from support.pd import GREEDY, Answer, Instance, Pair, ask, ask_pair, instance, pair
 
 from mooncake_engine.messages import KVTransferParams, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
@@ -100,3 +101,26 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "pushed": (push_pair, ask_pushed),
 }
 """How KV comes to D: what makes such a pair, and what asks it."""
+
+
+def run_beside_one(
+    make_both: Callable[..., Any],
+    model: Path,
+    scenario: Callable[[Instance, Any], Coroutine[Any, Any, None]],
+    **options: Any,
+) -> None:
+    """Run a scenario on a single instance and a pair; afterwards every block is back.
+
+    Args:
+        make_both: ``pair`` or ``push_pair``.
+        model: of all three.
+        scenario: asks them.
+        options: of the pair.
+    """
+
+    async def main() -> None:
+        async with instance(model) as single, make_both(model, **options) as both:
+            await scenario(single, both)
+            await both.check_clean()
+
+    asyncio.run(main())

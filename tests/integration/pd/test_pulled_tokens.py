@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from support.pd import GREEDY, Instance, Pair, ask, ask_pair, instance, pair, prefill, prompt_of
+from support.pd import GREEDY, Instance, Pair, ask, ask_pair, pair, prefill, prompt_of
+from support.push import run_beside_one
 
 from mooncake_engine.messages import FinishReason
 
-Scenario = Callable[[Instance, Pair], Coroutine[Any, Any, None]]
-
-
-def run(model: Path, scenario: Scenario, **options: Any) -> None:
-    """Run a scenario on a single instance and a pair; afterwards every block is back."""
-
-    async def main() -> None:
-        async with instance(model) as single, pair(model, **options) as both:
-            await scenario(single, both)
-            await both.check_clean()
-
-    asyncio.run(main())
+run = partial(run_beside_one, pair)
+"""Of a model, a scenario, and the pair's options."""
 
 
 def test_an_answer_of_one_token_ends_with_the_peers(model: Path) -> None:

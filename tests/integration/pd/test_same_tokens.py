@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pd import GREEDY, Answer, Instance, Pair, ask, instance, prompt_of
-from support.push import WAYS, PushPair
+from support.pd import GREEDY, Answer, Instance, Pair, ask, prompt_of
+from support.push import WAYS, PushPair, run_beside_one
 
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
@@ -36,15 +36,13 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 def run(way: str, model: Path, scenario: Scenario, **options: Any) -> None:
-    """Run a scenario on a single instance and a pair; afterwards every block is back."""
+    """Run a scenario on a single instance and a pair to which KV comes that way."""
     make_both, ask_both = WAYS[way]
 
-    async def main() -> None:
-        async with instance(model) as single, make_both(model, **options) as both:
-            await scenario(single, both, partial(ask_both, both))
-            await both.check_clean()
+    async def ask_by_the_way(single: Instance, both: Both) -> None:
+        await scenario(single, both, partial(ask_both, both))
 
-    asyncio.run(main())
+    run_beside_one(make_both, model, ask_by_the_way, **options)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

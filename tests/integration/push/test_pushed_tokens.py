@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pd import GREEDY, Instance, ask, instance, prompt_of
-from support.push import PushPair, ask_pushed, push_pair
+from support.pd import GREEDY, Instance, ask, prompt_of
+from support.push import PushPair, ask_pushed, push_pair, run_beside_one
 
 from mooncake_engine.kv_transfer.push.worker import PushWorker
 from mooncake_engine.messages import FinishReason
@@ -19,18 +18,17 @@ slow = pytest.mark.slow
 CHUNK = 64
 """Tokens per step: longer prompts are prefilled, and sent, in several."""
 
-Scenario = Callable[[Instance, PushPair], Coroutine[Any, Any, None]]
+run = partial(run_beside_one, push_pair)
+"""Of a model, a scenario, and the pair's options."""
 
 
-def run(model: Path, scenario: Scenario, **options: Any) -> None:
-    """Run a scenario on a single instance and a pair; afterwards every block is back."""
-
-    async def main() -> None:
-        async with instance(model) as single, push_pair(model, **options) as both:
-            await scenario(single, both)
-            await both.check_clean()
-
-    asyncio.run(main())
+async def say_the_same(single: Instance, both: PushPair) -> None:
+    """To prompts of one chunk and of several."""
+    for length in (1, 33, 200):
+        prompt = prompt_of(length)
+        expected = await ask(single, prompt)
+        assert (await ask_pushed(both, prompt)).tokens == expected.tokens
+    assert both.decode.stat("load_failures") == 0
 
 
 @pytest.mark.parametrize(
@@ -38,26 +36,15 @@ def run(model: Path, scenario: Scenario, **options: Any) -> None:
     [(1, 2), (2, 1), *(pytest.param(*pair, marks=slow) for pair in ((2, 2), (3, 2), (4, 2)))],
 )
 def test_tensor_parallel_pairs(model: Path, prefill_tp: int, decode_tp: int) -> None:
-    async def scenario(single: Instance, both: PushPair) -> None:
-        for length in (1, 33, 200):
-            prompt = prompt_of(length)
-            expected = await ask(single, prompt)
-            assert (await ask_pushed(both, prompt)).tokens == expected.tokens
-        assert both.decode.stat("load_failures") == 0
-
     sizes = {"tp_size": prefill_tp}, {"tp_size": decode_tp}
-    run(model, scenario, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
+    run(model, say_the_same, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
 
 
 def test_prompts_in_pieces(model: Path) -> None:
     """Whose layers are heard of between the graphs, on both ranks."""
 
     async def scenario(single: Instance, both: PushPair) -> None:
-        for length in (1, 33, 200):
-            prompt = prompt_of(length)
-            expected = await ask(single, prompt)
-            assert (await ask_pushed(both, prompt)).tokens == expected.tokens
-        assert both.decode.stat("load_failures") == 0
+        await say_the_same(single, both)
         assert both.decode.stat("bytes_received") == both.prefill.stat("bytes_sent") > 0
 
     options = {"max_num_batched_tokens": CHUNK, "piecewise_graph_max_tokens": CHUNK}
