@@ -3,6 +3,8 @@
 All heads share the keys (latent and rope together) and the values (the latent again): the heads
 of a sequence's new tokens are rows of one matrix, row r being head ``r % HEADS`` of token
 ``r // HEADS``. A latent is read once, for its score and for its share of the sum.
+
+Half of the kernel's lines are its arguments, which a launch has to name one by one.
 """
 
 import triton
@@ -47,9 +49,7 @@ def latent_attention(
 ):
     """One program: some rows of one sequence, over all it sees or some splits of it.
 
-    Row blocks of a split are neighbours: what one reads, the next one finds in the L2 cache. What
-    a split needs besides its sums is read or computed anew for each one: kept over the loop, it
-    would take the last registers.
+    Row blocks of a split are neighbours: what one reads, the next one finds in the L2 cache.
     """
     row_blocks = tl.num_programs(0) // programs
     row_block, turn = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -66,35 +66,51 @@ def latent_attention(
     caches = (latent_cache, rope_cache)
     if IS_SPLIT:
         for split in tl.range(turn, count, programs, disable_licm=True):
-            context = tl.load(context_lens + sequence)
+            context = tl.load(context_lens + sequence)  # anew, see _store
             share = split_tokens(context, MIN_SPLIT, MAX_SPLITS, TOKENS)
             running = _attend_range(
                 (q, q_rope), positions, context, scale, caches, strides, table, split * share,
                 tl.minimum(context, (split + 1) * share),
                 LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION, False,
             )  # fmt: skip
-            token, rows, is_row = _rows_anew(query_start, first, sequence, row_block, HEADS, ROWS)
-            at = ((token * splits + split) * HEADS + row_block * ROWS).to(tl.int64)
-            store_rows(
-                out + at * LATENT, weights + at, running, rows, is_row, latent_scale,
-                LATENT, LATENT_PADDED, IS_SPLIT,
+            _store(
+                out, weights, running, query_start, first, sequence, row_block, splits, split,
+                latent_scale, HEADS, LATENT, LATENT_PADDED, ROWS, IS_SPLIT,
             )  # fmt: skip
     else:
         running = _attend_range(
             (q, q_rope), positions, common, scale, caches, strides, table, 0, seen,
             LATENT, ROPE, BLOCK_SIZE, TOKENS, PRECISION, True,
         )  # fmt: skip
-        token, rows, is_row = _rows_anew(query_start, first, sequence, row_block, HEADS, ROWS)
-        at = (token * HEADS + row_block * ROWS).to(tl.int64)
-        store_rows(
-            out + at * LATENT, weights + at, running, rows, is_row, latent_scale,
-            LATENT, LATENT_PADDED, IS_SPLIT,
+        _store(
+            out, weights, running, query_start, first, sequence, row_block, 1, 0,
+            latent_scale, HEADS, LATENT, LATENT_PADDED, ROWS, IS_SPLIT,
         )  # fmt: skip
 
 
 @triton.jit
-def _rows_anew(query_start, first, sequence, row_block, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence's first token among the launch's, a block's rows, and whether there are such."""
+def _store(
+    out,
+    weights,
+    running,
+    query_start,
+    first,
+    sequence,
+    row_block,
+    splits,
+    split,
+    latent_scale,
+    HEADS: tl.constexpr,
+    LATENT: tl.constexpr,
+    LATENT_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Store a row block's results, of all its tokens or of a split.
+
+    Where they go is read and computed anew for each split: kept over its loop, it would take the
+    last registers.
+    """
     begin = tl.load(query_start + sequence)
     rows = tl.arange(0, ROWS)
     if HEADS % ROWS == 0:  # a block has all of its rows, or none and nothing to do
@@ -102,7 +118,12 @@ def _rows_anew(query_start, first, sequence, row_block, HEADS: tl.constexpr, ROW
     else:
         heads = (tl.load(query_start + sequence + 1) - begin) * HEADS
         is_row = rows < heads - row_block * ROWS
-    return begin - tl.load(query_start + first), rows, is_row
+    token = begin - tl.load(query_start + first)
+    at = ((token * splits + split) * HEADS + row_block * ROWS).to(tl.int64)
+    store_rows(
+        out + at * LATENT, weights + at, running, rows, is_row, latent_scale,
+        LATENT, LATENT_PADDED, IS_SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit
