@@ -3,7 +3,7 @@ MODEL ?= examples/tiny-llama
 ARGS ?=
 PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: help up test test-models check bench install test-rdma test-adapters test-grid \
+.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
     test-faults test-proxy test-proxy-vllm bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
@@ -26,6 +26,11 @@ test-models:  ## every architecture against transformers
 check:  ## lint, types, architecture, versions
 	@ci/install dev
 	@ci/check
+
+docs:  ## the documentation as a site in .cache/site, links checked
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/docs_pages.py
+	@ci/docs
 
 bench:  ## all benchmarks; one line per figure, exit 0 only if all hold
 	@ci/install dev
@@ -98,6 +103,6 @@ test-ascend:  ## needs an Ascend NPU; says so if there is none
 	@ci/install dev
 	@ci/test-ascend $(ARGS)
 
-wheels:  ## build the five wheels and try them in an empty environment
+wheels:  ## build every wheel and try them in an empty environment
 	@ci/install dev
 	@ci/wheels $(ARGS)

@@ -1,8 +1,8 @@
-"""Runs benchmarks and judges the figures that they promise.
+"""Runs benchmarks and checks the figures that they record against their bounds.
 
 python ci/bench.py [FOLDER ...] [--markdown FILE]
 
-One line per figure: name, value, what is wanted, ok or short. Exits 0 only if all hold, and at
+One line per figure: name, value, bound, ok or missed. Exits 0 only if all hold, and at
 least one was measured.
 """
 
@@ -39,12 +39,12 @@ def measure(folders: list[str]) -> tuple[int, list[Figure]]:
 
 def as_markdown(figures: list[Figure]) -> str:
     """The figures as a table for docs/benchmarks.md."""
-    rows = ["| figure | measured | wanted | |", "|---|---|---|---|"]
+    rows = ["| figure | measured | bound | details |", "|---|---|---|---|"]
     for figure in figures:
         sign = "≥" if figure.at_least else "≤"
-        verdict = "ok" if figure.holds else "short"
-        value, wanted = f"{figure.value:.3g} {figure.unit}", f"{sign} {figure.wanted:g}"
-        rows.append(f"| {figure.name} | {value} | {wanted} | {verdict}; {figure.context} |")
+        verdict = "" if figure.holds else "**missed**; "
+        value, wanted = f"{figure.value:.3g} {figure.unit}", f"{sign} {figure.wanted:.3g}"
+        rows.append(f"| {figure.name} | {value} | {wanted} | {verdict}{figure.context} |")
     return "\n".join(rows) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Drives one peer engine for ci/bench_transfer.py, in the peer's own environment.
 
 python bench_peers.py mooncake|nixl SIZE   speaks JSON lines, one answer per line:
-{"shape": [total, piece], "operation": "read"} prepares, {"move": 1} moves once, {"cpu": 1} tells
+{"shape": [total, piece], "operation": "read"} prepares, {"move": 1} moves once, {"cpu": 1} returns
 the CPU seconds of both processes. With a third argument it is the other process, which only
 serves. Needs numpy and the engine; nothing of this repository.
 """

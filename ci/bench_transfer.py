@@ -2,9 +2,11 @@
 
 python ci/bench_transfer.py [--rounds N] [--without-peers] [--json FILE]
 
-One line per speed item: name, figure, what is wanted, ok or short. Exits 0 only if all hold. The
-peers are installed into an environment of their own under .cache/; one that does not install is
-named, and its items are left out.
+One line per speed item: name, figure, what is wanted, ok or short. The peers, and the libraries of
+the system that they need, are installed; theirs is an environment of their own under .cache/.
+
+Status: 0 if all holds, 1 if anything is short, else 77 and "skipped: ..." with the reason if a peer
+could not be measured.
 """
 
 from __future__ import annotations
@@ -21,27 +23,50 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mooncake_hal.bench.limits import memcpy_mover, readv_mover, stream_mover
-from mooncake_hal.bench.measure import (
+from mooncake_hal.bench.machine_limits import memcpy_mover, readv_mover, stream_mover
+from mooncake_hal.bench.transfer_speed import (
     Bandwidth,
     Mover,
-    Shape,
+    TransferShape,
     always,
     compare,
     latency,
     transport_mover,
 )
-from mooncake_hal.bench.posting import posting_us
+from mooncake_hal.bench.verbs_posting import posting_us
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS_HOME = ROOT / ".cache" / "transfer-peers"
-PEERS = {
-    "mooncake": ["numpy", "mooncake-transfer-engine-non-cuda==0.3.13.post1"],
-    "nixl": ["numpy", "--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1"],
-}
+SKIPPED = 77
 TOTAL = 256 << 20
-RANGE, BLOCKS, SMALL = (Shape(TOTAL, size) for size in (TOTAL, 64 << 10, 4 << 10))
+RANGE, BLOCKS, SMALL = (TransferShape(TOTAL, size) for size in (TOTAL, 64 << 10, 4 << 10))
 THREADS = 2
+
+
+@dataclass(frozen=True)
+class PeerEngine:
+    """What has to be installed to run an engine of the field.
+
+    Args:
+        packages: for pip.
+        without_dependencies: for pip, too, but theirs would be a CUDA build of torch.
+        system: Debian packages of libraries that the wheels link to and leave to the system.
+    """
+
+    packages: tuple[str, ...]
+    without_dependencies: tuple[str, ...] = ()
+    system: tuple[str, ...] = ()
+
+
+PEERS = {
+    "mooncake": PeerEngine(
+        packages=("numpy", "mooncake-transfer-engine-non-cuda==0.3.13.post1"),
+        system=("libibverbs1", "libnuma1", "libcurl4"),
+    ),
+    "nixl": PeerEngine(
+        packages=("numpy",), without_dependencies=("nixl==1.5.1", "nixl-cu12==1.5.1")
+    ),
+}
 
 
 class PeerFailed(Exception):
@@ -96,8 +121,10 @@ def shm_items(rounds: int, seen: list[Bandwidth]) -> list[Item]:
     return items
 
 
-def tcp_items(rounds: int, peers: list[Mover], seen: list[Bandwidth]) -> list[Item]:
-    """tcp against plain streams and against the peers."""
+def tcp_items(
+    rounds: int, peers: list[Mover], seen: list[Bandwidth], unmeasured: list[str]
+) -> list[Item]:
+    """tcp against plain streams and against the peers; ``unmeasured`` gains what failed."""
     items = []
     with ExitStack() as stack:
         limit = stack.enter_context(stream_mover(TOTAL, THREADS))
@@ -109,7 +136,8 @@ def tcp_items(rounds: int, peers: list[Mover], seen: list[Bandwidth]) -> list[It
         items.append(Item("tcp/stream read of one range", ratio, 0.95))
         for operation in ("read", "write"):
             for shape in (RANGE, BLOCKS, SMALL):
-                found = _compare_with_peers(tcp, peers, shape, operation, rounds)
+                found, failures = _compare_with_peers(tcp, peers, shape, operation, rounds)
+                unmeasured += failures
                 seen += found.values()
                 items += _against(found, shape, operation)
             found = compare([tcp, always(tcp, SMALL, "pieces")], RANGE, operation, rounds)
@@ -123,26 +151,26 @@ def tcp_items(rounds: int, peers: list[Mover], seen: list[Bandwidth]) -> list[It
 def rdma_items(rounds: int) -> list[Item]:
     """What posting to a NIC costs, measured without the wire: no RDMA device is needed."""
     items = []
-    for shape in (SMALL, Shape(64 << 20, 64 << 10)):
+    for shape in (SMALL, TransferShape(64 << 20, 64 << 10)):
         cost = posting_us(shape, rounds)
         items.append(Item(f"rdma posting us of CPU per span, {shape}", cost, 2, at_least=False))
     return items
 
 
 def _compare_with_peers(
-    tcp: Mover, peers: list[Mover], shape: Shape, operation: str, rounds: int
-) -> dict[str, Bandwidth]:
-    """Compare; a peer that fails at a shape is named and left out of it."""
-    able = list(peers)
+    tcp: Mover, peers: list[Mover], shape: TransferShape, operation: str, rounds: int
+) -> tuple[dict[str, Bandwidth], list[str]]:
+    """Compare; a peer that fails at a shape is left out of it, and named in the second result."""
+    able, failures = list(peers), []
     while True:
         try:
-            return compare([tcp, *able], shape, operation, rounds)
+            return compare([tcp, *able], shape, operation, rounds), failures
         except PeerFailed as exc:
-            print(f"# {exc.name} is not measured for {operation} {shape}: {exc}")
+            failures.append(f"{exc.name}, {operation} {shape}: {exc}")
             able = [peer for peer in able if peer.name != exc.name]
 
 
-def _against(found: dict[str, Bandwidth], shape: Shape, operation: str) -> list[Item]:
+def _against(found: dict[str, Bandwidth], shape: TransferShape, operation: str) -> list[Item]:
     wanted = {RANGE: 2.5, BLOCKS: 1.0, SMALL: 6.0}[shape]
     ours, items = found["tcp"], []
     for name, theirs in found.items():
@@ -191,9 +219,10 @@ def peer_mover(name: str) -> Iterator[Mover]:
                 if "error" in answer:
                     raise PeerFailed(name, str(answer["error"]))
                 return answer
-        raise PeerFailed(name, f"it ended; see {log.name}")
+        last = Path(log.name).read_text().strip().rpartition("\n")[2]
+        raise PeerFailed(name, f"it ended: {last} (see {log.name})")
 
-    def prepare(shape: Shape, operation: str) -> Callable[[], object]:
+    def prepare(shape: TransferShape, operation: str) -> Callable[[], object]:
         ask(shape=[shape.total_bytes, shape.piece_bytes], operation=operation)
         return lambda: ask(move=1)
 
@@ -210,41 +239,40 @@ def peer_mover(name: str) -> Iterator[Mover]:
 
 
 def install(name: str) -> Path:
-    """Make an environment with a peer in it; returns its Python.
+    """Make an environment with a peer in it, and what it needs of the system; returns its Python.
 
     Raises:
-        PeerFailed: pip can't.
+        PeerFailed: pip or apt-get can't.
     """
-    home = PEERS_HOME / name
+    peer, home = PEERS[name], PEERS_HOME / name
     python = home / "bin" / "python"
+    if peer.system:
+        _install_by(name, str(ROOT / "ci" / "apt-install"), *peer.system)
     if (home / "installed").exists():
         return python
     venv.create(home, with_pip=True, clear=True)
-    for arguments in _pip_runs(PEERS[name]):
-        command = [str(python), "-m", "pip", "install", "-q", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise PeerFailed(name, f"pip install {' '.join(arguments)}: {done.stderr[-300:]}")
+    pip = (str(python), "-m", "pip", "install", "-q")
+    _install_by(name, *pip, *peer.packages)
+    if peer.without_dependencies:
+        _install_by(name, *pip, "--no-deps", *peer.without_dependencies)
     (home / "installed").touch()
     return python
 
 
-def _pip_runs(wanted: list[str]) -> list[list[str]]:
-    """Split at ``--no-deps``: what comes after it is installed without dependencies."""
-    if "--no-deps" not in wanted:
-        return [wanted]
-    at = wanted.index("--no-deps")
-    return [wanted[:at], wanted[at:]]
+def _install_by(name: str, *command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PeerFailed(name, f"{' '.join(command)}: {done.stderr[-300:].strip()}")
 
 
-def open_peers(stack: ExitStack) -> list[Mover]:
-    """Start every peer that can be had."""
+def open_peers(stack: ExitStack, unmeasured: list[str]) -> list[Mover]:
+    """Install and start the peers; ``unmeasured`` gains those that can't be, with the reason."""
     movers = []
     for name in PEERS:
         try:
             movers.append(stack.enter_context(peer_mover(name)))
         except PeerFailed as exc:
-            print(f"# {name} is not measured: {exc}")
+            unmeasured.append(f"{name}: {exc}")
     return movers
 
 
@@ -256,15 +284,20 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every bandwidth there")
     arguments = parser.parse_args()
     seen: list[Bandwidth] = []
+    unmeasured: list[str] = []
     items = rdma_items(arguments.rounds) + shm_items(arguments.rounds, seen)
     with ExitStack() as stack:
-        peers = [] if arguments.without_peers else open_peers(stack)
-        items += tcp_items(arguments.rounds, peers, seen)
+        peers = [] if arguments.without_peers else open_peers(stack, unmeasured)
+        items += tcp_items(arguments.rounds, peers, seen, unmeasured)
     for item in items:
         print(item)
+    for reason in unmeasured:
+        print(f"skipped: {reason}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(item) for item in seen], indent=2) + "\n")
-    return 0 if all(item.holds for item in items) else 1
+    if not all(item.holds for item in items):
+        return 1
+    return SKIPPED if unmeasured else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mooncake_hal.errors import HalError
 from mooncake_hal.registry import Registry
-from mooncake_hal_cuda.machine import look
+from mooncake_hal_cuda.cuda_machine import look
 
 HINT = (
     "torch's build is what ci/install found first: rm -rf .venv, set PIP_INDEX_URL to the index "

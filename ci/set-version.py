@@ -1,4 +1,4 @@
-"""Writes one version into all five distributions and their pins on each other.
+"""Writes one version into all distributions and their pins on each other.
 
 python ci/set-version.py 0.2.0     set it
 python ci/set-version.py --check   fail unless they agree
@@ -11,15 +11,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECTS = [
-    ROOT / "pyproject.toml",
-    ROOT / "engine/pyproject.toml",
-    ROOT / "proxy/pyproject.toml",
-    ROOT / "backends/cuda/pyproject.toml",
-    ROOT / "backends/ascend/pyproject.toml",
-]
+FOLDERS = (".", "[!.]*", "backends/*", "integrations/*")
+PROJECTS = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/pyproject.toml"))]
 VERSION = re.compile(r'^version = "(?P<version>[^"]+)"$', re.MULTILINE)
-PIN = re.compile(r'"mooncake-(?P<name>hal|engine|proxy|hal-cuda|hal-ascend)==(?P<version>[^"]+)"')
+NAME = re.compile(r'^name = "(?P<name>[^"]+)"$', re.MULTILINE)
+NAMES = "|".join(name for project in PROJECTS for name in NAME.findall(project.read_text()))
+PIN = re.compile(rf'"(?P<name>{NAMES})==(?P<version>[^"]+)"')
 
 
 def versions() -> dict[str, str]:
@@ -31,7 +28,7 @@ def versions() -> dict[str, str]:
         for match in VERSION.finditer(text):
             found[where] = match["version"]
         for match in PIN.finditer(text):
-            found[f"{where}: pin on mooncake-{match['name']}"] = match["version"]
+            found[f"{where}: pin on {match['name']}"] = match["version"]
     return found
 
 
@@ -39,7 +36,7 @@ def set_version(version: str) -> None:
     """Write the version everywhere."""
     for project in PROJECTS:
         text = VERSION.sub(f'version = "{version}"', project.read_text())
-        project.write_text(PIN.sub(rf'"mooncake-\g<name>=={version}"', text))
+        project.write_text(PIN.sub(rf'"\g<name>=={version}"', text))
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Facts about one device.
+    """One device.
 
     Args:
         index: the number that the other methods take.
@@ -67,7 +67,7 @@ class DeploymentConstraints:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Frozen facts about a backend on this machine.
+    """What a backend can do on this machine.
 
     Args:
         dtypes: names of the floating types that ``ops`` takes, best first.
@@ -82,7 +82,7 @@ class Capabilities:
         sampling: whether ``ops`` are also ``SamplingOps``; else torch chooses tokens.
         kv_dtypes: names of the narrower types that KV may be kept in; with any, ``ops`` are also
             ``ScaledKVOps``.
-        resident_latents: whether ``ops`` are also ``mooncake_hal.latents.ResidentLatentOps``.
+        native_latents: whether ``ops`` are also ``mooncake_hal.latents.NativeLatentOps``.
         max_graphs: how many a process may hold; None: as many as there is memory for.
     """
 
@@ -96,7 +96,7 @@ class Capabilities:
     latent_dims: tuple[tuple[int, int], ...] = ()
     sampling: bool = False
     kv_dtypes: tuple[str, ...] = ()
-    resident_latents: bool = False
+    native_latents: bool = False
     max_graphs: int | None = None
 
 
@@ -133,7 +133,7 @@ class Runtime(Protocol):
     """Devices, threads, streams and graphs."""
 
     def devices(self) -> Sequence[DeviceInfo]:
-        """Facts about the devices that this process can see."""
+        """The devices that this process can see."""
         ...
 
     def device(self, index: int) -> torch.device:
@@ -343,8 +343,8 @@ class ScaledKVOps(Ops, Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawing:
-    """How each row's token is drawn; all [rows], on the device.
+class SamplingMetadata:
+    """How each row's token is sampled; all [rows], on the device.
 
     Args:
         temperatures: float32; 0 takes the largest logit, the first of equals.
@@ -367,7 +367,7 @@ class SamplingOps(Protocol):
     def sample(
         self,
         logits: Tensor,  # [rows, vocab] float32
-        drawing: Drawing,
+        sampling_metadata: SamplingMetadata,
     ) -> Tensor:  # [rows] int64
         """Draw a token per row: the first at which the running probability, in token order,
         exceeds the row's uniform number.
@@ -479,7 +479,7 @@ class Backend(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Facts, fixed for the life of the process."""
+        """What it can do, fixed for the life of the process."""
         ...
 
     @property

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from mooncake_hal.command_help import DefaultsInHelp
+from mooncake_hal.command_line import DefaultsInHelp, load_development_module
 from mooncake_hal.errors import HalError, PluginError
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mooncake-hal: {exc}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # whoever read has left, as `head` does; the interpreter flushes once more when it ends
+        # the reader has closed the pipe, as `head` does; the interpreter flushes again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
@@ -69,8 +69,7 @@ def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
 
 def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:
     """Measure KV transfer; ``rest`` are the arguments that ``mooncake_hal.bench`` declares."""
-    from mooncake_hal import bench
-
+    bench = load_development_module("mooncake_hal.bench")
     parser = argparse.ArgumentParser(
         prog="mooncake-hal bench transfer", formatter_class=DefaultsInHelp
     )

@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mooncake_hal.backend import Communicator, GroupSpec
+from mooncake_hal.backend_parts import SingleRankCommunicator
 from mooncake_hal.errors import CapabilityError, DeviceError
-from mooncake_hal.solo import SoloCommunicator
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -58,12 +58,12 @@ MakeGroup = Callable[[Store, GroupSpec], ProcessGroup]
 
 
 class GroupCommunicator:
-    """One rank of a process group; see ``Communicator``.
+    """One rank of a process group.
 
     Args:
         group: where this process stands.
-        generation: how many groups this process has joined at the same rendezvous before; keeps
-            their keys apart in the shared store. Ranks must join in the same order.
+        generation: how many groups this process has joined at the same rendezvous before; tells
+            their keys in the shared store from one another. Ranks must join in the same order.
         make: joins.
 
     Raises:
@@ -80,40 +80,34 @@ class GroupCommunicator:
                 f"within {group.timeout_s:g} s: {exc}"
             ) from exc
         self._sending: dict[int, tuple[dist.Work, Tensor]] = {}
-        # a group that outlives the interpreter has threads that nobody joins, and aborts it
+        # a group that outlives the interpreter has threads that are never joined, and aborts it
         self._leave = weakref.finalize(self, self._joined.clear)
 
     @property
     def rank(self) -> int:
-        """See ``Communicator``."""
         return self._group.rank
 
     @property
     def world_size(self) -> int:
-        """See ``Communicator``."""
         return self._group.world_size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See ``Communicator``."""
         dense = x.contiguous()
         self._run("all_reduce", lambda joined: joined.allreduce([dense]))
         return x if dense is x else x.copy_(dense)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """See ``Communicator``."""
         dense = x.contiguous()
         parts = [torch.empty_like(dense) for _ in range(self.world_size)]
         self._run("all_gather", lambda joined: joined.allgather([parts], [dense]))
         return torch.cat(parts, dim=dim)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """See ``Communicator``."""
         dense = x.contiguous()
         self._run("broadcast", lambda joined: joined.broadcast(dense, source))
         return x if dense is x else x.copy_(dense)
 
     def send(self, x: Tensor, target: int) -> None:
-        """See ``Communicator``."""
         before = self._sending.pop(target, None)
         if before is not None:
             self._finish("send", before[0])
@@ -122,17 +116,14 @@ class GroupCommunicator:
         self._sending[target] = started, dense
 
     def recv(self, x: Tensor, source: int) -> Tensor:
-        """See ``Communicator``."""
         dense = x.contiguous()
         self._run("recv", lambda joined: joined.recv([dense], source, 0))
         return x if dense is x else x.copy_(dense)
 
     def barrier(self) -> None:
-        """See ``Communicator``."""
         self._run("barrier", lambda joined: joined.barrier())
 
     def close(self) -> None:
-        """See ``Communicator``."""
         self._sending.clear()
         self._leave()
 
@@ -208,14 +199,13 @@ class DeviceCommunicator(GroupCommunicator):
         super().__init__(group, generation, make)
 
     def barrier(self) -> None:
-        """See ``Communicator``."""
         stream = self._accelerator.current_stream()
         self.all_reduce(torch.ones(1, device=stream.device))
         stream.synchronize()
 
 
 class GroupFactory:
-    """Makes a process's communicators; see ``Backend.communicator``.
+    """Makes a process's communicators.
 
     Args:
         join: makes one of several ranks out of ``(group, generation)``.
@@ -228,7 +218,7 @@ class GroupFactory:
     def join(self, group: GroupSpec) -> Communicator:
         """Join; raises DeviceError if the group does not form in time."""
         if group.world_size == 1:
-            return SoloCommunicator()
+            return SingleRankCommunicator()
         generation = self._joined[group.init_method]
         self._joined[group.init_method] += 1
         return self._join(group, generation)

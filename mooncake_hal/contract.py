@@ -1,4 +1,4 @@
-"""Whether a loaded backend is what ``mooncake_hal.backend`` asks for, by name and by arguments.
+"""Checks that a loaded backend implements ``mooncake_hal.backend``.
 
 A plugin that was written for an older contract lacks what the contract has gained; without this
 look it would be found out by the request that needs it. What the parts compute is for the suite in
@@ -20,7 +20,7 @@ from mooncake_hal.backend import (
     SamplingOps,
     ScaledKVOps,
 )
-from mooncake_hal.latents import ResidentLatentOps
+from mooncake_hal.latents import NativeLatentOps
 
 
 def breaches(backend: object) -> list[str]:
@@ -28,27 +28,27 @@ def breaches(backend: object) -> list[str]:
     lacking = [f"no {name}" for name in _members(Backend) if not hasattr(backend, name)]
     if lacking:
         return lacking
-    facts = getattr(backend, "capabilities", None)
-    if not isinstance(facts, Capabilities):
-        return [f"capabilities of type {type(facts).__name__}, wanted Capabilities"]
+    capabilities = getattr(backend, "capabilities", None)
+    if not isinstance(capabilities, Capabilities):
+        return [f"capabilities of type {type(capabilities).__name__}, wanted Capabilities"]
     found = [
         breach
-        for part, protocol in _parts(facts)
+        for part, protocol in _parts(capabilities)
         for breach in _breaches(part, getattr(backend, part), protocol)
     ]
     return list(dict.fromkeys(found))  # protocols share members
 
 
-def _parts(facts: Capabilities) -> Iterator[tuple[str, type]]:
+def _parts(capabilities: Capabilities) -> Iterator[tuple[str, type]]:
     yield "runtime", Runtime
     yield "memory", Memory
     yield "ops", Ops
-    if facts.sampling:
+    if capabilities.sampling:
         yield "ops", SamplingOps
-    if facts.kv_dtypes:
+    if capabilities.kv_dtypes:
         yield "ops", ScaledKVOps
-    if facts.resident_latents:
-        yield "ops", ResidentLatentOps
+    if capabilities.native_latents:
+        yield "ops", NativeLatentOps
 
 
 def _breaches(part: str, held: object, protocol: type) -> Iterator[str]:

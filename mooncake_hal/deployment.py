@@ -1,7 +1,7 @@
 """The rules that a deployment of prefill and decode instances must keep, in one place.
 
-``Deployment.problems`` judges a plan before anything is loaded; ``check_pair`` judges two
-instances by what they *say they have*, in the handshake, so that two configurations written by
+``DeploymentPlan.problems`` judges a plan before anything is loaded; ``check_compatibility`` judges
+two instances by what they *say they have*, in the handshake, so that two configurations written by
 hand can't disagree unnoticed. Every refusal names what was wanted, what was found, what to do.
 """
 
@@ -43,11 +43,11 @@ USUAL_BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """Tokens per KV block, of an instance that was not told how many.
+    """Tokens per KV block, of an instance that was started without ``--block-size``.
 
     Args:
         tokens: how many.
-        reason: why so many, for logs.
+        reason: why that number, for logs.
     """
 
     tokens: int
@@ -65,8 +65,8 @@ def default_block_size(capabilities: Capabilities) -> BlockSize:
 
 
 @dataclass(frozen=True, slots=True)
-class PairFacts:
-    """The facts of an instance that its counterpart must fit.
+class InstanceInfo:
+    """What the other half of a pair must be compatible with.
 
     Args:
         hardware: what it runs on.
@@ -90,7 +90,7 @@ class InstancePlan:
         role: one of ROLES.
         connector: name of its KV connector; empty for one that works alone.
         ports: every port of every rank that it binds.
-        facts: None as long as its hardware is not known.
+        info: None as long as its hardware is not known.
         reserved: ports that may be taken below its transports.
     """
 
@@ -98,12 +98,12 @@ class InstancePlan:
     role: str
     connector: str = ""
     ports: tuple[Port, ...] = ()
-    facts: PairFacts | None = None
+    info: InstanceInfo | None = None
     reserved: tuple[ReservedPorts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class DeploymentPlan:
     """Instances that serve one model together."""
 
     instances: tuple[InstancePlan, ...]
@@ -142,11 +142,11 @@ class Deployment:
 
     def _size_problems(self) -> Iterator[str]:
         for instance in self.instances:
-            facts = instance.facts
-            if facts is not None and min(facts.tp_size, facts.pp_size, facts.block_size) < 1:
+            info = instance.info
+            if info is not None and min(info.tp_size, info.pp_size, info.block_size) < 1:
                 yield (
-                    f"{instance.name}: tensor-parallel size {facts.tp_size}, {facts.pp_size} "
-                    f"pipeline stages, KV blocks of {facts.block_size} tokens: each must be 1 or "
+                    f"{instance.name}: tensor-parallel size {info.tp_size}, {info.pp_size} "
+                    f"pipeline stages, KV blocks of {info.block_size} tokens: each must be 1 or "
                     "more"
                 )
 
@@ -182,28 +182,28 @@ class Deployment:
     def _pair_problems(self) -> Iterator[str]:
         sides: dict[str, list[InstancePlan]] = {"prefill": [], "decode": []}
         for instance in self.instances:
-            if instance.role in sides and instance.facts is not None:
+            if instance.role in sides and instance.info is not None:
                 sides[instance.role].append(instance)
         for prefill in sides["prefill"]:
             for decode in sides["decode"]:
-                assert prefill.facts is not None
-                assert decode.facts is not None
-                for problem in pair_problems(prefill.facts, decode.facts):
+                assert prefill.info is not None
+                assert decode.info is not None
+                for problem in find_incompatibilities(prefill.info, decode.info):
                     yield f"{prefill.name} and {decode.name}: {problem}"
 
 
-def check_pair(prefill: PairFacts, decode: PairFacts) -> None:
+def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> None:
     """Whether KV of one instance can serve the other.
 
     Raises:
         DeploymentRefused: lists what does not fit, with both values.
     """
-    problems = list(pair_problems(prefill, decode))
+    problems = list(find_incompatibilities(prefill, decode))
     if problems:
         raise DeploymentRefused(problems)
 
 
-def pair_problems(prefill: PairFacts, decode: PairFacts) -> Iterator[str]:
+def find_incompatibilities(prefill: InstanceInfo, decode: InstanceInfo) -> Iterator[str]:
     """What keeps two instances from working together.
 
     The default rule for tensor-parallel sizes is P >= D and P % D == 0; backends that move any
@@ -214,18 +214,15 @@ def pair_problems(prefill: PairFacts, decode: PairFacts) -> Iterator[str]:
     strict = not (
         prefill.hardware.constraints.any_tp_ratio and decode.hardware.constraints.any_tp_ratio
     )
-    if strict and not _is_multiple(prefill.tp_size, decode.tp_size):
+    is_multiple = 1 <= decode.tp_size <= prefill.tp_size and prefill.tp_size % decode.tp_size == 0
+    if strict and not is_multiple:
         yield (
             f"tensor-parallel sizes are {prefill.tp_size} for prefill and {decode.tp_size} for "
             "decode; this hardware needs prefill >= decode, and a multiple of it"
         )
 
 
-def _is_multiple(prefill: int, decode: int) -> bool:
-    return 1 <= decode <= prefill and prefill % decode == 0
-
-
-def _hardware_problems(own: PairFacts, other: PairFacts) -> Iterator[str]:
+def _hardware_problems(own: InstanceInfo, other: InstanceInfo) -> Iterator[str]:
     mine, theirs = own.hardware, other.hardware
     rules = mine.constraints
     if rules.same_backend and mine.backend != theirs.backend:

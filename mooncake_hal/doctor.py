@@ -15,44 +15,25 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import (
-    Deployment,
+    DeploymentPlan,
     Hardware,
+    InstanceInfo,
     InstancePlan,
-    PairFacts,
     default_block_size,
 )
 from mooncake_hal.errors import DeploymentRefused, HalError
 from mooncake_hal.negotiation import Transports, reserved_ports
 from mooncake_hal.ports import Port
 from mooncake_hal.registry import Registry
+from mooncake_hal.specs import Check
 from mooncake_hal.transport import EndpointOptions
 
 TRY_TIMEOUT_S = 5.0
 FIELDS = ("name", "role", "host", "connector", "backend", "tp", "pp", "block_size", "http", "kv")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was checked.
-
-    Args:
-        what: was checked.
-        problem: None if it is in order.
-    """
-
-    what: str
-    problem: str | None = None
-
-    def __str__(self) -> str:
-        return (
-            f"ok    {self.what}" if self.problem is None else f"FAIL  {self.what}: {self.problem}"
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,63 +70,68 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         DeploymentRefused: a file that can't be read.
     """
-    findings = []
+    checks = []
     plans = [*options.instance, *_from_file(options.file)]
     secret = _secret(options.secret_file)
-    if plans:
-        findings += examine_plan(plans)
-    for name in options.transport:
-        findings += examine_transport(name)
-    for url in options.peer:
-        findings += examine_peer(url, secret)
-    if not findings:
-        findings = [
-            Finding("arguments", "nothing to check: give --instance, --file, --transport or --peer")
-        ]
-    for finding in findings:
-        print(finding)  # noqa: T201  # the command's output
-    return int(any(finding.problem for finding in findings))
-
-
-def examine_plan(plans: list[dict[str, Any]]) -> list[Finding]:
-    """Check a planned deployment: rules, connectors, ports."""
     registry = Registry.discover()
+    if plans:
+        checks += examine_plan(registry, plans)
+    for name in options.transport:
+        checks += examine_transport(registry, name)
+    for url in options.peer:
+        checks += examine_peer(registry, url, secret)
+    if not checks:
+        checks = [
+            Check("arguments", "nothing to check: give --instance, --file, --transport or --peer")
+        ]
+    for check in checks:
+        print(check)  # noqa: T201  # the command's output
+    return int(any(check.problem for check in checks))
+
+
+def examine_plan(registry: Registry, plans: list[dict[str, Any]]) -> list[Check]:
+    """Check a planned deployment: rules, connectors, ports."""
     try:
-        deployment = Deployment(tuple(_plan(raw, registry) for raw in plans))
+        deployment = DeploymentPlan(tuple(_plan(raw, registry) for raw in plans))
         deployment.validate()
     except DeploymentRefused as exc:
-        return [Finding("deployment", problem) for problem in exc.problems]
+        return [Check("deployment", problem) for problem in exc.problems]
     except HalError as exc:
-        return [Finding("deployment", str(exc))]
+        return [Check("deployment", str(exc))]
     names = ", ".join(f"{plan.name} ({plan.role})" for plan in deployment.instances)
-    return [Finding(f"deployment of {names}: roles, connectors, ports, sizes, hardware")]
+    return [Check(f"deployment of {names}: roles, connectors, ports, sizes, hardware")]
 
 
-def examine_transport(name: str) -> list[Finding]:
+def examine_transport(registry: Registry, name: str) -> list[Check]:
     """Look at this host for what a transport needs."""
-    registry = Registry.discover()
     if name not in registry.transports:
         known = ", ".join(sorted(registry.transports))
-        return [Finding(f"transport {name}", f"no installed plugin offers it; there are {known}")]
+        return [Check(f"transport {name}", f"no installed plugin offers it; there are {known}")]
     spec, _ = registry.transports[name]
     found = spec.probe()
     if not found.ok:
-        first = Finding(f"transport {name}", found.reason)
+        first = Check(f"transport {name}", found.reason)
     else:
-        first = Finding(f"transport {name}: {found.reason}")
-    return [first, *(Finding(check.what, check.problem) for check in spec.examine())]
+        first = Check(f"transport {name}: {found.reason}")
+    return [first, *spec.examine()]
 
 
-def examine_peer(url: str, secret: bytes) -> list[Finding]:
+def examine_peer(registry: Registry, url: str, secret: bytes) -> list[Check]:
     """Try the ports of a live instance, from its HTTP port to every rank's transports."""
     try:
         topology = _fetch(f"{url.rstrip('/')}/kv/topology")
     except (OSError, ValueError) as exc:
-        return [Finding(f"HTTP of {url}", str(exc))]
-    findings = [Finding(f"HTTP of {url}")]
-    findings.append(_try_control(topology["host"], topology["port"]))
-    findings += _try_ranks(topology["ranks"], topology["host"], secret)
-    return findings
+        return [Check(f"HTTP of {url}", str(exc))]
+    checks = [Check(f"HTTP of {url}")]
+    host, port = topology["host"], topology["port"]
+    side_channel, problem = f"KV side channel {host}:{port}", None
+    try:
+        socket.create_connection((host, port), TRY_TIMEOUT_S).close()
+    except OSError as exc:
+        problem = f"can't be reached: {exc}; is the port open between the hosts?"
+    checks.append(Check(side_channel, problem))
+    checks += _try_ranks(registry, topology["ranks"], host, secret)
+    return checks
 
 
 def _fetch(url: str) -> dict[str, Any]:
@@ -158,19 +144,11 @@ def _fetch(url: str) -> dict[str, Any]:
         raise OSError(f"{url} can't be reached: {exc.reason}") from exc
 
 
-def _try_control(host: str, port: int) -> Finding:
-    what = f"KV side channel {host}:{port}"
-    try:
-        socket.create_connection((host, port), TRY_TIMEOUT_S).close()
-    except OSError as exc:
-        return Finding(what, f"can't be reached: {exc}; is the port open between the hosts?")
-    return Finding(what)
-
-
-def _try_ranks(ranks: list[dict[str, Any]], host: str, secret: bytes) -> Iterator[Finding]:
-    registry = Registry.discover()
-    for rank, facts in enumerate(ranks):
-        for name, encoded in facts["endpoints"].items():
+def _try_ranks(
+    registry: Registry, ranks: list[dict[str, Any]], host: str, secret: bytes
+) -> Iterator[Check]:
+    for rank, published in enumerate(ranks):
+        for name, encoded in published["endpoints"].items():
             what = f"rank {rank} over {name}"
             address = base64.b64decode(encoded)
             try:
@@ -178,9 +156,9 @@ def _try_ranks(ranks: list[dict[str, Any]], host: str, secret: bytes) -> Iterato
                 with closing(Transports.open(registry, options, wanted=name)) as transports:
                     transports.connect({name: address}, timeout=TRY_TIMEOUT_S).peer.close()
             except (HalError, OSError) as exc:
-                yield Finding(what, str(exc))
+                yield Check(what, str(exc))
             else:
-                yield Finding(what)
+                yield Check(what)
 
 
 def _own_address(host: str) -> str:
@@ -237,26 +215,24 @@ def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
     ports = tuple(Port(what, host, _number(what, number)) for what, number in wanted if number)
     connector = raw.get("connector", default_connector)
     backend = registry.select_backend(raw.get("backend", "auto"))
-    moves = backend.capabilities.transports
+    capabilities = backend.capabilities
+    generation = backend.runtime.devices()[0].generation
+    hardware = Hardware(backend.name, generation, capabilities.constraints)
+    block_size = raw.get("block_size", default_block_size(capabilities).tokens)
+    reserved = reserved_ports(registry, allowed=capabilities.transports) if connector else ()
     return InstancePlan(
         raw.get("name", role),
         role,
         connector,
         ports,
-        _facts(raw, backend),
-        tuple(reserved_ports(registry, allowed=moves)) if connector else (),
+        InstanceInfo(
+            hardware,
+            tp_size=_number("tp", raw.get("tp", 1)),
+            block_size=_number("block_size", block_size),
+            pp_size=_number("pp", raw.get("pp", 1)),
+        ),
+        tuple(reserved),
     )
-
-
-def _facts(raw: dict[str, Any], backend: Backend) -> PairFacts:
-    generation = backend.runtime.devices()[0].generation
-    hardware = Hardware(backend.name, generation, backend.capabilities.constraints)
-    default = default_block_size(backend.capabilities).tokens
-    tp_size, pp_size, block_size = (
-        _number(key, raw.get(key, otherwise))
-        for key, otherwise in (("tp", 1), ("pp", 1), ("block_size", default))
-    )
-    return PairFacts(hardware, tp_size, block_size, pp_size)
 
 
 def _number(what: str, given: Any) -> int:

@@ -4,11 +4,12 @@ HalError
 ├── PluginError               a plugin is broken: wrong spec, wrong API version, name taken twice
 ├── BackendNotFound           no installed plugin has that name
 ├── BackendUnavailable        the plugin is there, the hardware or its driver is not
-├── CapabilityError           a request that this backend's facts rule out
-├── PlanError                 two KV placements that can't be mapped onto each other
+├── CapabilityError           a request that this backend's capabilities rule out
+├── PlanError                 KV of two ranks that can't be mapped onto each other
 ├── DeploymentRefused         instances that can't work together, or ports that are taken
 ├── PortsExhausted            a range of ports that has none left
 ├── NativeUnavailable         a compiled helper that this machine can't build or load
+├── DevelopmentToolsMissing   a command that mooncake-hal-testing brings, which is not installed
 ├── DeviceError               the device refused or failed
 │   └── OutOfMemory
 └── TransferError             KV did not arrive
@@ -20,6 +21,7 @@ HalError
     ├── RegionUnknown         an address that no registered region holds
     ├── RegionRevoked         the region was registered, and is no longer
     ├── OutOfBounds           a span that leaves its region
+    ├── RequestRefused        the peer got a request of ours and refused it
     └── VersionMismatch       the two ends speak different protocol versions
 """
 
@@ -71,7 +73,7 @@ class NativeUnavailable(HalError):
 
 
 class PlanError(HalError):
-    """Two KV placements that can't be mapped onto each other exactly."""
+    """KV of two ranks that can't be mapped onto each other exactly."""
 
 
 class DeploymentRefused(HalError):
@@ -88,6 +90,10 @@ class DeploymentRefused(HalError):
 
 class PortsExhausted(HalError):
     """A range of ports that has none left to listen on."""
+
+
+class DevelopmentToolsMissing(HalError):
+    """A command needs mooncake-hal-testing, which is not installed."""
 
 
 class DeviceError(HalError):
@@ -142,6 +148,10 @@ class RegionRevoked(TransferError):
 
 class OutOfBounds(TransferError):
     """A span that begins in a region and leaves it."""
+
+
+class RequestRefused(TransferError):
+    """The peer got a request and refused it; the message has its reason."""
 
 
 class VersionMismatch(TransferError):

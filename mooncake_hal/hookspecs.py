@@ -1,4 +1,6 @@
-"""The pluggy hooks. They only hand over specs; after that the engine calls plain methods.
+"""Plugin hooks (pluggy): one returns a BackendSpec, one a TransportSpec.
+
+They only hand over specs; after that the engine calls plain methods.
 
 A plugin is a module named by an entry point of the group ``mooncake_hal``::
 

@@ -87,23 +87,23 @@ class LatentOps(Protocol):
         ...
 
 
-class ResidentLatentOps(Protocol):
-    """What the ``ops`` of a backend with ``capabilities.resident_latents`` also do.
+class NativeLatentOps(Protocol):
+    """What the ``ops`` of a backend with ``capabilities.native_latents`` also do.
 
-    Attention may read latents best in blocks of another form than rows: the resident form. It is
+    Attention may read latents best in blocks of another form than rows: the native form. It is
     opaque, and lies within the bytes of the block's own planes; ops that move whole blocks keep it.
     """
 
-    def with_resident_latents(self) -> LatentOps:
-        """The same ops over caches all of whose blocks are in the resident form."""
+    def with_native_latents(self) -> LatentOps:
+        """The same ops over caches all of whose blocks are in the native form."""
         ...
 
-    def make_resident(
+    def convert_latents(
         self,
         cache: Tensor,  # one plane of a layer
         block_ids: Tensor,  # [n] int64, all different
     ) -> None:
-        """Turn blocks of rows, filled in whole or in part, into the resident form, in place."""
+        """Turn blocks of rows, filled in whole or in part, into the native form, in place."""
         ...
 
 
@@ -112,7 +112,7 @@ class ComposedLatentWrites:
     and ``write_kv`` brings scales of the KV along."""
 
     def pack_rope(self, rows: Tensor) -> Tensor:
-        """See ``LatentOps``: halves, as ``rope`` takes them."""
+        """Halves, as ``rope`` takes them."""
         return rows
 
     def write_latents(
@@ -123,7 +123,6 @@ class ComposedLatentWrites:
         rope_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """See ``LatentOps``."""
         latent_dim, compressed = latent_cache.shape[-1], rows.compressed.unsqueeze(1)
         latent, key = compressed[..., :latent_dim], compressed[..., latent_dim:]
         query, key = self.rope(query, key, rows.positions, rows.cos_sin)

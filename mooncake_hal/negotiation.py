@@ -1,8 +1,8 @@
 """Choosing the transport between two instances: what both ends list, the best that works wins.
 
-Each side opens an endpoint per transport that it has and publishes all their addresses. Whoever
-connects ranks what both have, by priority, asks each transport whether it reaches, and connects
-with the first that does; a better one that did not is named in the log, with its reason.
+Each side opens an endpoint per transport that it has and publishes all their addresses. The
+side that connects ranks what both have, by priority, asks each transport whether it reaches, and
+connects with the first that does; a better one that did not is named in the log, with its reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class OpenedTransport:
     """A transport that this instance has opened.
 
     Args:
@@ -43,7 +43,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NegotiatedPeer:
     """A negotiated connection.
 
     Args:
@@ -64,7 +64,7 @@ class Transports:
         candidates: at least one; they are closed with this object.
     """
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, candidates: Sequence[OpenedTransport]) -> None:
         self._candidates = sorted(candidates, key=lambda item: (-item.priority, item.name))
 
     @classmethod
@@ -155,7 +155,7 @@ class Transports:
             if candidate.name in keys:
                 candidate.endpoint.revoke(keys[candidate.name])
 
-    def connect(self, addresses: Mapping[str, bytes], *, timeout: float) -> Choice:
+    def connect(self, addresses: Mapping[str, bytes], *, timeout: float) -> NegotiatedPeer:
         """Connect to the instance that published ``addresses``, by the best common transport.
 
         Args:
@@ -166,21 +166,31 @@ class Transports:
             TransportUnavailable: no common transport reaches; the message has every reason.
             TransferError: the peer is lost or denies access; that is no question of transport.
         """
-        reasons: list[str] = []
+        refusals: list[str] = []
         for candidate in self._candidates:
-            refusal = _refusal(candidate, addresses)
+            name, address = candidate.name, addresses.get(candidate.name)
+            if address is None:
+                refusals.append(f"{name}: the peer does not offer it")
+                continue
+            refusal = candidate.transport.reaches(candidate.endpoint.address, address)
             if refusal is None:
                 try:
-                    peer = candidate.endpoint.connect(addresses[candidate.name], timeout=timeout)
+                    peer = candidate.endpoint.connect(address, timeout=timeout)
                 except TransportUnavailable as exc:
                     refusal = exc.reason
                 else:
-                    return _chosen(candidate.name, peer, reasons)
-            reasons.append(f"{candidate.name}: {refusal}")
+                    reason = f"{name} is the best that both reach"
+                    if refusals:
+                        reason += f" ({'; '.join(refusals)})"
+                    logger.log(
+                        logging.WARNING if refusals else logging.INFO, "transport: %s", reason
+                    )
+                    return NegotiatedPeer(name, peer, reason)
+            refusals.append(f"{name}: {refusal}")
         ours, theirs = ", ".join(self.names), ", ".join(sorted(addresses)) or "nothing"
         raise TransportUnavailable(
             AUTO if len(self._candidates) > 1 else self.names[0],
-            f"we have {ours}, the peer has {theirs}, none reaches ({'; '.join(reasons)})",
+            f"we have {ours}, the peer has {theirs}, none reaches ({'; '.join(refusals)})",
         )
 
     def close(self) -> None:
@@ -226,23 +236,7 @@ def _eligible(registry: Registry, allowed: Sequence[str] | None) -> list[TableRo
     ]
 
 
-def _open_one(registry: Registry, name: str, options: EndpointOptions) -> Candidate:
+def _open_one(registry: Registry, name: str, options: EndpointOptions) -> OpenedTransport:
     transport = registry.load_transport(name)
     spec, _ = registry.transports[name]
-    return Candidate(transport, transport.open(options), spec.priority)
-
-
-def _refusal(candidate: Candidate, addresses: Mapping[str, bytes]) -> str | None:
-    if candidate.name not in addresses:
-        return "the peer does not offer it"
-    return candidate.transport.reaches(candidate.endpoint.address, addresses[candidate.name])
-
-
-def _chosen(name: str, peer: Peer, reasons: Sequence[str]) -> Choice:
-    reason = f"{name} is the best that both reach"
-    if reasons:
-        reason += f" ({'; '.join(reasons)})"
-        logger.warning("transport: %s", reason)
-    else:
-        logger.info("transport: %s", reason)
-    return Choice(name, peer, reason)
+    return OpenedTransport(transport, transport.open(options), spec.priority)

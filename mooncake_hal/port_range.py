@@ -1,4 +1,4 @@
-"""A range of ports, as operators write it; pure."""
+"""Ranges of ports, as operators write them; pure, for configs and plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports of this host: whether they are free, tried by binding, and who holds those that are not."""
+"""TCP ports of this host: whether they are free, tried by binding, and which process holds one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def find_taken(ports: Sequence[Port]) -> list[str]:
 
 
 def count_free(ports: PortRange, host: str, most: int) -> int:
-    """How many of these ports nobody holds, up to ``most``."""
+    """How many of these ports are free, up to ``most``."""
     free = 0
     with ExitStack() as held:
         for number in ports:
@@ -99,18 +99,12 @@ def _listening_inodes(number: int) -> set[str]:
 
 
 def _holds(process: Path, inodes: set[str]) -> bool:
-    try:
-        descriptors = list((process / "fd").iterdir())
-    except OSError:  # another user's process, or one that has just ended
-        return False
-    return any(_target(descriptor) in inodes for descriptor in descriptors)
-
-
-def _target(descriptor: Path) -> str:
-    try:
-        return os.readlink(descriptor)
-    except OSError:
-        return ""
+    with suppress(OSError):  # another user's process, or one that has just ended
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):  # closed since
+                if os.readlink(descriptor) in inodes:
+                    return True
+    return False
 
 
 def _name(process: Path) -> str:

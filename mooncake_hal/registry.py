@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 
 import pluggy
 
-from mooncake_hal import env, hookspecs
+from mooncake_hal import hal_env, hookspecs
 from mooncake_hal.errors import (
     BackendNotFound,
     BackendUnavailable,
@@ -97,7 +97,7 @@ class Registry:
             HalError: MOONCAKE_HAL_BLOCK can't be read.
         """
         registry = cls()
-        blocked = env.blocked_plugins()
+        blocked = hal_env.blocked_plugins()
         found = entry_points(group=ENTRY_POINT_GROUP) if points is None else points
         # stale metadata can list a plugin twice; the same module is not a rival of itself
         for _, point in sorted({(point.name, point.value): point for point in found}.items()):
@@ -128,11 +128,15 @@ class Registry:
             PluginError: the plugin that should offer it is broken, or offers less than the
                 contract asks for; the message names what.
         """
-        wanted = env.backend_name() if name == "auto" else name
+        wanted = hal_env.backend_name() if name == "auto" else name
         if wanted is None:
             return self._best_backend()
         if wanted not in self.backends:
-            raise self._missing_backend(wanted)
+            self._raise_if_broken(wanted)
+            raise BackendNotFound(
+                f"no installed plugin offers backend {wanted!r}; installed are "
+                f"{sorted(self.backends)}. Install its package, or see `mooncake-hal devices`"
+            )
         spec, plugin = self.backends[wanted]
         row = _probe(spec, plugin)
         if row.status is PluginStatus.UNAVAILABLE:
@@ -174,13 +178,6 @@ class Registry:
                 refusals.append(f"{row.name}: {exc.reason}")
         refusals += [f"{row.name}: {row.reason}" for row in self.not_loaded]
         raise BackendUnavailable("auto", "; ".join(refusals) or "no backend plugin is installed")
-
-    def _missing_backend(self, name: str) -> BackendNotFound:
-        self._raise_if_broken(name)
-        return BackendNotFound(
-            f"no installed plugin offers backend {name!r}; installed are {sorted(self.backends)}. "
-            f"Install its package, or see `mooncake-hal devices`"
-        )
 
     def _raise_if_broken(self, name: str) -> None:
         for row in self.not_loaded:
@@ -289,7 +286,7 @@ def _check_spec(spec: object, kind: type[BackendSpec] | type[TransportSpec]) -> 
             f"{spec.name!r} was written for plugin API {spec.api_version}, this is {API_VERSION}; "
             "install versions of both that match"
         )
-    if spec.name == "auto" or not env.is_name(spec.name):
+    if spec.name == "auto" or not hal_env.is_name(spec.name):
         raise PluginError(f"{spec.name!r} can't be a name: lower case, and not 'auto'")
 
 

@@ -1,4 +1,4 @@
-"""What a plugin hands over: plain data about a backend or a transport, and how to load it.
+"""BackendSpec and TransportSpec: what a plugin registers.
 
 Everything here is standard library only, so that discovering plugins costs nothing: a probe may
 look at the machine, only ``load()`` may import torch or a vendor library.
@@ -34,15 +34,20 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a host was looked at for.
+    """One thing that was checked; as text, a line of the report that the doctor prints.
 
     Args:
-        what: was found, or wanted.
+        what: was checked, found, or wanted.
         problem: None if it is in order; else what is wrong, and what to do.
     """
 
     what: str
     problem: str | None = None
+
+    def __str__(self) -> str:
+        if self.problem is None:
+            return f"ok    {self.what}"
+        return f"FAIL  {self.what}: {self.problem}"
 
 
 def none_reserved() -> Sequence[ReservedPorts]:
@@ -102,3 +107,15 @@ class TransportSpec:
     examine: Callable[[], Sequence[Check]] = no_checks
     num_ports: int = 1
     reserved_ports: Callable[[], Sequence[ReservedPorts]] = none_reserved
+
+
+def installed(distributions: Sequence[str]) -> str | None:
+    """Return the first of the distributions that is installed, with its version; imports none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in distributions:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return None

@@ -33,7 +33,7 @@ class MemoryRegion:
         nbytes: length.
         device: ``"cpu"`` or the backend's name of the device, such as ``"cuda:0"``.
         fd: a descriptor that another process of this host can map, where the memory has one
-            (a memfd, a VMM handle); owned by whoever allocated the region.
+            (a memfd, a VMM handle); owned by the allocator of the region.
         fd_offset: where in the descriptor's file the region begins, in bytes.
     """
 
@@ -73,7 +73,7 @@ class EndpointOptions:
 
     Args:
         host: address to listen on; loopback unless the operator says otherwise.
-        advertise_host: address that peers are told, when it differs from ``host``.
+        advertise_host: address that peers connect to, when it differs from ``host``.
         port: port to listen on; 0 takes a free one.
         port_range: where to take that from; None: anywhere.
         secret: shared by all instances of a deployment. A peer proves that it knows it before
@@ -176,7 +176,7 @@ class Endpoint(Protocol):
         """Connect to the endpoint that published ``address``.
 
         Raises:
-            PeerLost: nobody answers there, or it is another incarnation.
+            PeerLost: nothing listens there, or it is another epoch of that endpoint.
             AccessDenied: the secrets differ.
             VersionMismatch: the protocols differ.
             TransportUnavailable: the peer is out of this transport's reach.

@@ -1,37 +1,37 @@
-"""Builds a core from a configuration: everything is checked before anything is loaded."""
+"""From a configuration to a running engine, in two steps: plan it, then start it."""
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from mooncake_engine.config import EngineConfig, ExecutorKind, LoadFailurePolicy
-from mooncake_engine.core import Command, EngineCore
+import torch
+
+from mooncake_engine.config import EngineConfig, ExecutorKind
+from mooncake_engine.core import EngineCore
 from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_engine.execution.engine_plan import EnginePlan, make_plan
 from mooncake_engine.execution.executor import (
     Executor,
-    ExecutorFacts,
+    ExecutorInfo,
     ExecutorOptions,
     InProcessExecutor,
 )
 from mooncake_engine.execution.process_executor import ProcessExecutor
-from mooncake_engine.execution.ray_ranks import RayLauncher
-from mooncake_engine.execution.setup import choose_block_size
-from mooncake_engine.execution.weights import ProgressHandler
-from mooncake_engine.kv_transfer.addresses import settle_addresses
-from mooncake_engine.kv_transfer.base import (
-    Connector,
-    ConnectorSetup,
-    ConnectorType,
+from mooncake_engine.execution.ray_launcher import RayLauncher
+from mooncake_engine.execution.weight_loader import ProgressHandler
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.kv_connector import (
+    EXTENSION,
+    SchedulerConnector,
     find_connector,
+    settle_addresses,
 )
-from mooncake_engine.kv_transfer.endpoints import transports_wanted
-from mooncake_engine.messages import EngineFacts
-from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.limits import SchedulerLimits
+from mooncake_engine.messages import EngineInfo
 from mooncake_engine.scheduling.scheduler import Scheduler
+from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.text.tokenizer import same_tokens, tokenizer_fingerprint
 from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import Hardware
@@ -40,205 +40,220 @@ from mooncake_hal.negotiation import count_ports, reserved_ports
 from mooncake_hal.port_range import PortRange, why_reserved
 from mooncake_hal.ports import Port, count_free, find_taken
 from mooncake_hal.registry import Registry
+from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
+from mooncake_kv.connector_worker import transports_wanted
+from mooncake_kv.handshake import InstanceMetadata, model_fingerprint
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class RunningEngine:
     """A core that is ready to step, and what is known about it."""
 
     core: EngineCore
-    facts: EngineFacts
+    info: EngineInfo
 
 
-class _Post:
-    """Stands for a part that is built later: keeps what is sent to it until then."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[object, ...]] = []
-        self._target: Callable[..., None] | None = None
-
-    def __call__(self, *message: object) -> None:
-        if self._target is None:
-            self._kept.append(message)
-        else:
-            self._target(*message)
-
-    def connect(self, target: Callable[..., None]) -> None:
-        """Deliver what was kept, and everything from now on."""
-        for message in self._kept:
-            target(*message)
-        self._target = target
-
-
-def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) -> Engine:
-    """Load a model and connect its parts.
+def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) -> RunningEngine:
+    """Plan an engine and start it.
 
     Raises:
         ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
     """
-    config = _settle_addresses(config)
-    _check_speculation(config)
-    engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
-    entry = None if config.kv_transfer is None else find_connector(config.kv_transfer.connector)
     registry = Registry.discover()
-    backend = _select_backend(registry, config)
-    _check_reserved_ports(config, backend, registry)
-    _check_port_range(config, backend, registry)
-    block_size = choose_block_size(config, backend)
-    _limit_threads(config)
-    rank_post = _Post()
-    options = ExecutorOptions(entry.worker if entry else None, rank_post, progress)
+    return start_engine(plan_engine(config, registry), registry, progress)
+
+
+def plan_engine(config: EngineConfig, registry: Registry) -> EnginePlan:
+    """Decide everything that can be decided before anything is loaded or started.
+
+    Reads the checkpoint's config and asks the backend what it can do; takes no memory, no port and
+    no thread.
+
+    Raises:
+        ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
+    """
+    if config.kv_transfer is not None:
+        find_connector(config.kv_transfer.connector)
+        config = replace(config, kv_transfer=settle_addresses(config.kv_transfer))
+    _check_speculation(config)
     try:
-        executor = _build_executor(config, backend, options)
+        return make_plan(config, registry.select_backend(config.backend))
+    except HalError as exc:
+        raise ConfigError(str(exc)) from exc
+
+
+def start_engine(
+    plan: EnginePlan, registry: Registry, progress: ProgressHandler | None = None
+) -> RunningEngine:
+    """Load the model on all ranks, connect the parts and begin to answer peers.
+
+    Args:
+        plan: of ``plan_engine``.
+        registry: the one that it was planned with.
+        progress: told while weights are read.
+
+    Raises:
+        ConfigError, CheckpointError: what was planned can't be had; says what to change.
+    """
+    config = plan.config
+    backend = registry.select_backend(plan.backend)
+    _check_ports(config, backend, registry)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
+    with ExitStack() as cleanup:
+        connector = None if config.kv_transfer is None else SchedulerConnector(config)
+        options = ExecutorOptions(progress=progress, registry=registry)
+        if connector is not None:
+            options = replace(options, extension=EXTENSION, on_message=connector.on_rank_message)
+        executor = start_executor(plan, backend, options)
+        cleanup.callback(executor.close)
+        logger.info("KV blocks of %d tokens: %s", plan.block_size.tokens, plan.block_size.reason)
+        scheduler = _make_scheduler(config, executor.info, connector)
+        core = EngineCore(
+            scheduler,
+            executor,
+            connector,
+            steps_in_flight=config.steps_in_flight,
+            seed=config.seed,
+        )
+        cleanup.callback(core.close)  # the connector before the ranks, whose memory it uses
+        if connector is not None:
+            connector.start(_describe(plan, engine_id, backend), executor.send, core.post)
+        executor.warm_up()
+        cleanup.pop_all()
+    info = executor.info
+    return RunningEngine(
+        core,
+        EngineInfo(
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            num_kv_blocks=info.num_blocks,
+            block_size=info.block_size,
+            engine_id=engine_id,
+            lends_kv=not info.has_native_latents,
+        ),
+    )
+
+
+def start_executor(plan: EnginePlan, backend: Backend, options: ExecutorOptions) -> Executor:
+    """Load the model on all ranks: in this process if there is one, else in processes of their own.
+
+    Raises:
+        ConfigError, CheckpointError: the model can't be loaded as planned.
+    """
+    config = plan.config
+    try:
+        if config.executor is ExecutorKind.RAY:
+            resource = backend.capabilities.scheduler_resource
+            return ProcessExecutor(plan, options, RayLauncher(config, resource))
+        if config.num_ranks == 1:
+            return InProcessExecutor(plan, backend, options)
+        return ProcessExecutor(plan, options)
     except HalError as exc:
         raise ConfigError(f"backend {backend.name!r} can't load the model: {exc}") from exc
-    logger.info("KV blocks of %d tokens: %s", block_size.tokens, block_size.reason)
-    try:
-        return _connect(config, engine_id, backend, executor, (entry, rank_post))
-    except BaseException:
-        executor.close()
-        raise
 
 
-def _build_executor(config: EngineConfig, backend: Backend, options: ExecutorOptions) -> Executor:
-    if config.executor is ExecutorKind.RAY:
-        resource = backend.capabilities.scheduler_resource
-        return ProcessExecutor(config, backend, options, RayLauncher(config, resource))
-    if config.num_ranks == 1:
-        return InProcessExecutor(config, backend, options)
-    return ProcessExecutor(config, backend, options)
-
-
-def _connect(
-    config: EngineConfig,
-    engine_id: str,
-    backend: Backend,
-    executor: Executor,
-    link: tuple[ConnectorType | None, _Post],
-) -> Engine:
-    entry, rank_post = link
-    inbox = _Post()
-    connector = None
-    if entry is not None:
-        connector = _start_connector(config, engine_id, backend, executor, (entry, inbox))
-        rank_post.connect(connector.on_rank_message)
-        connector.start()
-    executor.warm_up()
-    scheduler = _scheduler(config, executor, connector)
-    core = EngineCore(scheduler, executor, connector, steps_in_flight=config.steps_in_flight)
-    inbox.connect(core.post)
-    facts = executor.facts
-    return Engine(
-        core,
-        EngineFacts(
-            max_model_len=facts.max_model_len,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-            num_kv_blocks=facts.num_blocks,
-            block_size=facts.block_size,
-            engine_id=engine_id,
-            lends_kv=not facts.has_resident_latents,
-        ),
-    )
-
-
-def _start_connector(
-    config: EngineConfig,
-    engine_id: str,
-    backend: Backend,
-    executor: Executor,
-    link: tuple[ConnectorType, Callable[[Command], None]],
-) -> Connector:
-    entry, sink = link
+def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMetadata:
+    """This instance, as its peers are told."""
+    config = plan.config
     device = next(d for d in backend.runtime.devices() if d.index == config.device)
-    hardware = Hardware(backend.name, device.generation, backend.capabilities.constraints)
-    return entry(
-        ConnectorSetup(
-            config=config,
-            engine_id=engine_id,
-            geometry=executor.facts.geometry,
-            block_size=executor.facts.block_size,
-            hardware=hardware,
-            tokenizer_fingerprint=tokenizer_fingerprint(config.model),
-            send=lambda rank, message: executor.send(message, rank),
-            sink=sink,
-        ),
+    return InstanceMetadata(
+        engine_id,
+        model_fingerprint(config.model),
+        tokenizer_fingerprint(config.model),
+        plan.geometry,
+        plan.block_size.tokens,
+        Hardware(backend.name, device.generation, backend.capabilities.constraints),
     )
 
 
-def _scheduler(config: EngineConfig, executor: Executor, connector: Connector | None) -> Scheduler:
-    facts = executor.facts
+def _make_scheduler(
+    config: EngineConfig, info: ExecutorInfo, connector: SchedulerConnector | None
+) -> Scheduler:
     policy = config.kv_transfer.load_failure if config.kv_transfer else LoadFailurePolicy.RECOMPUTE
     speculation = config.speculation
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=facts.max_model_len,
-        eos_token_ids=frozenset(facts.eos_token_ids),
+        max_model_len=info.max_model_len,
+        eos_token_ids=frozenset(info.eos_token_ids),
         load_failure=policy,
         watermark=config.watermark,
         delay_factor=config.scheduler_delay_factor,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
-        feeds_forward=config.feeds_forward,
-        names_arrivals=facts.has_resident_latents,
+        uses_async_scheduling=config.uses_async_scheduling,
+        reports_received_blocks=info.has_native_latents,
     )
-    if config.async_scheduling and not config.feeds_forward:
+    if config.async_scheduling and not config.uses_async_scheduling:
         logger.warning(
             "async scheduling is off: it does not go together with %s",
             f"{config.pp_size} pipeline stages" if config.pp_size > 1 else "speculative decoding",
         )
-    _tell_pool(config, facts)
+    _log_pool(config, info)
     blocks = BlockManager(
-        facts.num_blocks,
-        facts.block_size,
+        info.num_blocks,
+        info.block_size,
         prefix_caching=config.prefix_caching,
-        num_host_blocks=facts.num_host_blocks,
+        num_host_blocks=info.num_host_blocks,
     )
     return Scheduler(limits, blocks, connector)
 
 
-def _tell_pool(config: EngineConfig, facts: ExecutorFacts) -> None:
+def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
     """Here and not where it is decided, which is in every rank."""
     logger.info(
         "KV pool: %d blocks of %d tokens, %d tokens in all",
-        facts.num_blocks,
-        facts.block_size,
-        facts.num_blocks * facts.block_size,
+        info.num_blocks,
+        info.block_size,
+        info.num_blocks * info.block_size,
     )
-    if config.max_model_len is None and facts.max_model_len < facts.model.max_positions:
+    if config.max_model_len is None and info.max_model_len < info.model.max_positions:
         logger.warning(
             "the KV pool limits prompt and answer together to %d tokens, the model takes %d: "
             "give it more (--kv-cache-bytes, --num-kv-blocks, --memory-utilization), or say with "
-            "--max-model-len that so many are enough",
-            facts.max_model_len,
-            facts.model.max_positions,
+            "--max-model-len that this is enough",
+            info.max_model_len,
+            info.model.max_positions,
         )
 
 
-def _settle_addresses(config: EngineConfig) -> EngineConfig:
-    """Loading takes minutes; that an address is none, or its port is taken, is known now."""
-    if config.kv_transfer is None:
-        return config
-    kv = settle_addresses(config.kv_transfer)
-    problems = find_taken([Port("the KV side channel", kv.host, kv.port)])
-    if problems:
-        raise PortTaken("; ".join(problems))
-    return replace(config, kv_transfer=kv)
+def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> None:
+    """Loading takes minutes: that a port is taken, or a range too small, is to be known before.
 
-
-def _check_reserved_ports(config: EngineConfig, backend: Backend, registry: Registry) -> None:
-    """What a transport is built on may take ports later, and fail then if they are ours."""
+    Raises:
+        PortTaken: says which, and by what.
+    """
     kv = config.kv_transfer
     if kv is None:
         return
+    if problems := find_taken([Port("the KV side channel", kv.host, kv.port)]):
+        raise PortTaken("; ".join(problems))
+    _check_reserved_ports(kv, backend, registry)
+    if kv.port_range is not None:
+        # where Ray puts ranks is known later, and one of them at least may be here
+        num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks
+        _check_port_range(
+            kv,
+            kv.port_range,
+            num_ranks,
+            count_ports(registry, **transports_wanted(kv, backend.capabilities.transports)),
+        )
+
+
+def _check_reserved_ports(kv: KVTransferConfig, backend: Backend, registry: Registry) -> None:
+    """What a transport is built on may take ports later, and fail then if they are ours."""
     single = {"the API (--port)": kv.api_port, "the KV side channel (--kv-port)": kv.port}
     wanted = {what: PortRange(port, port) for what, port in single.items() if port}
     if kv.port_range is not None:
         wanted["--kv-port-range"] = kv.port_range
     try:
-        reserved = reserved_ports(registry, **transports_wanted(kv, backend))
+        reserved = reserved_ports(
+            registry, **transports_wanted(kv, backend.capabilities.transports)
+        )
     except HalError as exc:
         raise ConfigError(str(exc)) from exc
     found = [why_reserved(what, ports, reserved) for what, ports in wanted.items()]
@@ -246,28 +261,24 @@ def _check_reserved_ports(config: EngineConfig, backend: Backend, registry: Regi
         raise PortTaken("; ".join(problem for problem in found if problem))
 
 
-def _check_port_range(config: EngineConfig, backend: Backend, registry: Registry) -> None:
-    """A range must last for what all ranks on this host listen on; where Ray puts them is known
-    later, and one of them at least may be here."""
-    kv = config.kv_transfer
-    if kv is None or kv.port_range is None:
-        return
-    num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks
-    per_rank = count_ports(registry, **transports_wanted(kv, backend))
-    wanted = num_ranks * per_rank + (kv.port == 0)
-    found = count_free(kv.port_range, kv.host, wanted)
+def _check_port_range(
+    kv: KVTransferConfig, port_range: PortRange, num_ranks: int, ports_per_rank: int
+) -> None:
+    """A range must last for all that the ranks on this host listen on, and the side channel."""
+    wanted = num_ranks * ports_per_rank + (kv.port == 0)
+    found = count_free(port_range, kv.host, wanted)
     if found < wanted:
         raise PortTaken(
-            f"{wanted} ports of --kv-port-range {kv.port_range} are wanted on {kv.host}, {found} "
-            f"are free: each of {num_ranks} ranks takes {per_rank} for its transports, the side "
-            f"channel {int(kv.port == 0)}; widen the range"
+            f"{wanted} ports of --kv-port-range {port_range} are wanted on {kv.host}, {found} "
+            f"are free: each of {num_ranks} ranks takes {ports_per_rank} for its transports, the "
+            f"side channel {int(kv.port == 0)}; widen the range"
         )
 
 
 def _check_speculation(config: EngineConfig) -> None:
     if config.speculation is None:
         if config.speculative_config is not None:
-            logger.info("a prefill instance samples one token per request: nothing is guessed here")
+            logger.info("speculative decoding is off: a prefill instance samples one token")
         return
     draft = config.speculation.model
     if draft is not None and not same_tokens(config.model, draft):
@@ -275,17 +286,3 @@ def _check_speculation(config: EngineConfig) -> None:
             f"the tokens of the draft model in {draft} are not those of the model in "
             f"{config.model}: use a draft model of the same family"
         )
-
-
-def _select_backend(registry: Registry, config: EngineConfig) -> Backend:
-    try:
-        return registry.select_backend(config.backend)
-    except HalError as exc:
-        raise ConfigError(str(exc)) from exc
-
-
-def _limit_threads(config: EngineConfig) -> None:
-    if config.threads:
-        import torch
-
-        torch.set_num_threads(config.threads)

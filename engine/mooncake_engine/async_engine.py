@@ -12,14 +12,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from mooncake_engine.admission import check_request
-from mooncake_engine.assembly import Engine, build_engine
+from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest, ResetPrefixCache, Wake
 from mooncake_engine.errors import EngineDead, Overloaded
-from mooncake_engine.execution.weights import LoadProgress
-from mooncake_engine.kv_transfer.base import Pairing, Topology, find_connector
-from mooncake_engine.kv_transfer.params import TransferMode
-from mooncake_engine.messages import EngineFacts, EngineRequest, EngineStats, TokenUpdate
+from mooncake_engine.execution.weight_loader import LoadProgress
+from mooncake_engine.kv_connector import find_connector
+from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
+from mooncake_kv.connector import CompatibilityReport, Topology
+from mooncake_kv.params import TransferMode
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +43,12 @@ class AsyncEngine:
         config: what it was made from.
     """
 
-    def __init__(self, engine: Engine, config: EngineConfig) -> None:
+    def __init__(self, engine: RunningEngine, config: EngineConfig) -> None:
         self.config = config
         transfer = config.kv_transfer
         self._mode = find_connector(transfer.connector).mode if transfer else TransferMode.NONE
         self._core = engine.core
-        self._facts = engine.facts
+        self._info = engine.info
         self._streams: dict[str, _Stream] = {}
         self._asked: set[Future[bool]] = set()
         self._lock = threading.Lock()
@@ -64,7 +65,7 @@ class AsyncEngine:
 
         Args:
             config: what to load.
-            on_progress: told of the stage and the fraction of it that is done.
+            on_progress: called with the stage and the fraction of it that is done.
 
         Raises:
             ConfigError, CheckpointError: it can't be set up as asked.
@@ -77,9 +78,9 @@ class AsyncEngine:
         return cls(build_engine(config, report), config)
 
     @property
-    def facts(self) -> EngineFacts:
+    def info(self) -> EngineInfo:
         """What is known about the engine."""
-        return self._facts
+        return self._info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
         """Serve a request; ends after the update that says ``finish``.
@@ -92,11 +93,11 @@ class AsyncEngine:
             Overloaded: too many requests wait already.
             EngineDead: the engine died.
         """
-        handoff = check_request(request, self._facts, self._mode)
+        check_request(request, self._info, self._mode)
         self.check_health()
         minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
         stream = self._open(minted.request_id)
-        self._core.post(AddRequest(minted, handoff))
+        self._core.post(AddRequest(minted))
         is_finished = False
         try:
             while not is_finished:
@@ -126,7 +127,7 @@ class AsyncEngine:
             EngineDead: the engine died.
         """
         answer: Future[bool] = Future()
-        answer.set_running_or_notify_cancel()  # whoever waits may leave, the core still answers
+        answer.set_running_or_notify_cancel()  # the core replies to callers that left, too
         with self._lock:
             self._asked.add(answer)
         try:
@@ -141,7 +142,7 @@ class AsyncEngine:
         """A snapshot for metrics. Any thread."""
         return self._core.stats()
 
-    def pairing(self) -> Pairing | None:
+    def pairing(self) -> CompatibilityReport | None:
         """Whom it can't exchange KV with; None if it works alone. Any thread."""
         return self._core.pairing()
 
@@ -215,7 +216,7 @@ def _call(
 ) -> None:
     try:
         loop.call_soon_threadsafe(_deliver, batch)
-    except RuntimeError:  # the consumer's loop is closed: nobody listens any more
+    except RuntimeError:  # the consumer's loop is closed: its requests are gone
         logger.debug("dropped %d updates of a closed event loop", len(batch))
 
 

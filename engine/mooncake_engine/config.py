@@ -1,4 +1,7 @@
-"""How an engine is set up. A config is complete when constructed; derive with ``replace``."""
+"""EngineConfig: every engine option with its flag.
+
+A config is complete when constructed; derive with ``replace``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 
 from mooncake_engine.errors import ConfigError
-from mooncake_hal.port_range import PortRange
+from mooncake_hal.options import byte_count, option, positive_int
+from mooncake_kv.config import KVTransferConfig
 
 
 class Role(str, Enum):
@@ -18,13 +22,6 @@ class Role(str, Enum):
     BOTH = "both"
 
 
-class LoadFailurePolicy(str, Enum):
-    """What a decode instance does when KV does not come across."""
-
-    RECOMPUTE = "recompute"
-    FAIL = "fail"
-
-
 class ExecutorKind(str, Enum):
     """Where an instance's ranks run."""
 
@@ -32,109 +29,94 @@ class ExecutorKind(str, Enum):
     RAY = "ray"
 
 
-@dataclass(frozen=True, slots=True)
-class KVTransferConfig:
-    """How KV moves between instances.
-
-    Args:
-        connector: name of the connector; ``MooncakeConnector`` pulls,
-            ``MooncakeLayerwiseConnector`` pushes.
-        host: address that the side channel and transports listen on.
-        advertise_host: address that peers are told; empty: ``host``, or where that is all
-            addresses the one of the default route.
-        port: side channel's port; 0 takes a free one.
-        port_range: where free ports are taken from, by the side channel and the transports of all
-            ranks; None: anywhere.
-        api_port: the port of the instance's own API, which transports leave alone; 0: none.
-        transports: names in order of preference; empty takes all that the backend can use.
-        secret: shared by all instances of a deployment.
-        lease_s: how long a prefill instance keeps blocks without a word from the decode side.
-        transfer_timeout_s: deadline of one request's transfer.
-        load_failure: what happens to a request whose KV does not arrive.
-    """
-
-    connector: str = "MooncakeConnector"
-    host: str = "127.0.0.1"
-    advertise_host: str = ""
-    port: int = 0
-    port_range: PortRange | None = None
-    api_port: int = 0
-    transports: tuple[str, ...] = ()
-    secret: str = ""
-    lease_s: float = 30.0
-    transfer_timeout_s: float = 30.0
-    load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
-
-
 class SpeculativeMethod(str, Enum):
-    """What guesses tokens ahead."""
+    """What proposes draft tokens."""
 
     NGRAM = "ngram"
-    """What followed the same tokens earlier in prompt and answer."""
+    """What followed the same n-gram earlier in prompt and output."""
     DRAFT = "draft"
     """A smaller model."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How tokens are guessed ahead, so that one step of the model may bring several.
+    """Speculative decoding: draft tokens, so that one step of the model may bring several.
 
-    Args:
-        method: what guesses.
-        num_speculative_tokens: guesses per request and step, at most.
-        model: directory of the draft model; its vocabulary is the model's.
-        prompt_lookup_min, prompt_lookup_max: for ``ngram``, so many of the last tokens must have
-            occurred before, and so many are compared for the best place; None: 2 and 5, or equal if
-            one of them is given.
+    The draft model's vocabulary is the model's. Without ``prompt_lookup_min`` and
+    ``prompt_lookup_max`` these are 2 and 5; if one of them is given, the other is equal.
     """
 
-    method: SpeculativeMethod
-    num_speculative_tokens: int = 4
-    model: Path | None = None
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
+    method: SpeculativeMethod = field(
+        metadata=option(
+            "--speculative-method",
+            help="speculative decoding: draft tokens from n-grams of prompt and output, or from a "
+            "draft model",
+            is_required=False,
+        )
+    )
+    num_speculative_tokens: int = field(
+        default=4,
+        metadata=option(
+            is_unset_by_default=True,
+            metavar="TOKENS",
+            help="maximum number of draft tokens per request and step",
+        ),
+    )
+    model: Path | None = field(
+        default=None,
+        metadata=option("--speculative-model", metavar="DIR", help="directory of the draft model"),
+    )
+    prompt_lookup_min: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="TOKENS",
+            default_text="2",
+            help="minimum n-gram length to look up in prompt and output",
+        ),
+    )
+    prompt_lookup_max: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="TOKENS",
+            default_text="5",
+            help="maximum n-gram length to look up in prompt and output",
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
             raise ConfigError(
                 f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
             )
-        if self.method == SpeculativeMethod.DRAFT:
-            self._check_draft()
-        else:
-            self._check_ngram()
-
-    @property
-    def prompt_lookup(self) -> tuple[int, int]:
-        """How many of the last tokens have to be the same, and how many are compared."""
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        if low is None and high is None:
-            return 2, 5
-        return (high or 0) if low is None else low, (low or 0) if high is None else high
-
-    def _check_draft(self) -> None:
-        if self.model is None:
+        if self.method == SpeculativeMethod.NGRAM:
+            if self.model is not None:
+                raise ConfigError(
+                    f"speculative method 'ngram' runs no draft model, but {self.model} was named "
+                    "as one; leave it out, or use method 'draft'"
+                )
+            low, high = self.prompt_lookup
+            if not 1 <= low <= high:
+                raise ConfigError(
+                    f"wanted 1 <= prompt_lookup_min <= prompt_lookup_max, got {low} and {high}"
+                )
+        elif self.model is None:
             raise ConfigError(
                 "speculative method 'draft' runs a draft model: name its directory as the "
                 "speculative model, or use 'ngram', which needs none"
             )
-        if self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
+        elif self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
             raise ConfigError(
                 "prompt_lookup_min and prompt_lookup_max are for speculative method 'ngram', "
                 "'draft' was asked for; leave them out"
             )
 
-    def _check_ngram(self) -> None:
-        if self.model is not None:
-            raise ConfigError(
-                f"speculative method 'ngram' runs no draft model, but {self.model} was named as "
-                "one; leave it out, or use method 'draft'"
-            )
-        low, high = self.prompt_lookup
-        if not 1 <= low <= high:
-            raise ConfigError(
-                f"wanted 1 <= prompt_lookup_min <= prompt_lookup_max, got {low} and {high}"
-            )
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """Minimum and maximum n-gram length."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None and high is None:
+            return 2, 5
+        return (high or 0) if low is None else low, (low or 0) if high is None else high
 
 
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
@@ -151,78 +133,206 @@ _POSITIVE = (
 class EngineConfig:
     """Everything that an instance needs to know before it loads anything.
 
-    Args:
-        model: Hugging Face model directory.
-        served_model_name: name in the API; empty means the directory's name.
-        role: prefill, decode or both.
-        backend: name of a hardware backend, or ``auto``.
-        device: device index; where there are several ranks, rank r uses ``device + r``.
-        dtype: ``auto`` takes the checkpoint's if the backend has it.
-        tp_size: tensor-parallel ranks, of each pipeline stage.
-        pp_size: pipeline stages: each has some of the layers, and prompts pass through them in
-            chunks of ``max_num_batched_tokens``, several at a time.
-        block_size: tokens per KV block; None takes what suits the backend.
-        kv_layout: ``auto`` or a name of mooncake_hal.kv.layout.
-        kv_cache_dtype: ``auto`` keeps KV in the model's own type; else a key of KV_CACHE_DTYPES.
-        num_kv_blocks: size of the KV pool; None derives it from ``kv_cache_bytes``.
-        kv_cache_bytes: memory for KV; None derives it from ``memory_utilization``.
-        memory_utilization: share of the device's memory that may be used: what weights and the
-            largest step leave of it is for KV. None means 0.9 on a device with memory of its own;
-            1 GiB for KV on a host.
-        swap_space_bytes: host memory per rank that preempted groups of sequences are swapped to; no
-            more than the KV itself is used.
-        watermark: share of the KV blocks that admitting a request leaves free for those that run.
-        scheduler_delay_factor: a prompt waits that many times as long as the last step that
-            admitted some took, so that more come together; 0 admits at once.
-        max_model_len: longest sequence; None takes the model's.
-        max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step; longer prompts run in chunks.
-        max_queued_requests: requests that may wait before new ones are refused.
-        prefix_caching: keep and reuse the KV of finished prompts.
-        async_scheduling: while a step runs, schedule the next one, before the tokens are known.
-        enforce_eager: launch every op of every step, where steps could be replayed.
-        piecewise_graph_max_tokens: steps with prompts of up to so many tokens are replayed, but for
-            their attention; 0: none. None means 512 on a device with memory of its own, none on a
-            host.
-        kv_transfer: how KV moves; None for an instance that works alone.
-        speculative_config: how tokens are guessed ahead; None for not at all. A prefill instance,
-            which samples one token per request, leaves it to its decode instances.
-        threads: CPU threads per rank; 0 leaves the backend's default.
-        executor: where the ranks run.
-        ray_address: of the Ray cluster; empty takes this host's, or starts one.
+    ``kv_transfer`` says how KV moves; None for an instance that works alone. With
+    ``speculative_config`` tokens are drafted; a prefill instance, which samples one token per
+    request, leaves that to its decode instances.
     """
 
-    model: Path
-    served_model_name: str = ""
-    role: Role = Role.BOTH
-    backend: str = "auto"
-    device: int = 0
-    dtype: str = "auto"
-    tp_size: int = 1
-    pp_size: int = 1
-    block_size: int | None = None
-    kv_layout: str = "auto"
-    kv_cache_dtype: str = "auto"
-    num_kv_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    memory_utilization: float | None = None
-    swap_space_bytes: int = 1 << 30
-    watermark: float = 0.01
-    scheduler_delay_factor: float = 0.0
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_queued_requests: int = 1024
-    prefix_caching: bool = True
-    async_scheduling: bool = False
-    enforce_eager: bool = False
-    piecewise_graph_max_tokens: int | None = None
+    model: Path = field(metadata=option(metavar="DIR", help="Hugging Face model directory"))
+    served_model_name: str = field(
+        default="",
+        metadata=option(
+            metavar="NAME",
+            nargs="+",
+            default=[],
+            to_field=lambda names: names[0] if names else "",
+            help="model names in the API; responses and metrics carry the first one",
+            default_text="the directory's name",
+        ),
+    )
+    role: Role = field(
+        default=Role.BOTH,
+        metadata=option(
+            help="prefill: computes prompts for decode instances; decode: continues them; "
+            "both: serves whole requests"
+        ),
+    )
+    backend: str = field(
+        default="auto",
+        metadata=option(metavar="NAME", help="hardware backend: auto, cpu, cuda, ascend, ..."),
+    )
+    device: int = field(
+        default=0,
+        metadata=option(
+            metavar="INDEX", help="index of the first device; rank r uses the r-th from there"
+        ),
+    )
+    dtype: str = field(
+        default="auto",
+        metadata=option(
+            metavar="TYPE",
+            help="data type of weights and activations: float32, bfloat16, float16; auto: the "
+            "checkpoint's if the backend has it",
+        ),
+    )
+    tp_size: int = field(
+        default=1,
+        metadata=option(metavar="N", help="number of tensor-parallel ranks of each pipeline stage"),
+    )
+    pp_size: int = field(
+        default=1,
+        metadata=option(
+            metavar="N",
+            help="number of pipeline stages; prompts pass through them in chunks of "
+            "--max-num-batched-tokens",
+        ),
+    )
+    block_size: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="TOKENS",
+            help="tokens per KV block",
+            default_text="the only size that the backend takes, which is 128 on Ascend; else 16 "
+            "if it takes that, else its best",
+        ),
+    )
+    kv_layout: str = field(
+        default="auto",
+        metadata=option(
+            metavar="NAME", help="memory layout of the KV cache, a name of mooncake_hal.kv"
+        ),
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata=option(
+            choices=("auto", *KV_CACHE_DTYPES), help="data type of the KV cache; auto: the model's"
+        ),
+    )
+    threads: int = field(
+        default=0,
+        metadata=option(
+            metavar="N",
+            parse=positive_int,
+            help="CPU threads per rank",
+            default_text="the host's cores, shared evenly",
+        ),
+    )
+    executor: ExecutorKind = field(
+        default=ExecutorKind.LOCAL,
+        metadata=option(help="where ranks run: processes of this host, or a Ray cluster"),
+    )
+    ray_address: str = field(
+        default="",
+        metadata=option(
+            metavar="HOST:PORT",
+            help="address of the Ray cluster",
+            default_text="the cluster of this host, or a new one",
+        ),
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="N",
+            help="seed for requests without one of their own: the same requests in the same order "
+            "get the same random numbers",
+            default_text="a random seed per request",
+        ),
+    )
+    num_kv_blocks: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="N",
+            help="number of blocks in the KV pool",
+            default_text="from --kv-cache-bytes",
+        ),
+    )
+    kv_cache_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="N[K|M|G]",
+            parse=byte_count,
+            help="memory for the KV cache",
+            default_text="from --memory-utilization",
+        ),
+    )
+    memory_utilization: float | None = field(
+        default=None,
+        metadata=option(
+            metavar="SHARE",
+            help="share of the device's memory that may be used; the KV cache gets what weights "
+            "and the largest step, measured by a profiling run, leave of it",
+            default_text="0.9; on a host, 1 GiB for KV instead",
+        ),
+    )
+    swap_space_bytes: int = field(
+        default=1 << 30,
+        metadata=option(
+            "--swap-space",
+            unit=1 << 30,
+            metavar="GIB",
+            help="host memory per rank in GiB that preempted groups of sequences are swapped to; "
+            "at most as much as the KV cache is used",
+        ),
+    )
+    watermark: float = field(
+        default=0.01,
+        metadata=option(
+            metavar="SHARE",
+            help="share of the KV blocks that stays free when a new request is scheduled, to avoid "
+            "thrashing",
+        ),
+    )
+    scheduler_delay_factor: float = field(
+        default=0.0,
+        metadata=option(
+            metavar="TIMES",
+            help="delay prompts by this factor times the duration of the last step with new "
+            "prompts, so that more are batched; 0 schedules at once",
+        ),
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="TOKENS", help="maximum length of prompt and output", default_text="the model's"
+        ),
+    )
+    max_num_seqs: int = field(
+        default=256, metadata=option(metavar="N", help="maximum number of sequences in one step")
+    )
+    max_num_batched_tokens: int = field(
+        default=2048,
+        metadata=option(
+            metavar="TOKENS",
+            help="maximum number of tokens in one step; longer prompts run in chunks",
+        ),
+    )
+    max_queued_requests: int = field(
+        default=1024,
+        metadata=option(
+            metavar="N", help="maximum number of waiting requests; more are refused with 429"
+        ),
+    )
+    prefix_caching: bool = field(
+        default=True,
+        metadata=option(help="do not keep and reuse the KV blocks of finished requests"),
+    )
+    async_scheduling: bool = field(
+        default=False, metadata=option(help="schedule the next step while the current one runs")
+    )
+    enforce_eager: bool = field(
+        default=False, metadata=option(help="launch every op; capture no graphs")
+    )
+    piecewise_graph_max_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="TOKENS",
+            help="replay steps with prompts of up to this many tokens as piecewise graphs, with "
+            "attention outside of them; 0 disables them",
+            default_text="512 on a device with its own memory, 0 on a host",
+        ),
+    )
     kv_transfer: KVTransferConfig | None = None
     speculative_config: SpeculativeConfig | None = None
-    threads: int = 0
-    executor: ExecutorKind = ExecutorKind.LOCAL
-    ray_address: str = ""
-    seed: int | None = field(default=None)
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -255,13 +365,13 @@ class EngineConfig:
         if self.speculation is not None and self.pp_size > 1:
             raise ConfigError(
                 f"speculative decoding was asked for with pp_size {self.pp_size}: tokens are "
-                "guessed and checked within one step, which a pipeline spreads over several; use "
+                "drafted and verified within one step, which a pipeline spreads over several; use "
                 "one stage, and tensor parallelism for more ranks"
             )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How this very instance guesses tokens ahead; None if it does not."""
+        """How this very instance proposes draft tokens; None if it does not."""
         return None if self.role is Role.PREFILL else self.speculative_config
 
     @property
@@ -270,7 +380,7 @@ class EngineConfig:
         return self.tp_size * self.pp_size
 
     @property
-    def feeds_forward(self) -> bool:
+    def uses_async_scheduling(self) -> bool:
         """Whether a request may be scheduled again before its last token is known: the ranks that
         sample it must be those that run it next, which they are not with several stages, and one
         token must come of a step, which drafts are there to change."""
@@ -282,7 +392,7 @@ class EngineConfig:
         waits before the first; with async scheduling, one and the next."""
         if self.pp_size > 1:
             return self.pp_size + 1
-        return 2 if self.feeds_forward else 1
+        return 2 if self.uses_async_scheduling else 1
 
     @property
     def model_name(self) -> str:

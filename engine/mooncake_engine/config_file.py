@@ -16,75 +16,61 @@ from typing import Any
 import msgspec
 
 from mooncake_engine.errors import ConfigError
+from mooncake_hal.options import Option
 
-_OPTION = "--config"
-
-
-def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """Let a command have its options from a file."""
-    parser.add_argument(
-        _OPTION,
-        type=Path,
-        metavar="FILE",
-        help="YAML or JSON with options by name; those of the command line come after them",
-    )
+CONFIG_FILE = Option(
+    flag="--config",
+    parse=Path,
+    metavar="FILE",
+    help="YAML or JSON file with options by name; the command line overrides it",
+)
 
 
-def with_config(argv: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
+def with_config(argv: Sequence[str], commands: Mapping[str, Sequence[Option]]) -> list[str]:
     """A command line with the options of its files, each before those that were written by hand.
 
     Args:
         argv: the command and its options.
-        commands: the parser of each command.
+        commands: the options of each command.
 
     Raises:
         ConfigError: a file can't be read, or holds what is no option of the command.
     """
-    parser = commands.get(argv[0]) if argv else None
-    if parser is None or _OPTION not in parser._option_string_actions:
+    options = commands.get(argv[0], ()) if argv else ()
+    if CONFIG_FILE not in options:
         return list(argv)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument(_OPTION, type=Path, action="append", default=[])
+    finder.add_argument(CONFIG_FILE.flag, type=Path, action="append", default=[])
     try:
         found, _ = finder.parse_known_args(argv[1:])
     except SystemExit:  # --config without a file: the command's own parser says so
         return list(argv)
-    written = [word for path in found.config for word in _words_of(path, parser)]
+    by_name = {option.name: option for option in options if option is not CONFIG_FILE}
+    written = [word for path in found.config for word in _words_of(path, by_name)]
     return [argv[0], *written, *argv[1:]]
 
 
-def _words_of(path: Path, parser: argparse.ArgumentParser) -> Iterator[str]:
-    for name, value in _read(path).items():
-        flag = "--" + name.replace("_", "-")
-        action = parser._option_string_actions.get(flag)
-        if action is None or flag == _OPTION:
-            raise ConfigError(f"{_OPTION} {path}: {name!r} is no option of this command")
-        yield from _words(flag, value, action, path)
-
-
-def _words(flag: str, value: Any, action: argparse.Action, path: Path) -> Iterator[str]:
-    """An option as it would be on the command line; null and false are as if it were not there."""
-    takes_value = action.nargs != 0
-    if value is None or (value is False and not takes_value):
-        return
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, str | int | float) for one in values):
-        raise ConfigError(f"{_OPTION} {path}: {flag[2:]} can't be {value!r}")
-    if not takes_value:
-        if value is not True:
-            raise ConfigError(f"{_OPTION} {path}: {flag[2:]} is true or false, got {value!r}")
-        yield flag
-    elif action.nargs == "+":
-        yield from (flag, *map(str, values))
-    else:
-        for one in values:
-            yield from (flag, str(one))
-
-
-def _read(path: Path) -> dict[str, Any]:
+def _words_of(path: Path, options: Mapping[str, Option]) -> Iterator[str]:
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
     try:
-        options: dict[str, Any] = decode(path.read_bytes(), type=dict[str, Any])
+        values: dict[str, Any] = decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as exc:
-        raise ConfigError(f"can't read {_OPTION} {path}: {exc}") from exc
-    return options
+        raise ConfigError(f"can't read --config {path}: {exc}") from exc
+    for name, value in values.items():
+        option = options.get(name.replace("-", "_"))
+        if option is None:
+            raise ConfigError(f"--config {path}: {name!r} is no option of this command")
+        yield from _words(option, value, path)
+
+
+def _words(option: Option, value: Any, path: Path) -> Iterator[str]:
+    """An option as it would be on the command line; null and false are as if it were not there."""
+    if value is None or (value is False and option.is_switch):
+        return
+    name = option.flag.removeprefix("--")
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str | int | float) for one in values):
+        raise ConfigError(f"--config {path}: {name} can't be {value!r}")
+    if option.is_switch and value is not True:
+        raise ConfigError(f"--config {path}: {name} is true or false, got {value!r}")
+    yield from option.words(values)

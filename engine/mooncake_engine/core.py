@@ -7,7 +7,7 @@ control messages travel on the connector's threads, HTTP on the server's.
 from __future__ import annotations
 
 import logging
-import os
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,14 +16,20 @@ from queue import Empty, SimpleQueue
 
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.executor import Executor
-from mooncake_engine.execution.pending import PendingStep
-from mooncake_engine.kv_transfer.base import Connector, Pairing, Topology
-from mooncake_engine.kv_transfer.events import ConnectorFailed, Event, LeaseEnded, LoadEnded
-from mooncake_engine.kv_transfer.params import Handoff
+from mooncake_engine.execution.model_runner import PendingStep
+from mooncake_engine.kv_connector import SchedulerConnector
 from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
-from mooncake_engine.scheduling.plan import StepPlan
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
+from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_kv.connector import (
+    CompatibilityReport,
+    ConnectorFailed,
+    Event,
+    LeaseEnded,
+    LoadEnded,
+    Topology,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +42,9 @@ BLOCKED_WAIT_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """A request to serve; it has been checked against the engine's facts."""
+    """A request to serve; it has been checked against the engine's limits."""
 
     request: EngineRequest
-    handoff: Handoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +78,28 @@ class EngineCore:
         executor: runs the model.
         connector: moves KV; None for an instance that works alone.
         clock: seconds, monotonic.
-        steps_in_flight: so many steps may be planned and not over: while one runs, the next ones
-            are scheduled.
+        steps_in_flight: how many steps may be planned and not complete: while one runs, the next
+            ones are scheduled.
+        seed: fixes the seeds of requests that bring none; None draws them from the system.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         executor: Executor,
-        connector: Connector | None = None,
+        connector: SchedulerConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         steps_in_flight: int = 1,
+        seed: int | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._connector = connector
         self._clock = clock
         self._steps_in_flight = steps_in_flight
-        self._flights: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._seeds = random.Random(seed)
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._num_prompt_tokens = 0
         self._num_generated = 0
@@ -117,15 +125,15 @@ class EngineCore:
         self._scheduler.expire(self._clock())
         plan = self._scheduler.schedule()
         if not plan.is_empty:
-            self._flights.append((plan, self._executor.submit(plan)))
+            self._in_flight.append((plan, self._executor.submit(plan)))
             if plan.sequences:
                 self._step_sizes.note(plan.num_tokens)
-        if self._flights and (plan.is_empty or len(self._flights) == self._steps_in_flight):
-            oldest, pending = self._flights.popleft()
+        if self._in_flight and (plan.is_empty or len(self._in_flight) == self._steps_in_flight):
+            oldest, pending = self._in_flight.popleft()
             updates = self._scheduler.update(oldest, pending.result())
         else:
             updates = self._scheduler.take_updates()
-        self._is_blocked = not self._flights and not plan.sequences and not updates
+        self._is_blocked = not self._in_flight and not plan.sequences and not updates
         self._num_generated += sum(len(update.token_ids) for update in updates)
         return updates
 
@@ -158,9 +166,9 @@ class EngineCore:
             kv_transfer={} if self._connector is None else self._connector.stats(),
         )
 
-    def pairing(self) -> Pairing | None:
+    def pairing(self) -> CompatibilityReport | None:
         """Whom it can't exchange KV with; None if it works alone. Any thread."""
-        return None if self._connector is None else self._connector.pairing()
+        return None if self._connector is None else self._connector.compatibility()
 
     def topology(self) -> Topology | None:
         """Where peers reach this instance; None if it works alone. Any thread."""
@@ -182,7 +190,7 @@ class EngineCore:
             return
 
     def _patience(self) -> float:
-        if self._flights:
+        if self._in_flight:
             return 0.0
         if not self._scheduler.has_work:
             return IDLE_WAIT_S
@@ -214,11 +222,7 @@ class EngineCore:
         self._scheduler.add(
             Request(
                 spec,
-                int.from_bytes(os.urandom(8), "little") if seed is None else seed,
+                self._seeds.getrandbits(64) if seed is None else seed,
                 self._clock(),
-                keeps_kv=command.handoff.keeps_kv,
-                first_token=command.handoff.first_token,
-                sends_kv=command.handoff.target is not None,
-                receives_kv=command.handoff.metaserver is not None,
             )
         )

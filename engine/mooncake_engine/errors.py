@@ -1,4 +1,4 @@
-"""Every error of the engine.
+"""Every error of the engine; those of moving KV are in ``mooncake_kv.errors``.
 
 EngineError
 ├── ConfigError            the engine can't be set up as asked; nothing was loaded
@@ -9,11 +9,6 @@ EngineError
 ├── Overloaded             the engine's queue is full; try again later
 ├── RequestFailed          a request that was accepted and could not be finished
 │   └── DeadlineExceeded   it was not finished within its own time limit
-├── KVTransferError        KV did not come across; the request says what happens next
-│   ├── HandshakeRefused   the peer's facts contradict ours
-│   ├── LeaseLost          the peer no longer holds the KV that it promised
-│   ├── PeerGone           that incarnation of the peer is dead for certain
-│   └── PeerAbsent         it does not answer at its address: dead, or the way there has changed
 └── EngineDead             a background task died; every request fails, health turns red
 """
 
@@ -42,7 +37,7 @@ class InvalidRequest(EngineError):
     Args:
         message: what was wanted, found, and what to do.
         param: the request's field at fault, if there is one.
-        status: HTTP status of the answer.
+        status: HTTP status of the response.
     """
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
@@ -52,7 +47,7 @@ class InvalidRequest(EngineError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room for an answer in the model's context."""
+    """The prompt leaves no room for output in the model's context."""
 
 
 class Overloaded(EngineError):
@@ -65,28 +60,6 @@ class RequestFailed(EngineError):
 
 class DeadlineExceeded(RequestFailed):
     """A request that was not finished within its own time limit."""
-
-
-class KVTransferError(EngineError):
-    """KV did not come across."""
-
-
-class HandshakeRefused(KVTransferError):
-    """The peer's facts contradict ours; both values are in the message."""
-
-
-class LeaseLost(KVTransferError):
-    """The peer no longer holds, or never held, the KV that it promised."""
-
-
-class PeerGone(KVTransferError):
-    """That incarnation of a peer is dead for certain: nothing of it writes any more."""
-
-
-class PeerAbsent(KVTransferError):
-    """Nobody listens at a peer's address, or somebody else does: it is dead, or what stands between
-    (a load balancer, an address that was translated) leads elsewhere now, and it may still write
-    until its lease is over."""
 
 
 class EngineDead(EngineError):

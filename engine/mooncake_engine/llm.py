@@ -10,11 +10,11 @@ from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import InvalidRequest
-from mooncake_engine.llm_engine import AnswerUpdate, LLMEngine
+from mooncake_engine.llm_engine import LLMEngine, OutputUpdate
 from mooncake_engine.messages import FinishReason, TokenLogprobs
-from mooncake_engine.progress import ProgressBar
+from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.text.answers import Answer, best_answers
+from mooncake_engine.text.completion_output import ChoiceOutput, best_choices
 from mooncake_engine.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -22,11 +22,11 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer.
+    """One output.
 
     Args:
         index: which of ``n``.
-        text, token_ids: the answer, without its stop string; a stop token is among the ids.
+        text, token_ids: the output, without its stop string; a stop token is among the ids.
         logprobs: one per token, if asked for.
         finish_reason: why it ended.
         stop_reason: the stop string or stop token that ended it, if one was asked for and did.
@@ -42,12 +42,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt's answers.
+    """A prompt's outputs.
 
     Args:
         prompt: as text; None where token ids were given.
         prompt_token_ids: as the model saw it.
-        outputs: ``n`` answers.
+        outputs: ``n`` of them.
         num_cached_tokens: prompt tokens that needed no computing.
         prompt_logprobs: one per prompt token from the second one on, if asked for.
     """
@@ -122,7 +122,7 @@ class LLM:
         *,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, laid out by the model's chat template.
+        """Continue one conversation, or several, laid out by the model's chat template.
 
         Raises:
             InvalidRequest: also where the template refuses the messages.
@@ -161,70 +161,70 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         bar: ProgressBar | None,
     ) -> list[RequestOutput]:
-        jobs: dict[str, _Job] = {}
+        running: dict[str, _PromptOutputs] = {}
         try:
             for prompt, wanted in zip(prompts, _per_prompt(sampling, len(prompts)), strict=True):
                 self._num_prompts += 1
                 request_id = f"llm-{self._num_prompts}"
                 ids = self._engine.add_request(request_id, prompt, wanted)
                 text = prompt if isinstance(prompt, str) else None
-                jobs[request_id] = _Job(text, ids, wanted)
-            self._finish(jobs, bar)
+                running[request_id] = _PromptOutputs(text, ids, wanted)
+            self._finish(running, bar)
         finally:  # whatever ends it early, Ctrl-C too
-            for request_id in jobs:
+            for request_id in running:
                 self._engine.abort_request(request_id)
-        return [job.output() for job in jobs.values()]
+        return [outputs.output() for outputs in running.values()]
 
-    def _finish(self, jobs: dict[str, _Job], bar: ProgressBar | None) -> None:
+    def _finish(self, running: dict[str, _PromptOutputs], bar: ProgressBar | None) -> None:
         num_finished = 0
         while self._engine.has_unfinished_requests:
             for update in self._engine.step():
-                job = jobs[update.request_id]
-                num_finished += job.add(update)
+                outputs = running[update.request_id]
+                num_finished += outputs.add(update)
             if bar is not None:
-                bar("generating", num_finished / len(jobs))
+                bar("generating", num_finished / len(running))
 
 
 @dataclass(slots=True)
-class _Job:
+class _PromptOutputs:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    answers: list[Answer] = field(init=False)
+    outputs: list[ChoiceOutput] = field(init=False)
     num_finished: int = field(default=0)
 
     def __post_init__(self) -> None:
-        self.answers = [Answer() for _ in range(self.sampling.num_candidates)]
+        self.outputs = [ChoiceOutput() for _ in range(self.sampling.num_candidates)]
 
-    def add(self, update: AnswerUpdate) -> bool:
+    def add(self, update: OutputUpdate) -> bool:
         """Take an update in; whether it was the prompt's last."""
         if update.error is not None:
             raise update.error
-        self.answers[update.index].add(update.update)
+        self.outputs[update.index].add(update.update)
         self.num_finished += update.update.finish is not None
-        return self.num_finished == len(self.answers)
+        return self.num_finished == len(self.outputs)
 
     def output(self) -> RequestOutput:
-        first = self.answers[0]
-        best = best_answers(self.answers, self.sampling)
+        first = self.outputs[0]
+        best = best_choices(self.outputs, self.sampling)
         return RequestOutput(
             self.prompt,
             self.prompt_token_ids,
-            tuple(_completion(index, answer) for index, answer in enumerate(best)),
+            tuple(_completion(index, output) for index, output in enumerate(best)),
             first.num_cached_tokens,
             tuple(first.prompt_logprobs),
         )
 
 
-def _completion(index: int, answer: Answer) -> CompletionOutput:
-    assert answer.finish is not None
+def _completion(index: int, output: ChoiceOutput) -> CompletionOutput:
+    assert output.finish is not None
     return CompletionOutput(
         index=index,
-        text=answer.text,
-        token_ids=tuple(answer.token_ids),
-        logprobs=tuple(answer.logprobs),
-        finish_reason=answer.finish,
-        stop_reason=answer.stop_reason,
+        text=output.text,
+        token_ids=tuple(output.token_ids),
+        logprobs=tuple(output.logprobs),
+        finish_reason=output.finish,
+        stop_reason=output.stop_reason,
     )
 
 

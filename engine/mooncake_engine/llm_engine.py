@@ -6,29 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mooncake_engine.admission import check_request
-from mooncake_engine.assembly import Engine, build_engine
+from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest
 from mooncake_engine.errors import InvalidRequest, RequestFailed
-from mooncake_engine.execution.weights import LoadProgress
-from mooncake_engine.kv_transfer.params import TransferMode
-from mooncake_engine.messages import EngineFacts, EngineRequest, TokenUpdate
-from mooncake_engine.progress import ProgressBar
+from mooncake_engine.execution.weight_loader import LoadProgress
+from mooncake_engine.messages import EngineInfo, EngineRequest, TokenUpdate
+from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.text.generation import AnswerText, TextUpdate
+from mooncake_engine.text.completion_output import TextOutputProcessor, TextUpdate
 from mooncake_engine.text.grammars import vocabulary_of
-from mooncake_engine.text.limits import answer_sampling, check_prompt
+from mooncake_engine.text.limits import check_prompt, choice_sampling
 from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_kv.params import TransferMode
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerUpdate:
-    """What a step did for one answer.
+class OutputUpdate:
+    """What a step did for one output.
 
     Args:
         request_id: as the request was added.
-        index: which of its answers, those included that ``best_of`` will leave out.
-        update: what became certain; with ``finish`` the answer is complete.
+        index: which of its outputs, those included that ``best_of`` will leave out.
+        update: what became certain; with ``finish`` the output is complete.
         error: why the engine could not finish it; nothing more comes.
     """
 
@@ -48,12 +48,12 @@ class LLMEngine:
         tokenizer: the model's.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: RunningEngine, tokenizer: Tokenizer) -> None:
         self._core = engine.core
-        self._facts = engine.facts
+        self._info = engine.info
         self._tokenizer = tokenizer
-        self._live: dict[str, list[str]] = {}  # the core's names of a request's live answers
-        self._answers: dict[str, _Answer] = {}  # by the core's name
+        self._live: dict[str, list[str]] = {}  # the core's names of a request's live outputs
+        self._outputs: dict[str, _LiveOutput] = {}  # by the core's name
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
@@ -70,9 +70,9 @@ class LLMEngine:
         return cls(build_engine(config, report), tokenizer)
 
     @property
-    def facts(self) -> EngineFacts:
+    def info(self) -> EngineInfo:
         """What is known about the engine."""
-        return self._facts
+        return self._info
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -111,7 +111,7 @@ class LLMEngine:
         if request_id in self._live:
             raise InvalidRequest(f"a request {request_id!r} runs already", param="request_id")
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        check_prompt(ids, self._facts, param="prompt")
+        check_prompt(ids, self._info, param="prompt")
         sampling = sampling_params or SamplingParams()
         self._check_grammar(sampling)
         is_group = sampling.num_candidates > 1
@@ -137,16 +137,16 @@ class LLMEngine:
         """Forget the KV of finished prompts; refused, with False, while requests use any."""
         return self._core.reset_prefix_cache()
 
-    def step(self) -> list[AnswerUpdate]:
+    def step(self) -> list[OutputUpdate]:
         """Run one step; what it did for whom. Its cost depends on the batch alone.
 
         Raises:
             EngineDead: nothing can be run any more.
         """
         return [
-            self._advance(self._answers[update.request_id], update)
+            self._advance(self._outputs[update.request_id], update)
             for update in self._core.step()
-            if update.request_id in self._answers
+            if update.request_id in self._outputs
         ]
 
     def close(self) -> None:
@@ -155,40 +155,41 @@ class LLMEngine:
 
     def _check_grammar(self, sampling: SamplingParams) -> None:
         if sampling.grammar is not None:
-            facts = self._facts
-            tokens = vocabulary_of(self._tokenizer, facts.vocab_size, facts.eos_token_ids)
+            info = self._info
+            tokens = vocabulary_of(self._tokenizer, info.vocab_size, info.eos_token_ids)
             tokens.matcher(sampling.grammar)
 
     def _command(self, common: EngineRequest, index: int) -> AddRequest:
-        """To the core, for one answer."""
+        """To the core, for one output."""
         num_prompt_tokens = len(common.prompt_token_ids)
         spec = replace(
             common,
             request_id=f"{common.request_id}-{index}",
-            sampling=answer_sampling(common.sampling, index, num_prompt_tokens, self._facts),
+            sampling=choice_sampling(common.sampling, index, num_prompt_tokens, self._info),
         )
-        return AddRequest(spec, check_request(spec, self._facts, TransferMode.NONE))
+        check_request(spec, self._info, TransferMode.NONE)
+        return AddRequest(spec)
 
     def _begin(self, request_id: str, commands: Sequence[AddRequest]) -> None:
         self._live[request_id] = [command.request.request_id for command in commands]
         for index, command in enumerate(commands):
-            text = AnswerText(self._tokenizer, command.request.sampling)
-            self._answers[command.request.request_id] = _Answer(request_id, index, text)
+            text = TextOutputProcessor(self._tokenizer, command.request.sampling)
+            self._outputs[command.request.request_id] = _LiveOutput(request_id, index, text)
             self._core.post(command)
 
-    def _advance(self, answer: _Answer, update: TokenUpdate) -> AnswerUpdate:
+    def _advance(self, output: _LiveOutput, update: TokenUpdate) -> OutputUpdate:
         try:
-            text_update, error = answer.text.advance(update), None
+            text_update, error = output.text.advance(update), None
         except RequestFailed as exc:
             text_update, error = TextUpdate("", finish=update.finish), exc
         if text_update.finish is not None:
             if update.finish is None:  # by a stop string, which the core does not know of
                 self._core.post(AbortRequest(update.request_id))
             self._forget(update.request_id)
-        return AnswerUpdate(answer.request_id, answer.index, text_update, error)
+        return OutputUpdate(output.request_id, output.index, text_update, error)
 
     def _forget(self, name: str) -> None:
-        request_id = self._answers.pop(name).request_id
+        request_id = self._outputs.pop(name).request_id
         names = self._live[request_id]
         names.remove(name)
         if not names:
@@ -196,9 +197,9 @@ class LLMEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """A live answer: whose it is, and its text so far."""
+class _LiveOutput:
+    """A live output: whose it is, and its text so far."""
 
     request_id: str
     index: int
-    text: AnswerText
+    text: TextOutputProcessor

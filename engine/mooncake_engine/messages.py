@@ -1,15 +1,12 @@
-"""What crosses the seam between the front end (tokens to text, HTTP) and the engine's core."""
+"""Data types between the API server and the engine core: requests, updates, stats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from mooncake_engine.sampling_params import SamplingParams
-
-KVTransferParams = dict[str, Any]
-"""The field's ``kv_transfer_params`` as it came in or goes out; see kv_transfer.params."""
+from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
 
 
 class FinishReason(str, Enum):
@@ -24,24 +21,24 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One answer to generate (``n`` > 1 is several of these).
+    """One output to generate (``n`` > 1 is several of these).
 
     Args:
         request_id: unique among the engine's live requests.
         prompt_token_ids: at least one.
         sampling: ``n`` and stop strings are the front end's business and ignored by the core.
-        kv_transfer_params: with ``do_remote_decode`` the core keeps the KV for a peer and ends
-            after the first token; with ``do_remote_prefill`` it loads the prompt's KV from one.
+        kv_transfer_params: whether the core keeps the KV for a peer and ends after the first
+            token, or loads the prompt's KV from one.
         priority: lower is sooner; equal priorities are served first come, first served.
         timeout_s: the request ends with TIMEOUT if it takes longer; None for no limit.
-        group: a name that the answers to one prompt share, and nobody else: the prompt is
+        group: a name that the requests of one prompt (``n`` > 1) share: the prompt is
             computed or loaded once for all of them.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer_params: KVTransferParams = NO_KV_TRANSFER
     priority: int = 0
     timeout_s: float | None = None
     group: str | None = None
@@ -105,19 +102,19 @@ class TokenUpdate:
     stop_token_id: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
-    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer_params: KVTransferDict | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     times: RequestTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineInfo:
     """What is known about an engine once it is loaded, and never changes.
 
     Args:
         max_model_len: longest sequence, prompt and answer together, in tokens.
         vocab_size: token ids are below this.
-        eos_token_ids: tokens that end an answer unless ``ignore_eos``.
+        eos_token_ids: tokens that end a request unless ``ignore_eos``.
         num_kv_blocks, block_size: the KV pool, in blocks and tokens per block.
         engine_id: this engine's name among its peers; a restarted engine has another one.
         lends_kv: whether peers can read its KV.
@@ -134,12 +131,12 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """What came of guessing tokens ahead; counts only grow.
+    """Counts of speculative decoding; they only grow.
 
     Args:
-        num_drafts: times that a sequence had tokens guessed for it.
-        num_draft_tokens: tokens guessed.
-        accepted_at: how often the first guess was accepted, the second one, and so on.
+        num_drafts: times that a sequence had draft tokens.
+        num_draft_tokens: how many.
+        accepted_at: how often the first draft token was accepted, the second one, and so on.
     """
 
     num_drafts: int
@@ -148,7 +145,7 @@ class SpeculationStats:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Guesses that became part of an answer."""
+        """Draft tokens that were accepted."""
         return sum(self.accepted_at)
 
 
@@ -166,14 +163,14 @@ class StepSizes:
     num_steps: list[int] = field(default_factory=lambda: [0] * 16)
 
     def note(self, num_tokens: int) -> None:
-        """A step of so many tokens, at least one."""
+        """A step of ``num_tokens`` tokens, at least one."""
         self.num_tokens += num_tokens
         self.num_steps[min((num_tokens - 1).bit_length(), len(self.num_steps) - 1)] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for metrics; counts only grow, but for those of requests by state.
+    """A snapshot for metrics: counters, but for the gauges of requests by state and KV usage.
 
     Args:
         num_running, num_waiting: requests in steps, and queued for them.
@@ -185,7 +182,7 @@ class EngineStats:
         prompt_tokens, generation_tokens: processed and sampled.
         step_sizes: how large the steps were.
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
-        speculation: what came of guessing tokens ahead; None where it is off.
+        speculation: of speculative decoding; None where it is off.
     """
 
     num_running: int = 0

@@ -19,7 +19,7 @@ class GrammarKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must look like; see text.grammars.
+    """What an output must look like; see text.grammars.
 
     Args:
         kind: the language of ``source``.
@@ -35,28 +35,28 @@ class SamplingParams:
     """Sampling and stopping, with the names and meanings of vLLM's and OpenAI's APIs.
 
     Args:
-        n: answers per prompt.
-        best_of: so many are generated, and the ``n`` of highest cumulative log probability are
+        n: choices per prompt.
+        best_of: number of choices to generate; the ``n`` of highest cumulative log probability are
             returned; None generates ``n``.
         temperature: 0 is greedy.
         top_p: smallest set of tokens whose probability reaches this; 1 is off.
         top_k: the k most probable tokens; 0 is off.
         min_p: tokens at least this probable relative to the most probable one; 0 is off.
-        seed: makes the answer repeatable, whatever else runs and wherever it continues.
-        repetition_penalty: > 1 makes tokens of prompt and answer less likely (Keskar et al. 2019).
-        presence_penalty, frequency_penalty: OpenAI's, over the answer's tokens.
-        stop: strings that end the answer and are left out of it.
+        seed: makes the output repeatable, whatever else runs and wherever it continues.
+        repetition_penalty: > 1 makes tokens of prompt and output less likely (Keskar et al. 2019).
+        presence_penalty, frequency_penalty: OpenAI's, over the output's tokens.
+        stop: strings that end the output and are left out of it.
         stop_token_ids: tokens that end it.
         ignore_eos: go on after the end-of-sequence token.
-        max_tokens: length limit of the answer; None means up to the context's end.
-        min_tokens: no end by EOS or stop token before that many.
+        max_tokens: length limit of the output; None means up to the context's end.
+        min_tokens: EOS and stop tokens are ignored until this many tokens were generated.
         logprobs: None is off; k returns the chosen token's and the k most probable ones.
         prompt_logprobs: the same for every prompt token but the first; such a prompt is computed
             afresh, because cached KV has no probabilities.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string.
         logit_bias: added to the logits of these tokens.
-        grammar: what the answer must look like; it decides when the answer may end, and when it
+        grammar: what the output must look like; it decides when the output may end, and when it
             has to.
     """
 
@@ -90,7 +90,8 @@ class SamplingParams:
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_range("top_k", self.top_k, -1, 2**31)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        # Logits are divided by it: the quotient must stay finite in float32.
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_range("min_tokens", self.min_tokens, 0, 2**31)
@@ -117,12 +118,12 @@ class SamplingParams:
 
     @property
     def num_candidates(self) -> int:
-        """Answers to generate per prompt."""
+        """Choices to generate per prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more answers are generated than returned."""
+        """Whether more choices are generated than returned."""
         return self.num_candidates > self.n
 
     @property

@@ -112,16 +112,16 @@ def shard_of(
             f"stage {stage} of {pp_size} has none of {geometry.layers} layers: stages count from "
             "0, and each takes a layer or more"
         )
-    layers = layer_range(geometry.layers, pp_size, stage)
+    layer_start, layer_stop = layer_range(geometry.layers, pp_size, stage)
     if geometry.kind is AttentionKind.MLA:
-        return KVShard(*layers, 0, 1, tp_rank, tp_size)
+        return KVShard(layer_start, layer_stop, 0, 1, tp_rank, tp_size)
     start, stop = head_range(geometry.kv_heads, tp_size, tp_rank)
     peers = [
         rank
         for rank in range(tp_size)
         if head_range(geometry.kv_heads, tp_size, rank) == (start, stop)
     ]
-    return KVShard(*layers, start, stop, peers.index(tp_rank), len(peers))
+    return KVShard(layer_start, layer_stop, start, stop, peers.index(tp_rank), len(peers))
 
 
 def shards_of(geometry: KVGeometry, tp_size: int, pp_size: int = 1) -> list[KVShard]:

@@ -27,9 +27,9 @@ from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.registry import Registry
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
+from mooncake_hal.testing.backends_native_latents import NativeLatentsSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
 from mooncake_hal.testing.backends_rank import SKIPPED
-from mooncake_hal.testing.backends_resident import ResidentLatentsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
@@ -49,7 +49,7 @@ def load_backend(name: str) -> Backend:
 
 
 class BackendBasics:
-    """Facts, runtime and memory: what every backend has."""
+    """Capabilities, runtime and memory: what every backend has."""
 
     backend_name: ClassVar[str]
 
@@ -64,14 +64,14 @@ class BackendBasics:
     def test_name_and_facts(self, backend: Backend) -> None:
         """Capabilities name things that exist."""
         assert load_backend(backend.name) is backend
-        facts = backend.capabilities
-        names = (*facts.dtypes, *facts.kv_dtypes)
+        capabilities = backend.capabilities
+        names = (*capabilities.dtypes, *capabilities.kv_dtypes)
         assert all(isinstance(getattr(torch, name), torch.dtype) for name in names)
-        assert facts.dtypes
-        assert facts.block_sizes
-        assert set(facts.kv_layouts) <= set(KV_LAYOUTS)
-        assert facts.kv_layouts
-        assert facts.constraints.block_size in (None, *facts.block_sizes)
+        assert capabilities.dtypes
+        assert capabilities.block_sizes
+        assert set(capabilities.kv_layouts) <= set(KV_LAYOUTS)
+        assert capabilities.kv_layouts
+        assert capabilities.constraints.block_size in (None, *capabilities.block_sizes)
 
     def test_devices(self, backend: Backend) -> None:
         """Devices are numbered, described and usable."""
@@ -176,7 +176,7 @@ class CommunicatorSuite:
     @pytest.mark.parametrize("world_size", [2, 3])
     @pytest.mark.parametrize("scenario", ["collectives", "lost_rank", "lost_sender"])
     def test_ranks(self, backend: Backend, scenario: str, world_size: int) -> None:
-        """See ``mooncake_hal.testing.backends_rank``. A device's library may end a rank that waits
+        """What ``backends_rank`` does in each rank. A device's library may end a rank that waits
         for a lost one."""
         is_device = backend.runtime.device(0).type != "cpu"
         may_be_ended = is_device and scenario != "collectives"
@@ -192,7 +192,7 @@ class BackendConformance(
     RowsSuite,
     ExpertsSuite,
     LatentSuite,
-    ResidentLatentsSuite,
+    NativeLatentsSuite,
     SamplingSuite,
     ScaledKVSuite,
     CommunicatorSuite,

@@ -83,7 +83,7 @@ class PagedKV:
 
     @classmethod
     def allocate(cls, backend: Backend, shape: Shape, num_blocks: int) -> PagedKV:
-        """A cache full of NaN: whoever reads what was not written shows it."""
+        """A cache full of NaN: reading what was not written shows."""
         dtype = shape.cache_dtype
         kind = AttentionKind.MLA if shape.rope_dim else AttentionKind.GQA
         geometry = KVGeometry(

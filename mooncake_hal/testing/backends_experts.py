@@ -14,8 +14,8 @@ from mooncake_hal.testing.backends_rows import ROWS, normal, random
 
 
 @dataclass(slots=True)
-class Choice:
-    """Tokens, experts, and who goes where.
+class ExpertsCase:
+    """Tokens, experts, and which tokens go to which experts.
 
     Args:
         x: [tokens, hidden].
@@ -31,22 +31,22 @@ class Choice:
     weights: Tensor
 
 
-def make_choice(
+def make_experts_case(
     backend: Backend, dtype: str, tokens: int, experts: int, chosen: int, inner: int = 48
-) -> Choice:
+) -> ExpertsCase:
     """Random tokens and experts; hidden size 64."""
     x = random(backend, tokens, 64, dtype=dtype)
     gate_up = random(backend, experts, 2 * inner, 64, dtype=dtype, seed=1) / 8
     down = random(backend, experts, 64, inner, dtype=dtype, seed=2) * inner**-0.5
     scores = normal(backend, tokens, experts, seed=3).softmax(-1)
     weights, ids = scores.topk(chosen, dim=-1)
-    return Choice(x, gate_up, down, ids, weights)
+    return ExpertsCase(x, gate_up, down, ids, weights)
 
 
 class ExpertsSuite:
     """Cases for ``Ops.moe``."""
 
-    def check(self, backend: Backend, case: Choice, dtype: str) -> None:
+    def check(self, backend: Backend, case: ExpertsCase, dtype: str) -> None:
         """The choice's outputs equal the reference's, and the tokens are left alone."""
         before, ops = case.x.clone(), backend.ops
         packed = ops.pack_experts(case.gate_up), ops.pack_experts(case.down)
@@ -60,17 +60,17 @@ class ExpertsSuite:
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
     def test_moe(self, backend: Backend, dtype: str, tokens: int, chosen: tuple[int, int]) -> None:
         """One expert per token and several, all of them, and no tokens."""
-        self.check(backend, make_choice(backend, dtype, tokens, *chosen), dtype)
+        self.check(backend, make_experts_case(backend, dtype, tokens, *chosen), dtype)
 
     @pytest.mark.parametrize("inner", [16, 36, 96])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_moe_widths(self, backend: Backend, dtype: str, inner: int) -> None:
         """Inner sizes as tensor parallel leaves them."""
-        self.check(backend, make_choice(backend, dtype, 9, 6, 2, inner), dtype)
+        self.check(backend, make_experts_case(backend, dtype, 9, 6, 2, inner), dtype)
 
     def test_moe_where_all_choose_the_same(self, backend: Backend) -> None:
         """One expert has every token, most have none."""
         dtype = shape_for(backend).dtype
-        case = make_choice(backend, dtype, 33, 8, 2)
+        case = make_experts_case(backend, dtype, 33, 8, 2)
         case.ids = torch.tensor([5, 2]).to(case.ids.device).expand(33, 2).contiguous()
         self.check(backend, case, dtype)

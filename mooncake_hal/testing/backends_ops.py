@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.layout import KV_LAYOUTS
-from mooncake_hal.reference.ops import ReferenceOps
+from mooncake_hal.reference import ReferenceOps
 from mooncake_hal.testing.backends_data import Case, Shape, make_case
 
 DTYPES = ("float32", "bfloat16")
@@ -48,15 +48,17 @@ def assert_identical(found: Tensor, wanted: Tensor) -> None:
 
 def require(backend: Backend, shape: Shape) -> None:
     """Skip what the backend says that it doesn't do."""
-    facts = backend.capabilities
-    if shape.dtype not in facts.dtypes:
-        pytest.skip(f"{backend.name} takes {facts.dtypes}, not {shape.dtype}")
-    if shape.layout not in facts.kv_layouts:
-        pytest.skip(f"{backend.name} takes layouts {facts.kv_layouts}, not {shape.layout}")
-    if shape.block_size not in facts.block_sizes:
-        pytest.skip(f"{backend.name} takes blocks of {facts.block_sizes}, not {shape.block_size}")
-    if shape.rope_dim and facts.latent_dims and shape.plane_dims not in facts.latent_dims:
-        pytest.skip(f"{backend.name} takes latents of {facts.latent_dims}, not {shape.plane_dims}")
+    offered = backend.capabilities
+    if shape.dtype not in offered.dtypes:
+        pytest.skip(f"{backend.name} takes {offered.dtypes}, not {shape.dtype}")
+    if shape.layout not in offered.kv_layouts:
+        pytest.skip(f"{backend.name} takes layouts {offered.kv_layouts}, not {shape.layout}")
+    if shape.block_size not in offered.block_sizes:
+        pytest.skip(f"{backend.name} takes blocks of {offered.block_sizes}, not {shape.block_size}")
+    if shape.rope_dim and offered.latent_dims and shape.plane_dims not in offered.latent_dims:
+        pytest.skip(
+            f"{backend.name} takes latents of {offered.latent_dims}, not {shape.plane_dims}"
+        )
 
 
 def shape_for(
@@ -68,11 +70,11 @@ def shape_for(
         backend: under test.
         dtype, layout, block_size, others: see ``Shape``.
     """
-    facts, usual = backend.capabilities, Shape()
+    capabilities, usual = backend.capabilities, Shape()
     return Shape(
-        dtype or preferred(usual.dtype, facts.dtypes),
-        layout or preferred(usual.layout, facts.kv_layouts),
-        block_size=block_size or preferred(usual.block_size, facts.block_sizes),
+        dtype or preferred(usual.dtype, capabilities.dtypes),
+        layout or preferred(usual.layout, capabilities.kv_layouts),
+        block_size=block_size or preferred(usual.block_size, capabilities.block_sizes),
         kv_dtype="",
         **others,
     )

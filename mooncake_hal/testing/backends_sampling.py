@@ -1,4 +1,4 @@
-"""Sampling of the suite: drawn tokens against the shares that the reference leaves them."""
+"""Sampling of the suite: sampled tokens against the shares that the reference leaves them."""
 
 from __future__ import annotations
 
@@ -8,45 +8,47 @@ import pytest
 import torch
 from torch import Tensor
 
-from mooncake_hal.backend import Backend, Drawing, SamplingOps
-from mooncake_hal.reference.ops import drawing_shares
+from mooncake_hal.backend import Backend, SamplingMetadata, SamplingOps
+from mooncake_hal.reference import sampling_shares
 
 VOCAB = 3000
 SLACK = 1e-6
-"""Of a cumulative probability: where two tokens meet, either may be drawn."""
+"""Of a cumulative probability: where two tokens meet, either may be sampled."""
 
 
-def make_drawing(
+def make_sampling_metadata(
     uniforms: Tensor,  # [rows]
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> Drawing:
+) -> SamplingMetadata:
     """The same knobs for every row; on the CPU."""
     same = torch.ones(len(uniforms))
-    return Drawing(
+    return SamplingMetadata(
         same * temperature, same.int() * top_k, same * top_p, same * min_p, uniforms.double()
     )
 
 
-def on_device(backend: Backend, drawing: Drawing) -> Drawing:
+def on_device(backend: Backend, sampling_metadata: SamplingMetadata) -> SamplingMetadata:
     """The same, where the backend computes."""
     names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
     device = backend.runtime.device(0)
-    return Drawing(*(getattr(drawing, name).to(device) for name in names))
+    return SamplingMetadata(*(getattr(sampling_metadata, name).to(device) for name in names))
 
 
 class SamplingSuite:
     """Cases for ``SamplingOps``; the ``backend`` fixture comes from the concrete class."""
 
-    def sample(self, backend: Backend, logits: Tensor, drawing: Drawing) -> Tensor:
+    def sample(
+        self, backend: Backend, logits: Tensor, sampling_metadata: SamplingMetadata
+    ) -> Tensor:
         """Drawn tokens, on the CPU; a skip where the backend leaves sampling to torch."""
         if not backend.capabilities.sampling:
             pytest.skip(f"{backend.name} leaves sampling to torch")
         ops = cast(SamplingOps, backend.ops)
         logits = logits.to(backend.runtime.device(0))
-        return ops.sample(logits, on_device(backend, drawing)).cpu()
+        return ops.sample(logits, on_device(backend, sampling_metadata)).cpu()
 
     @pytest.mark.parametrize("top_k", [0, 1, 50])
     @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
@@ -57,9 +59,9 @@ class SamplingSuite:
         logits[:, 7] = logits.amax(1)
         logits[:, 100:200] = float("-inf")
         uniforms = torch.tensor([0.0, 0.2, 0.5, 0.999999], dtype=torch.float64)
-        drawing = make_drawing(uniforms, 0.8, top_k, top_p, min_p)
-        found = self.sample(backend, logits, drawing)
-        shares = drawing_shares(logits, drawing)
+        sampling_metadata = make_sampling_metadata(uniforms, 0.8, top_k, top_p, min_p)
+        found = self.sample(backend, logits, sampling_metadata)
+        shares = sampling_shares(logits, sampling_metadata)
         rows = torch.arange(4)
         until = shares.cumsum(1)[rows, found]
         assert (shares[rows, found] > 0).all()
@@ -70,16 +72,16 @@ class SamplingSuite:
         """Whatever the uniform number."""
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
         logits[0, [5, 17]] = 50.0
-        found = self.sample(backend, logits, make_drawing(torch.full((3,), 0.99), 0.0))
+        found = self.sample(backend, logits, make_sampling_metadata(torch.full((3,), 0.99), 0.0))
         assert found.tolist() == logits.argmax(1).tolist()
 
     def test_tokens_are_drawn_as_often_as_they_should(self, backend: Backend) -> None:
         """Evenly spread numbers: each token is met in proportion to its share, but for one."""
         logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2))
         uniforms = (torch.arange(100, dtype=torch.float64) + 0.5) / 100
-        drawing = make_drawing(uniforms, 1.3, top_p=0.95)
-        found = self.sample(backend, logits.expand(100, -1).contiguous(), drawing)
-        shares = drawing_shares(logits, make_drawing(uniforms[:1], 1.3, top_p=0.95))[0]
+        sampling_metadata = make_sampling_metadata(uniforms, 1.3, top_p=0.95)
+        found = self.sample(backend, logits.expand(100, -1).contiguous(), sampling_metadata)
+        shares = sampling_shares(logits, make_sampling_metadata(uniforms[:1], 1.3, top_p=0.95))[0]
         counts = torch.bincount(found, minlength=40)
         assert (counts - shares * 100).abs().max() <= 1
         assert counts[shares == 0].sum() == 0
@@ -89,14 +91,14 @@ class SamplingSuite:
         generator = torch.Generator().manual_seed(3)
         logits = torch.randn(16, VOCAB, generator=generator) * 2
         uniforms = torch.rand(16, generator=generator, dtype=torch.float64)
-        drawing = make_drawing(uniforms, 0.9, top_k=200, top_p=0.9)
-        together = self.sample(backend, logits, drawing)
-        assert torch.equal(self.sample(backend, logits, drawing), together)
+        sampling_metadata = make_sampling_metadata(uniforms, 0.9, top_k=200, top_p=0.9)
+        together = self.sample(backend, logits, sampling_metadata)
+        assert torch.equal(self.sample(backend, logits, sampling_metadata), together)
         for row in (0, 7, 15):
-            alone = make_drawing(uniforms[row : row + 1], 0.9, top_k=200, top_p=0.9)
+            alone = make_sampling_metadata(uniforms[row : row + 1], 0.9, top_k=200, top_p=0.9)
             assert self.sample(backend, logits[row : row + 1], alone)[0] == together[row]
 
     def test_nobody_draws_nothing(self, backend: Backend) -> None:
         """No rows, no tokens."""
-        found = self.sample(backend, torch.empty(0, VOCAB), make_drawing(torch.empty(0)))
+        found = self.sample(backend, torch.empty(0, VOCAB), make_sampling_metadata(torch.empty(0)))
         assert found.shape == (0,)

@@ -36,7 +36,7 @@ from mooncake_hal.errors import (
 from mooncake_hal.testing.transports_buffers import (
     GAP_BYTES,
     Buffer,
-    Pieces,
+    ScatteredPieces,
     load_transport,
     random_pieces,
     resolve,
@@ -94,7 +94,7 @@ class Pair:
         """Return one piece: the first ``nbytes`` of both buffers."""
         return one_span(self.here.region.address, self.there.region.address, nbytes)
 
-    def spans(self, pieces: Pieces) -> Spans:
+    def spans(self, pieces: ScatteredPieces) -> Spans:
         """Return pieces as addresses of this pair's buffers."""
         return pieces.spans(self.here.region, self.there.region)
 
@@ -109,7 +109,7 @@ class TransportKit:
         large: bytes that are under way for milliseconds at least; a slow transport needs less.
         checks_secret: whether the transport authenticates peers; an adapter to an engine that
             has no such thing says False.
-        reports_revoked: whether a revoked region is told apart from an unknown one.
+        reports_revoked: whether a revoked region has another error than an unknown one.
     """
 
     loader: ClassVar[str]
@@ -162,7 +162,7 @@ class TransportKit:
         """Write and wait."""
         peer.write(spans, timeout=self.timeout).wait()
 
-    def check_moves(self, pair: Pair, pieces: Pieces) -> None:
+    def check_moves(self, pair: Pair, pieces: ScatteredPieces) -> None:
         """Read, then write the pieces, and compare both buffers whole after each."""
         spans = pair.spans(pieces)
         here, there = pair.here.get(), pair.there.get()
@@ -187,7 +187,7 @@ class TransportConformance(TransportKit):
     def test_one_range(self) -> None:
         pair = self.pair()
         start = np.array([1000], np.int64)
-        self.check_moves(pair, Pieces(start, start + 77, np.array([300 * KIB], np.int64)))
+        self.check_moves(pair, ScatteredPieces(start, start + 77, np.array([300 * KIB], np.int64)))
 
     def test_single_bytes_and_odd_sizes(self) -> None:
         pair = self.pair()
@@ -204,8 +204,8 @@ class TransportConformance(TransportKit):
         pair = self.pair(2 * MIB)
         dense, striped = stripes(num_tokens=4096, nbytes=256)
         sizes = np.full(len(dense), 256, np.int64)
-        self.check_moves(pair, Pieces(dense, striped, sizes))
-        self.check_moves(pair, Pieces(striped, dense, sizes))
+        self.check_moves(pair, ScatteredPieces(dense, striped, sizes))
+        self.check_moves(pair, ScatteredPieces(striped, dense, sizes))
 
     def test_65536_pieces_in_one_batch(self) -> None:
         count, size = 65536, 48
@@ -295,7 +295,10 @@ class TransportConformance(TransportKit):
     def test_poll_reaches_done_without_wait(self) -> None:
         pair = self.pair()
         transfer = pair.peer.read(pair.whole(MIB), timeout=self.timeout)
-        _until(lambda: transfer.poll() is not TransferState.PENDING, self.timeout)
+        deadline = time.monotonic() + self.timeout
+        while transfer.poll() is TransferState.PENDING:
+            assert time.monotonic() < deadline, "the transfer did not end in time"
+            time.sleep(0.001)
         assert transfer.poll() is TransferState.DONE
         transfer.wait()
         transfer.cancel()
@@ -529,9 +532,9 @@ class TransportConformance(TransportKit):
             self.check_moves(pair, random_pieces(self.rng, np.full(4, KIB, np.int64), MIB))
 
 
-def _only(pieces: Pieces, index: int) -> Pieces:
+def _only(pieces: ScatteredPieces, index: int) -> ScatteredPieces:
     one = slice(index, index + 1)
-    return Pieces(pieces.near[one], pieces.far[one], pieces.nbytes[one])
+    return ScatteredPieces(pieces.near[one], pieces.far[one], pieces.nbytes[one])
 
 
 def _assert_same(found: NDArray[np.uint8], wanted: NDArray[np.uint8], what: str) -> None:
@@ -552,13 +555,6 @@ def _allowing(*kinds: type[Exception]) -> Iterator[None]:
 def _require_message(error: Exception) -> None:
     if not str(error):
         raise AssertionError(f"{type(error).__name__} says nothing")
-
-
-def _until(condition: Any, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.001)
 
 
 __all__ = [

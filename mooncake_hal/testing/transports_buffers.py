@@ -108,7 +108,7 @@ def load_transport(path: str) -> Transport:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class ScatteredPieces:
     """Pieces as offsets into two buffers: [n] int64 each."""
 
     near: NDArray[np.int64]
@@ -147,7 +147,9 @@ def _copied(
     return result
 
 
-def random_pieces(rng: np.random.Generator, nbytes: NDArray[np.int64], size: int) -> Pieces:
+def random_pieces(
+    rng: np.random.Generator, nbytes: NDArray[np.int64], size: int
+) -> ScatteredPieces:
     """Place pieces of the given lengths disjointly and in unrelated orders in two buffers.
 
     Args:
@@ -155,7 +157,7 @@ def random_pieces(rng: np.random.Generator, nbytes: NDArray[np.int64], size: int
         nbytes: [n] lengths.
         size: bytes of each of the two buffers; must hold the pieces and their gaps.
     """
-    return Pieces(_place(rng, nbytes, size), _place(rng, nbytes, size), nbytes)
+    return ScatteredPieces(_place(rng, nbytes, size), _place(rng, nbytes, size), nbytes)
 
 
 def _place(rng: np.random.Generator, nbytes: NDArray[np.int64], size: int) -> NDArray[np.int64]:

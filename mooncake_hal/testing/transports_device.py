@@ -23,7 +23,7 @@ def _backend() -> Backend:
 
 
 class DeviceBuffer:
-    """See ``Buffer``: an allocation of the backend's.
+    """A buffer that is an allocation of the backend's.
 
     Args:
         nbytes: size.
@@ -37,21 +37,17 @@ class DeviceBuffer:
 
     @property
     def region(self) -> MemoryRegion:
-        """See ``Buffer``."""
         return self._allocation.region
 
     def put(self, content: NDArray[np.uint8]) -> None:
-        """See ``Buffer``."""
         self._allocation.tensor.copy_(torch.from_numpy(content))
         _backend().runtime.synchronize(self._index)
 
     def get(self) -> NDArray[np.uint8]:
-        """See ``Buffer``."""
         _backend().runtime.synchronize(self._index)
         return cast("NDArray[np.uint8]", self._allocation.tensor.cpu().numpy().copy())
 
     def close(self) -> None:
-        """See ``Buffer``."""
         self._allocation.free()
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mooncake_hal.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
+from mooncake_hal.session.regions import check_spans
 from mooncake_hal.transport import (
     Endpoint,
     EndpointOptions,
@@ -25,8 +26,7 @@ from mooncake_hal.transport import (
     TransferState,
     Transport,
 )
-from mooncake_hal.transports.regions import check_spans
-from mooncake_hal.transports.splitting import limit_spans, split_spans
+from mooncake_hal.transports.spans import limit_spans, split_spans
 
 SLICE_BYTES = 64 * 1024
 """How much of a throttled transfer moves at a time."""
@@ -86,7 +86,7 @@ class Faults:
 
 
 class FaultyTransport:
-    """A transport that fails as told; see ``Transport``.
+    """A transport that fails as its faults say.
 
     Args:
         inner: the transport that moves the bytes.
@@ -99,25 +99,21 @@ class FaultyTransport:
 
     @property
     def name(self) -> str:
-        """See ``Transport``."""
         return self._inner.name
 
     @property
     def can_revoke(self) -> bool:
-        """See ``Transport``."""
         return self._inner.can_revoke
 
     def open(self, options: EndpointOptions) -> FaultyEndpoint:
-        """See ``Transport``."""
         return FaultyEndpoint(self._inner.open(options), self._faults)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
-        """See ``Transport``."""
         return self._inner.reaches(local, remote)
 
 
 class FaultyEndpoint:
-    """See ``Endpoint``; its peers are faulty."""
+    """Its peers are faulty."""
 
     def __init__(self, inner: Endpoint, faults: Faults) -> None:
         self._inner = inner
@@ -126,24 +122,19 @@ class FaultyEndpoint:
 
     @property
     def transport(self) -> str:
-        """See ``Endpoint``."""
         return self._inner.transport
 
     @property
     def address(self) -> bytes:
-        """See ``Endpoint``."""
         return self._inner.address
 
     def register(self, region: MemoryRegion) -> int:
-        """See ``Endpoint``."""
         return self._inner.register(region)
 
     def revoke(self, key: int) -> None:
-        """See ``Endpoint``."""
         self._inner.revoke(key)
 
     def connect(self, address: bytes, *, timeout: float) -> FaultyPeer:
-        """See ``Endpoint``."""
         if (error := self._faults.take_connect()) is not None:
             raise error
         peer = FaultyPeer(self._inner.connect(address, timeout=timeout), self._faults)
@@ -151,30 +142,24 @@ class FaultyEndpoint:
         return peer
 
     def close(self) -> None:
-        """See ``Endpoint``."""
         for peer in self._peers:
             peer.end_transfers()
         self._inner.close()
 
 
 class FaultyPeer:
-    """See ``Peer``."""
-
     def __init__(self, inner: Peer, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
         self._running: set[FaultyTransfer] = set()
 
     def read(self, spans: Spans, *, timeout: float) -> Transfer:
-        """See ``Peer``."""
         return self._move(self._inner.read, spans, timeout)
 
     def write(self, spans: Spans, *, timeout: float) -> Transfer:
-        """See ``Peer``."""
         return self._move(self._inner.write, spans, timeout)
 
     def close(self) -> None:
-        """See ``Peer``."""
         self.end_transfers()
         self._inner.close()
 
@@ -195,7 +180,7 @@ class FaultyPeer:
 
 
 class FaultyTransfer:
-    """A transfer that a thread carries out in steps, as its fault says; see ``Transfer``."""
+    """A transfer that a thread carries out in steps, as its fault says."""
 
     def __init__(
         self, move: Callable[..., Transfer], spans: Spans, timeout: float, fault: Fault
@@ -223,20 +208,17 @@ class FaultyTransfer:
         threading.Thread(target=run, name="mooncake-faults", daemon=True).start()
 
     def poll(self) -> TransferState:
-        """See ``Transfer``."""
         if not self._ended.is_set():
             return TransferState.PENDING
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
     def wait(self, timeout: float | None = None) -> None:
-        """See ``Transfer``."""
         if not self._ended.wait(timeout):
             raise TransferTimeout(f"still running after {timeout} s of waiting")
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> None:
-        """See ``Transfer``."""
         self.abort(TransferCancelled("cancelled by this side"))
 
     def abort(self, error: TransferError) -> None:

@@ -46,7 +46,7 @@ class PeerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # loader and allocator are found there as they are here, whoever has set the path
+            # loader and allocator are found there as they are here, whatever has set the path
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         plain = {**asdict(options), "secret": options.secret.hex()}
@@ -72,7 +72,7 @@ class PeerProcess:
         return answer
 
     def tell(self, **command: Any) -> None:
-        """Send one command whose answer nobody is going to read."""
+        """Send one command without reading its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()

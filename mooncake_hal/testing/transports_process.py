@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +27,50 @@ class Leftovers(NamedTuple):
     shared_memory: frozenset[str]
 
 
-def leftovers() -> Leftovers:
-    """Count what this process holds and what lies in /dev/shm."""
+def leftovers(known: frozenset[str] | None = None) -> Leftovers:
+    """Count what this process holds, and find what was left in /dev/shm.
+
+    Args:
+        known: what was in /dev/shm before. With it, what other programs have made or removed since
+            is left out; None takes all that is there.
+    """
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     named = [parts[5] for parts in lines if len(parts) == 6]
     return Leftovers(
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
         mapped_files=frozenset(name for name in named if name.startswith(("/memfd", "/dev"))),
-        shared_memory=frozenset(os.listdir("/dev/shm")),
+        shared_memory=(
+            frozenset(os.listdir("/dev/shm")) if known is None else known | _left_in_shm(known)
+        ),
     )
+
+
+def _left_in_shm(known: frozenset[str]) -> set[str]:
+    """New files of this user's that no other process uses: who makes one maps it or has it open.
+
+    All of a host shares /dev/shm. A file does not say which process made it, but those that other
+    programs work with are in use, and what a transport or its dead peer leaves behind is not.
+    """
+    new = set()
+    for name in set(os.listdir("/dev/shm")) - known:
+        with suppress(FileNotFoundError):
+            if os.stat(f"/dev/shm/{name}").st_uid == os.getuid():
+                new.add(name)
+    if new:
+        for process in Path("/proc").glob("[0-9]*"):
+            if int(process.name) != os.getpid():
+                new -= _shared_memory_of(process)
+    return new
+
+
+def _shared_memory_of(process: Path) -> set[str]:
+    """Names in /dev/shm that a process maps or has open; none if it ended or is another user's."""
+    used = set()
+    with suppress(OSError):
+        used = {line.rpartition(" ")[2] for line in (process / "maps").read_text().splitlines()}
+        used |= {os.readlink(descriptor) for descriptor in (process / "fd").iterdir()}
+    return {path.removeprefix("/dev/shm/") for path in used if path.startswith("/dev/shm/")}
 
 
 class TransportProcessConformance(TransportKit):
@@ -255,6 +290,6 @@ class TransportProcessConformance(TransportKit):
 
 def _assert_nothing_left(before: Leftovers) -> None:
     deadline = time.monotonic() + 2  # the kernel takes a joined thread off the list a moment later
-    while (after := leftovers()) != before and time.monotonic() < deadline:
+    while (after := leftovers(before.shared_memory)) != before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert after == before, f"left open: {after}, before it was {before}"

@@ -20,16 +20,14 @@ class FinishedTransfer:
         self._error = error
 
     def poll(self) -> TransferState:
-        """See ``Transfer``."""
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
     def wait(self, timeout: float | None = None) -> None:
-        """See ``Transfer``."""
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> None:
-        """See ``Transfer``."""
+        pass
 
 
 DONE = FinishedTransfer()
@@ -50,13 +48,11 @@ class PendingTransfer(ABC):
         self._ended = threading.Event()
 
     def poll(self) -> TransferState:
-        """See ``Transfer``."""
         if not self._ended.is_set():
             return TransferState.PENDING
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
     def wait(self, timeout: float | None = None) -> None:
-        """See ``Transfer``."""
         left = max(self.deadline - time.monotonic(), 0.0)
         if not self._ended.wait(left if timeout is None else min(timeout, left)):
             if timeout is not None and timeout < left:
@@ -66,7 +62,6 @@ class PendingTransfer(ABC):
             raise self._error
 
     def cancel(self) -> None:
-        """See ``Transfer``."""
         self.abort(TransferCancelled("cancelled by this side"))
 
     def late(self) -> TransferTimeout:
@@ -105,7 +100,6 @@ class RunningTransfer(PendingTransfer):
         self._is_stopping = False
 
     def abort(self, error: TransferError) -> None:
-        """See ``PendingTransfer``."""
         with self._lock:
             if self._ended.is_set():
                 return

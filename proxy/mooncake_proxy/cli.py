@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,20 +18,48 @@ from pathlib import Path
 import uvloop
 
 from mooncake_proxy import __version__
-from mooncake_proxy.app import Application
-from mooncake_proxy.command_help import DefaultsInHelp
+from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import AdmissionConfig, ProxyConfig, TlsConfig
-from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.connection import ClientLimits
-from mooncake_proxy.http1.origin import Origin
-from mooncake_proxy.http1.server import ServerLimits
-from mooncake_proxy.instances import InstanceSpec, Role
-from mooncake_proxy.policy import POLICIES
-from mooncake_proxy.share import Share
-from mooncake_proxy.stopping import Stop
-from mooncake_proxy.timing import timeout
-from mooncake_proxy.workers import Parent
+from mooncake_proxy.errors import AddressTaken, ConfigError
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.server_connection import ServerLimits
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.ops.background_stderr import background_stderr
+from mooncake_proxy.ops.proxy_process import ShutdownSignals
+from mooncake_proxy.ops.worker_link import WorkerLink
+from mooncake_proxy.ops.worker_processes import WorkerSupervisor
+from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.routing.policies import POLICIES
+
+
+class DefaultsInHelp(argparse.HelpFormatter):
+    """Appends the default to an option's help, unless the text states it in words or there is none.
+
+    Units are given by metavars: `--timeout SECONDS ... (default: 25)`.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not _has_default(action) or "(default: " in text:
+            return text
+        return f"{text} (default: {_shown(action.default).replace('%', '%%')})"
+
+
+def _has_default(action: argparse.Action) -> bool:
+    default = action.default
+    if default is argparse.SUPPRESS or default is None or isinstance(default, bool):
+        return False
+    return default not in ("", [], ())
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, (list, tuple)):
+        return ",".join(map(str, default))
+    return str(default)
+
 
 log = logging.getLogger(__name__)
 
@@ -38,24 +68,36 @@ def build_parser() -> argparse.ArgumentParser:
     """All flags, in the groups they belong to."""
     parser = argparse.ArgumentParser(
         prog="mooncake-proxy",
-        description="OpenAI-compatible front of prefill and decode instances.",
+        description="OpenAI-compatible proxy for prefill and decode instances.",
         formatter_class=DefaultsInHelp,
     )
     parser.add_argument("--version", action="version", version=__version__)
     add = parser.add_argument
     add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (:: for IPv6)")
-    add("--port", type=int, default=8000, metavar="PORT", help="0 takes a free one")
-    add("--workers", type=int, default=1, metavar="N", help="processes on this port")
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="PORT",
+        help="port to listen on; 0 takes a free one",
+    )
+    add(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help="serve the live page, /metrics and /instances on this port only (default: --port)",
+    )
+    add("--workers", type=int, default=1, metavar="N", help="worker processes on this port")
     add(
         "--flow",
         default="pull",
         choices=("pull", "push"),
-        help="who moves KV: decode instances pull it, or prefill instances push it",
+        help="who transfers KV: decode instances pull it, or prefill instances push it",
     )
     add(
         "--advertise-url",
         metavar="URL",
-        help="how decode instances reach this proxy in the push flow (default: --host, --port)",
+        help="URL of this proxy for decode instances, in the push flow (default: --host, --port)",
     )
     for add_group in (_add_pools, _add_choice, _add_health, _add_limits, _add_access):
         add_group(parser)
@@ -77,23 +119,27 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="an OpenAI server that prefills and decodes by itself",
+        help="an OpenAI server that prefills and decodes whole requests",
     )
     pools.add_argument(
         "--decode-emits-first-token",
         action="store_true",
-        help="decode instances send the first token again (vLLM): forward theirs, not P's",
+        help="decode instances send the first token again, as vLLM does: theirs is forwarded",
     )
     pools.add_argument(
         "--prefill-bootstrap-port",
         type=int,
         metavar="PORT",
-        help="of prefill instances with vLLM's own Mooncake connector: its bootstrap server",
+        help="port of the bootstrap server of vLLM's own Mooncake connector, on prefill instances",
     )
-    pools.add_argument("--pool-file", metavar="FILE", help="YAML or JSON; changes are followed")
-    pools.add_argument("--kubernetes", metavar="NAMESPACE/SELECTOR", help="follow labelled pods")
     pools.add_argument(
-        "--kubernetes-api", metavar="URL", help="of the cluster (default: this one's)"
+        "--pool-file", metavar="FILE", help="YAML or JSON list of instances, watched for changes"
+    )
+    pools.add_argument(
+        "--kubernetes", metavar="NAMESPACE/SELECTOR", help="watch the pods with these labels"
+    )
+    pools.add_argument(
+        "--kubernetes-api", metavar="URL", help="API server of the cluster (default: this one's)"
     )
     pools.add_argument(
         "--decode-recomputes",
@@ -103,44 +149,68 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
     pools.add_argument(
         "--no-local-prefill",
         action="store_true",
-        help="fail instead of letting a decode instance prefill when no prefill instance can",
+        help="fail requests that no prefill instance can take; do not prefill on decode instances",
     )
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    choice = parser.add_argument_group("choice and retries")
+    choice = parser.add_argument_group("routing and retries")
     add = choice.add_argument
-    add("--policy", default="least-loaded", choices=tuple(POLICIES), help="for both roles")
+    add(
+        "--policy",
+        default="least-loaded",
+        choices=tuple(POLICIES),
+        help="routing policy for both roles",
+    )
     for role in ("prefill", "decode"):
         add(
             f"--{role}-policy",
             choices=tuple(POLICIES),
-            help=f"for {role} instances (default: --policy)",
+            help=f"routing policy for {role} instances (default: --policy)",
         )
-    add("--tokenizer", metavar="DIR", help="the model's folder: prefix policy by token ids")
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder with the model's tokenizer.json: the prefix policy compares token ids",
+    )
     for flag, number, text in (
-        ("--max-attempts", 3, "per step, on one instance each"),
-        ("--max-running", 0, "requests at once; 0: no bound"),
-        ("--max-waiting", 1024, "requests that wait for a place; more are refused"),
+        ("--max-attempts", 3, "attempts per step of a request, each on another instance"),
+        ("--max-running", 0, "requests served at once; 0: no limit"),
+        ("--max-waiting", 1024, "requests that may wait in the queue; more are refused"),
     ):
         add(flag, type=int, default=number, metavar="N", help=text)
-    add("--max-wait", type=float, default=30.0, metavar="SECONDS", help="for a place")
-    add("--retry-ratio", type=float, default=0.2, metavar="SHARE", help="retries per request")
+    add("--max-wait", type=float, default=30.0, metavar="SECONDS", help="longest wait in the queue")
+    add(
+        "--retry-ratio",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="retries allowed per request, on average",
+    )
 
 
 def _add_health(parser: argparse.ArgumentParser) -> None:
     health = parser.add_argument_group("health")
     add = health.add_argument
     for flag, seconds, text in (
-        ("--health-interval", 1.0, "between checks; 0: none, all instances count as up"),
-        ("--health-timeout", 2.0, "for the answer to a check"),
+        (
+            "--health-interval",
+            1.0,
+            "time between health checks; 0: no checks, all instances count as up",
+        ),
+        ("--health-timeout", 2.0, "time limit of a health check"),
     ):
         add(flag, type=float, default=seconds, metavar="SECONDS", help=text)
-    add("--health-path", default="/health", metavar="PATH", help="asked for, answers 200")
+    add(
+        "--health-path",
+        default="/health",
+        metavar="PATH",
+        help="path of the health check; 200 is good",
+    )
     for flag, number, text in (
-        ("--health-rise", 2, "good checks in a row until an instance is up"),
-        ("--health-fall", 3, "bad checks in a row until it is down"),
-        ("--eject-after", 3, "failed requests in a row until it is down; 0: never"),
+        ("--health-rise", 2, "good checks in a row after which an instance is up"),
+        ("--health-fall", 3, "bad checks in a row after which it is down"),
+        ("--eject-after", 3, "failed requests in a row after which it is down; 0: never"),
     ):
         add(flag, type=int, default=number, metavar="N", help=text)
 
@@ -149,10 +219,14 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     for flag, seconds, text in (
-        ("--request-timeout", 3600.0, "for a whole request; clients may ask for less"),
-        ("--connect-timeout", 5.0, "for a connection to an instance"),
-        ("--first-byte-timeout", 600.0, "until an instance answers, its prefill included"),
-        ("--stall-timeout", 120.0, "between two pieces of an answer"),
+        ("--request-timeout", 3600.0, "time limit of a whole request; clients may ask for less"),
+        ("--connect-timeout", 5.0, "time limit of connecting to an instance"),
+        (
+            "--first-byte-timeout",
+            600.0,
+            "time limit until an instance answers, including its prefill",
+        ),
+        ("--stall-timeout", 120.0, "longest silence inside a response"),
     ):
         add(flag, type=float, default=seconds, metavar="SECONDS", help=text)
     add(
@@ -161,43 +235,57 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=25.0,
         metavar="SECONDS",
-        help="how long answers may go on after SIGTERM or Ctrl-C; a second one ends at once",
+        help="how long running requests may take after SIGTERM or Ctrl-C; a second one ends them",
     )
     add(
         "--max-body-bytes",
         type=int,
         default=64 * 1024 * 1024,
         metavar="BYTES",
-        help="of a request; a longer one is refused",
+        help="longest request body; a longer one is refused",
     )
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
     access = parser.add_argument_group("access")
+    access.add_argument("--api-key-file", metavar="FILE", help="API keys of clients, one per line")
     access.add_argument(
-        "--api-key-file", metavar="FILE", help="one key per line; who asks needs one"
+        "--cache-salt-per-key",
+        action="store_true",
+        help="set cache_salt from the API key: clients with different keys share no prefix cache",
     )
-    access.add_argument("--admin-key-file", metavar="FILE", help="keys that may change instances")
-    access.add_argument("--tls-cert", metavar="FILE", help="the proxy's certificate: https")
-    access.add_argument("--tls-key", metavar="FILE", help="its key")
-    access.add_argument("--upstream-ca", metavar="FILE", help="authority of https instances")
-    access.add_argument("--upstream-insecure", action="store_true", help="don't verify them")
+    access.add_argument(
+        "--min-priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="smallest priority value that clients may send; smaller ones are raised to it",
+    )
+    access.add_argument(
+        "--admin-key-file", metavar="FILE", help="keys of the admin API, one per line"
+    )
+    access.add_argument("--tls-cert", metavar="FILE", help="the proxy's certificate: serve https")
+    access.add_argument("--tls-key", metavar="FILE", help="the certificate's private key")
+    access.add_argument("--upstream-ca", metavar="FILE", help="CA certificate of https instances")
+    access.add_argument(
+        "--upstream-insecure", action="store_true", help="do not verify certificates of instances"
+    )
     access.add_argument(
         "--access-log",
         choices=("off", "errors", "all"),
         default="errors",
-        help="a line of JSON per request on stderr",
+        help="one JSON line per request on stderr",
     )
     access.add_argument(
         "--otlp-endpoint",
         metavar="URL",
-        help="send OpenTelemetry spans there, as OTLP over HTTP (http://collector:4318)",
+        help="export OpenTelemetry spans to this collector, as OTLP over HTTP (http://collector:4318)",
     )
     access.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
-        help="least severe lines on stderr",
+        help="lowest level of log lines on stderr",
     )
 
 
@@ -206,6 +294,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
     return ProxyConfig(
         host=args.host,
         port=args.port,
+        admin_port=args.admin_port,
         workers=args.workers,
         flow=args.flow,
         advertise_url=args.advertise_url,
@@ -215,6 +304,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         tokenizer=args.tokenizer,
         api_keys=read_keys(args.api_key_file),
         admin_keys=read_keys(args.admin_key_file),
+        min_priority=args.min_priority,
+        cache_salt_per_key=args.cache_salt_per_key,
         pool_file=args.pool_file,
         kubernetes=args.kubernetes,
         kubernetes_api=args.kubernetes_api,
@@ -241,7 +332,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
 
 
 def check_can_serve(config: ProxyConfig) -> None:
-    """ConfigError for a proxy that has nobody to decode, and can't be told of anybody."""
+    """ConfigError for a proxy without decode instances that could not get one later either."""
     may_grow = config.pool_file or config.kubernetes or config.admin_keys
     if not may_grow and all(spec.role is Role.PREFILL for spec in config.instances):
         raise ConfigError(
@@ -280,43 +371,43 @@ def read_keys(path: str | None) -> frozenset[str]:
         raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
     keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"key file {path} holds no key: it would lock everybody out")
+        raise ConfigError(f"key file {path} holds no key: nobody could send requests")
     return keys
 
 
-async def serve(config: ProxyConfig, share: Share | None = None) -> None:
+async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
     """Run until SIGINT or SIGTERM, then drain, which a second one ends.
 
     `share` where this is one of several workers.
     """
-    app = Application(config, share)
-    stop = Stop()
+    app = ProxyApplication(config, link)
+    stop = ShutdownSignals()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: stop.signal(loop.time()))
     try:
         await app.start()
     except OSError as exc:
-        raise ConfigError(f"can't listen on {config.host}:{config.port}: {exc}") from exc
+        kind = AddressTaken if exc.errno == errno.EADDRINUSE else ConfigError
+        raise kind(f"can't listen on {config.host}:{config.port}: {exc}") from exc
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls.certificate else "http"
-    # What was loaded so far stays: the collector need not look at it again and again.
+    # Objects loaded so far live as long as the process: keep the garbage collector off them.
     gc.collect()
     gc.freeze()
     _announce(f"mooncake-proxy listens on {scheme}://{host}:{app.port}")
+    asked = loop.create_task(stop.asked.wait())
     try:
         while not stop.asked.is_set():
             app.poll()
-            with suppress(asyncio.TimeoutError):
-                async with timeout(1.0):
-                    await stop.asked.wait()
+            await asyncio.wait({asked}, timeout=1.0)
     finally:
+        asked.cancel()
         await app.close(stop)
 
 
 def _announce(line: str) -> None:
-    """Tell whoever started us; that the disk under standard output is full keeps nobody from
-    being served."""
+    """Print the address. A full disk under standard output is no reason not to serve."""
     try:
         print(line, flush=True)
     except OSError as exc:
@@ -324,8 +415,21 @@ def _announce(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
 
 
+def _raise_descriptor_limit() -> None:
+    """Take all descriptors that this process may have: a connection to each side per request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # where the kernel allows fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _run_worker(config: ProxyConfig, link: WorkerLink) -> None:
+    with background_stderr():  # of its own: threads end where a process forks
+        uvloop.run(serve(config, link))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. 2 for a configuration that can't be used."""
+    """Entry point. 2 for a configuration that can't be used, 1 for a port that is taken."""
     args = build_parser().parse_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -333,10 +437,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = config_from(args)
         check_can_serve(config)
-        if config.workers > 1:
-            return Parent(config, lambda own, share: uvloop.run(serve(own, share))).run()
-        uvloop.run(serve(config))
+        _raise_descriptor_limit()
+        with background_stderr():
+            if config.workers > 1:
+                return WorkerSupervisor(config, _run_worker).run()
+            uvloop.run(serve(config))
     except ConfigError as exc:
-        print(f"mooncake-proxy: {exc}", file=sys.stderr)
-        return 2
+        with suppress(OSError):
+            print(f"mooncake-proxy: {exc}", file=sys.stderr)
+        # A service manager tries again after 1, not after 2.
+        return 1 if isinstance(exc, AddressTaken) else 2
     return 0

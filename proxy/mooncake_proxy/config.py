@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.connection import ClientLimits
-from mooncake_proxy.http1.server import ServerLimits
-from mooncake_proxy.instances import InstanceSpec
-from mooncake_proxy.policy import POLICIES
+from mooncake_proxy.http1.server_connection import ServerLimits
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec
+from mooncake_proxy.routing.policies import POLICIES
 
 FLOWS = ("pull", "push")
 
@@ -41,6 +41,8 @@ class ProxyConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    # Where the live page, metrics and the admin API are; None: on `port`.
+    admin_port: int | None = None
     flow: str = "pull"
     instances: tuple[InstanceSpec, ...] = ()
     prefill_policy: str = "least-loaded"
@@ -49,6 +51,10 @@ class ProxyConfig:
     tokenizer: str | None = None
     api_keys: frozenset[str] = frozenset()
     admin_keys: frozenset[str] = frozenset()
+    # Smaller `priority` values of clients, which would run sooner, are raised to this.
+    min_priority: int = 0
+    # Tenants with different API keys share no prefix cache.
+    cache_salt_per_key: bool = False
     local_prefill: bool = True
     max_attempts: int = 3
     retry_ratio: float = 0.2
@@ -91,8 +97,9 @@ class ProxyConfig:
                 f"--flow push on --host {self.host}: decode instances must reach the metaserver; "
                 "give --advertise-url http://THIS_HOST:PORT"
             )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}: wanted 0 to 65535")
+        self._check_ports()
+        if self.cache_salt_per_key and not self.api_keys:
+            raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")
         if self.max_attempts < 1:
             raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
         if self.workers < 1:
@@ -111,6 +118,13 @@ class ProxyConfig:
                 f"{', '.join(sorted(twice))} given twice: an instance has one role "
                 "(--backend-url for one that does both)"
             )
+
+    def _check_ports(self) -> None:
+        for flag, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
+            if not 0 <= port <= 65535:
+                raise ConfigError(f"{flag} {port}: wanted 0 to 65535")
+        if self.workers > 1 and self.admin_port == 0:
+            raise ConfigError("--admin-port 0: with several workers wanted a port that all share")
 
     @staticmethod
     def _check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,31 +1,36 @@
-"""Everything that goes wrong in the proxy, by name.
+"""Every error of the proxy, by name.
 
 ProxyError
 ├── ConfigError             a flag, file or value that the proxy can't run with
-├── Refusal                 the proxy itself says no; carries HTTP status, type and code
+│   └── AddressTaken        another program listens there
+├── Refusal                 the proxy itself refuses; has HTTP status, type and code
 │   ├── BadRequest          400
 │   ├── Unauthorized        401
 │   ├── Forbidden           403
 │   ├── NotFound            404
 │   ├── MethodNotAllowed    405
 │   ├── Conflict            409
+│   ├── Quarantined         422, with Retry-After
 │   ├── Overloaded          429, with Retry-After
 │   ├── NoInstance          503, no live instance of a role
 │   └── ShuttingDown        503, with Retry-After
-└── UpstreamError           an instance did not give a usable answer
-    ├── ConnectFailed       nothing listens there, or not in time
-    ├── ConnectionLost      it went away before its answer was whole
-    ├── UpstreamTimeout     it was silent for too long
-    ├── DeadlineExceeded    the request's own time was up first
-    ├── MalformedAnswer     it answered something that is no HTTP, JSON or SSE
-    ├── Rejected            it answered with an error status, kept as it came
-    ├── FailedStream        it answered 200 and then an SSE error event
+└── UpstreamError           an instance gave no usable response
+    ├── ConnectFailed       no connection, or not in time
+    ├── OutOfSockets        this host has no descriptor or port left
+    ├── ConnectionLost      closed before its response was complete
+    ├── UpstreamTimeout     silent for too long
+    ├── DeadlineExceeded    the request's own deadline passed first
+    ├── MalformedAnswer     its response is no HTTP, JSON or SSE
+    ├── Rejected            an error status, kept as it came
+    ├── FailedStream        status 200, then an SSE error event
     └── Recomputed          it gave the request back for a new prefill
 """
 
 from __future__ import annotations
 
-# What an instance calls it when it takes no new requests because it ends; we call it so, too.
+import math
+
+# The error code of an instance, or of this proxy, that shuts down and takes no new requests.
 SHUTTING_DOWN = "shutting_down"
 
 
@@ -35,6 +40,10 @@ class ProxyError(Exception):
 
 class ConfigError(ProxyError):
     """The configuration can't be used; the message names the value and what is allowed."""
+
+
+class AddressTaken(ConfigError):
+    """Another program listens there; it may end soon."""
 
 
 class Refusal(ProxyError):
@@ -78,7 +87,7 @@ class Unauthorized(Refusal):
 
 
 class Forbidden(Refusal):
-    """Not allowed to anybody as the proxy is configured."""
+    """Disabled by the proxy's configuration."""
 
     status = 403
     type = "permission_error"
@@ -126,6 +135,26 @@ class Overloaded(Refusal):
         return (("retry-after", str(self.retry_after_s)),)
 
 
+class Quarantined(Refusal):
+    """Instances died or hung up while they worked on a request with this very body."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "request_quarantined"
+
+    def __init__(self, left_s: float) -> None:
+        super().__init__(
+            "instances died or hung up while they worked on this request: it is refused for "
+            f"{left_s:.0f} s"
+        )
+        self.retry_after_s = max(1, math.ceil(left_s))
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Retry-After: the end of the quarantine."""
+        return (("retry-after", str(self.retry_after_s)),)
+
+
 class NoInstance(Refusal):
     """No live instance can take this step."""
 
@@ -135,7 +164,7 @@ class NoInstance(Refusal):
 
 
 class ShuttingDown(Refusal):
-    """The proxy ends: it takes no new requests, or can't wait for the end of those that run."""
+    """The proxy stops: it takes no new requests and cuts off those that take too long."""
 
     status = 503
     type = "service_unavailable"
@@ -143,7 +172,7 @@ class ShuttingDown(Refusal):
 
     @property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Retry-After: by then another proxy has this address, or the client asks another one."""
+        """Retry-After: by then another proxy listens here, or the client tries another one."""
         return (("retry-after", "1"),)
 
 
@@ -166,6 +195,15 @@ class ConnectFailed(UpstreamError):
     reason = "connect_failed"
 
 
+class OutOfSockets(UpstreamError):
+    """This host has no descriptor, port or buffer left for a connection. Not held against the
+    instance, and another one would not help."""
+
+    reason = "out_of_sockets"
+    status = 503
+    type = "service_unavailable"
+
+
 class ConnectionLost(UpstreamError):
     """The connection ended in the middle of the answer, or before it."""
 
@@ -180,19 +218,19 @@ class UpstreamTimeout(UpstreamError):
 
 
 class DeadlineExceeded(UpstreamError):
-    """The time that the client or `--request-timeout` allowed was up. Says nothing of the instance:
-    a client in a hurry must not take a healthy one out of the pool."""
+    """The deadline of the client or of `--request-timeout` passed. Not held against the instance:
+    an impatient client must not eject a healthy one."""
 
     reason = "deadline_exceeded"
     status = 504
     type = "timeout"
 
     def __init__(self, instance: str) -> None:
-        super().__init__(instance, "its answer was not whole in the time allowed")
+        super().__init__(instance, "its answer was not complete before the request's deadline")
 
 
 class MalformedAnswer(UpstreamError):
-    """What came is not what the contract says."""
+    """The response breaks the contract."""
 
     reason = "malformed"
 
@@ -210,7 +248,7 @@ class Rejected(UpstreamError):
 
     @property
     def is_client_fault(self) -> bool:
-        """True where another instance would say the same: 4xx other than 408, 425 and 429."""
+        """True where any instance would refuse: 4xx other than 408, 425 and 429."""
         return 400 <= self.status < 500 and self.status not in {408, 425, 429}
 
 
@@ -232,8 +270,13 @@ class Recomputed(UpstreamError):
     reason = "recomputed"
 
 
+def is_loss(error: UpstreamError) -> bool:
+    """Whether the instance died or hung up after it had got the request."""
+    return isinstance(error, ConnectionLost | UpstreamTimeout)
+
+
 def is_leaving(error: UpstreamError | None) -> bool:
-    """Whether the instance said that it ends, and is not to be asked again."""
+    """Whether the instance refused because it shuts down."""
     return (
         isinstance(error, Rejected)
         and error.status == 503

@@ -11,14 +11,14 @@ pytestmark = pytest.mark.timeout(180)
 
 
 class TestMooncake(TransportConformance, TransportProcessConformance):
-    loader = "mooncake_hal.transports.mooncake.plugin:load"
+    loader = "mooncake_hal.transports.adapters.mooncake_plugin:load"
     timeout = 60.0
 
 
 class TestNixl(TransportConformance, TransportProcessConformance):
     """Over what UCX chooses: within a host, shared memory."""
 
-    loader = "mooncake_hal.transports.nixl.plugin:load"
+    loader = "mooncake_hal.transports.adapters.nixl_plugin:load"
     timeout = 60.0
 
 

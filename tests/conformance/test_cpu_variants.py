@@ -12,9 +12,9 @@ from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_ops import ALL_DTYPES, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
-from mooncake_hal_cpu.backend import CpuBackend
+from mooncake_hal_cpu.cpu_backend import CpuBackend
+from mooncake_hal_cpu.cpu_ops import NativeOps
 from mooncake_hal_cpu.kernels import FLAGS, load_kernels
-from mooncake_hal_cpu.ops import NativeOps
 from mooncake_hal_cpu.torch_ops import TorchOps
 
 X86 = platform.machine() == "x86_64"

@@ -15,43 +15,43 @@ MAPPABLE = "mooncake_hal.testing.transports_buffers:mappable"
 
 
 class TestShmByCall(TransportConformance, TransportProcessConformance):
-    loader = "mooncake_hal.transports.shm.transport:load"
+    loader = "mooncake_hal.transports.shm.shm_transport:load"
     allocator = ANONYMOUS
 
 
 class TestShmByMapping(TransportConformance, TransportProcessConformance):
-    loader = "mooncake_hal.transports.shm.transport:load"
+    loader = "mooncake_hal.transports.shm.shm_transport:load"
     allocator = MAPPABLE
 
 
 class TestShmInterpreted(TransportConformance, TransportProcessConformance):
     """What shm falls back to where there is no compiler."""
 
-    loader = "mooncake_hal.transports.shm.transport:load_interpreted"
+    loader = "mooncake_hal.transports.shm.shm_transport:load_interpreted"
     allocator = MAPPABLE
 
 
 class TestTcp(TransportConformance, TransportProcessConformance):
-    loader = "mooncake_hal.transports.tcp.transport:load"
+    loader = "mooncake_hal.transports.tcp.tcp_transport:load"
     allocator = ANONYMOUS
 
 
 class TestTcpInterpreted(TransportConformance, TransportProcessConformance):
     """What tcp falls back to where there is no compiler, and what TLS runs on."""
 
-    loader = "mooncake_hal.transports.tcp.transport:load_interpreted"
+    loader = "mooncake_hal.transports.tcp.tcp_transport:load_interpreted"
     allocator = ANONYMOUS
 
 
 class TestTcpIpv6(TransportConformance):
-    loader = "mooncake_hal.transports.tcp.transport:load"
+    loader = "mooncake_hal.transports.tcp.tcp_transport:load"
 
     def options(self) -> EndpointOptions:
         return replace(super().options(), host="::1", connections=3)
 
 
 class TestTcpTls(TransportConformance):
-    loader = "mooncake_hal.transports.tcp.transport:load"
+    loader = "mooncake_hal.transports.tcp.tcp_transport:load"
 
     def options(self) -> EndpointOptions:
         return replace(super().options(), extra=tls_settings())

@@ -18,11 +18,11 @@ from support.fake_engine import FakeEngine, saying
 
 from mooncake_engine.server.app import create_app
 from mooncake_engine.text.tokenizer import Tokenizer
-from mooncake_proxy.openai import (
-    Endpoint,
+from mooncake_proxy.api.openai_bodies import (
+    OpenAIEndpoint,
     answer_decoder,
     first_token_events,
-    hand_over_decoder,
+    kv_transfer_params_decoder,
     parse_request,
 )
 
@@ -72,7 +72,7 @@ def test_answers_as_the_golden_file_says(client: AsgiClient, name: str) -> None:
 def test_the_proxy_reads_the_prefill_answer(half: str) -> None:
     exchange = load(f"prefill_{half}")
     answer = answer_decoder.decode(json.dumps(exchange["answer"]))
-    handed_over = hand_over_decoder.decode(answer.kv_transfer_params)
+    handed_over = kv_transfer_params_decoder.decode(answer.kv_transfer_params)
     assert handed_over is not None
     assert handed_over.do_remote_prefill
     assert (
@@ -85,10 +85,10 @@ def test_the_proxy_reads_the_prefill_answer(half: str) -> None:
 def test_the_proxys_first_token_and_the_rest_are_one_stream(half: str) -> None:
     """What the client sees is what a single instance streams."""
     prefill, decode, whole = (load(f"{kind}_{half}") for kind in ("prefill", "decode", "whole"))
-    endpoint = Endpoint.CHAT if "chat" in prefill["path"] else Endpoint.COMPLETION
-    ask, _ = parse_request(json.dumps(whole["request"]).encode())
+    endpoint = OpenAIEndpoint.CHAT if "chat" in prefill["path"] else OpenAIEndpoint.COMPLETION
+    parsed, _ = parse_request(json.dumps(whole["request"]).encode())
     answer = answer_decoder.decode(json.dumps(prefill["answer"]))
-    first = first_token_events(endpoint, answer, ask).decode()
+    first = first_token_events(endpoint, answer, parsed).decode()
     joined = [*events(first + "data: [DONE]\n\n"), *decode["events"]]
     assert shown(joined) == shown(whole["events"])
     assert joined[-1]["usage"] == whole["events"][-1]["usage"]

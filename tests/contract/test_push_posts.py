@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mooncake_engine.kv_transfer.params import (
-    Holder,
+from mooncake_kv.params import (
+    InstanceAddress,
     TransferMode,
     build_push_params,
-    parse_handoff,
+    parse_kv_transfer_params,
     prompt_digest,
 )
 
@@ -23,19 +23,19 @@ OURS = {
     "lease_seconds": 30.0,
 }
 """What we add: the name under which the reservation is known, checks of the prompt, and how long
-we wait for a sign of life."""
+we wait for a keepalive."""
 
 
 def test_the_post_is_the_golden_one() -> None:
     wanted: dict[str, Any] = GOLDEN["decode_posts"]
-    holder = Holder("d-1", "127.0.0.1", 5700, 1, 128, lease_s=30.0)
+    holder = InstanceAddress("d-1", "127.0.0.1", 5700, 1, 128, lease_s=30.0)
     posted = build_push_params(holder, "cmpl-r-0", [1, 2], PROMPT, 0)
     assert posted == {**wanted, **OURS}
 
 
 def test_what_the_proxy_sends_each_side_is_understood() -> None:
-    asked = parse_handoff(GOLDEN["to_decode"]["kv_transfer_params"], 200)
-    sent = parse_handoff({**GOLDEN["to_prefill"]["kv_transfer_params"], **OURS}, 200)
+    asked = parse_kv_transfer_params(GOLDEN["to_decode"]["kv_transfer_params"], PROMPT)
+    sent = parse_kv_transfer_params({**GOLDEN["to_prefill"]["kv_transfer_params"], **OURS}, PROMPT)
     assert asked.mode is sent.mode is TransferMode.PUSH
     assert asked.metaserver == "http://127.0.0.1:8000/v1/metaserver/KEY"
     assert sent.target is not None

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from mooncake_hal.errors import TransferError, TransportUnavailable
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
-from mooncake_hal.transports.adapter.agent import Engine, Slice
-from mooncake_hal.transports.adapter.transport import AdapterTransport, chosen_settings
+from mooncake_hal.transports.adapters.adapter_transport import AdapterTransport, chosen_settings
+from mooncake_hal.transports.adapters.engine_agent import AdaptedEngine, Slice
 
 NAME = "copying"
 
@@ -112,9 +112,9 @@ def _require(regions: dict[int, MemoryRegion], key: int, address: int, nbytes: i
 def transport_in(world: World) -> AdapterTransport:
     """The adapter's transport, with slices so small that every transfer has many."""
 
-    def configure(options: EndpointOptions) -> Engine:
+    def configure(options: EndpointOptions) -> AdaptedEngine:
         chosen_settings(NAME, options.extra, {})
-        return Engine(NAME, "memory", lambda serves: CopyingAgent(world), 512, 1 << 18)
+        return AdaptedEngine(NAME, "memory", lambda serves: CopyingAgent(world), 512, 1 << 18)
 
     return AdapterTransport(NAME, configure)
 

@@ -12,7 +12,6 @@ import torch
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AddRequest, EngineCore
-from mooncake_engine.kv_transfer.params import Handoff
 from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -81,7 +80,7 @@ def serve_all(core: EngineCore, requests: Sequence[EngineRequest]) -> Outcome:
     """The same with a core that is there already."""
     updates: dict[str, list[TokenUpdate]] = {request.request_id: [] for request in requests}
     for request in requests:
-        core.post(AddRequest(request, Handoff()))
+        core.post(AddRequest(request))
     num_live = len(requests)
     while num_live:
         for update in core.step():

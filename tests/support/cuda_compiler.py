@@ -25,6 +25,7 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _MATRIX_UNITS = ("tcgen05.mma", "wgmma.mma", "mma.sync")
 _WIDE_COPY = re.compile(r"cp\.async\.cg\.shared\.global[^;]*, 0x10")
 _TILES = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x(?:b?f16|f8E4M3FN),")
+_ACCESSES = re.compile(r"(?:ld|st)\.global(?:\.\w+::\w+)*(?:\.v(\d))?\.[bufs](\d+)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -44,6 +45,7 @@ class CompiledKernel:
         products: how many of those it has.
         wide_copies: how many copies of 16 bytes into shared memory, past the registers, it has.
         buffers: tiles that it loads into shared memory ahead of their use; 0 if none.
+        widest_access: bytes of its widest load or store of device memory, per thread.
     """
 
     name: str
@@ -57,6 +59,7 @@ class CompiledKernel:
     products: int
     wide_copies: int
     buffers: int
+    widest_access: int
 
 
 class CompileOnlyDriver:
@@ -124,6 +127,13 @@ def measure(kernel: Any) -> CompiledKernel:
         kernel.asm["ptx"].count(unit) if unit else 0,
         len(_WIDE_COPY.findall(kernel.asm["ptx"])),
         min(map(int, _TILES.findall(kernel.asm["ttgir"])), default=0),
+        max(
+            (
+                int(count or 1) * int(bits) // 8
+                for count, bits in _ACCESSES.findall(kernel.asm["ptx"])
+            ),
+            default=0,
+        ),
     )
 
 

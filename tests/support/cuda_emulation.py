@@ -19,19 +19,19 @@ from support.triton_interpreter import repair
 
 from mooncake_hal.backend import DeviceInfo
 from mooncake_hal.native import compile_c
+from mooncake_hal.session.addressing import host_identity
 from mooncake_hal.transport import MemoryRegion
-from mooncake_hal.transports.shm.host import host_identity
-from mooncake_hal_cpu.backend import CpuBackend
-from mooncake_hal_cuda.copying.copier import Addresses, Copier
-from mooncake_hal_cuda.driver import CudaDriver
-from mooncake_hal_cuda.ipc import facts
-from mooncake_hal_cuda.ipc.transport import IpcTransport
-from mooncake_hal_cuda.memory import CudaMemory
-from mooncake_hal_cuda.ops import CudaOps
-from mooncake_hal_cuda.sharing.devices import DeviceSharing
-from mooncake_hal_cuda.sharing.fabric import Fabric
-from mooncake_hal_cuda.staged.transport import StagedTransport
-from mooncake_hal_cuda.tuning import Tuning
+from mooncake_hal_cpu.cpu_backend import CpuBackend
+from mooncake_hal_cuda.cuda_ops import CudaOps
+from mooncake_hal_cuda.launch_tuning import Tuning
+from mooncake_hal_cuda.libcuda import CudaDriver
+from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
+from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
+from mooncake_hal_cuda.memory.nvlink_domain import NvlinkFabric
+from mooncake_hal_cuda.transports import ipc_protocol
+from mooncake_hal_cuda.transports.cuda_ipc import IpcTransport
+from mooncake_hal_cuda.transports.device_copier import Addresses, DeviceCopier
+from mooncake_hal_cuda.transports.staged import StagedTransport
 
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = DeviceInfo(0, "emulated", "sm_90", 4 << 30)
@@ -49,7 +49,7 @@ def emulated_backend(processors: int = 132) -> CpuBackend:
     backend.capabilities = replace(
         backend.capabilities,
         dtypes=DTYPES,
-        graphs=False,  # the CPU's tapes hear nothing of interpreted kernels
+        graphs=False,  # the CPU's op recorder does not see interpreted kernels
         sampling=True,
         kv_dtypes=tuning.kv_dtypes,
     )
@@ -75,7 +75,7 @@ def emulated_sharing() -> DeviceSharing:
     source = Path(__file__).with_name("libnvidia-ml.c").read_text()
     nvml = compile_c("emulated_nvml", source, ("-O2",))._name
     channels = Path(os.environ.get("EMULATED_IMEX_CHANNELS", "/nonexistent"))
-    return DeviceSharing(emulated_driver(), Fabric(nvml, channels))
+    return DeviceSharing(emulated_driver(), NvlinkFabric(nvml, channels))
 
 
 def emulated_memory() -> CudaMemory:
@@ -88,7 +88,7 @@ def host_view(address: int, nbytes: int, index: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
-class InterpretedCopier(Copier):
+class InterpretedCopier(DeviceCopier):
     """Its kernel is interpreted, for what does not take for ever."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, index: int) -> None:
@@ -113,7 +113,7 @@ def load_ipc() -> IpcTransport:
     repair()
     if int(os.environ.get("EMULATED_HOST_OF", os.getpid())) != os.getpid():
         here = host_identity()
-        facts.host_identity = lambda: f"{here}/elsewhere"
+        ipc_protocol.host_identity = lambda: f"{here}/elsewhere"
     return IpcTransport(emulated_sharing(), InterpretedCopier)
 
 

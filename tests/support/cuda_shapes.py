@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mooncake_hal.backend import AttentionBatch, Drawing
+from mooncake_hal.backend import AttentionBatch, SamplingMetadata
 from mooncake_hal.latents import LatentRows
-from mooncake_hal_cuda.copying.copier import HOST, launch_copy
-from mooncake_hal_cuda.ops import CudaOps
-from mooncake_hal_cuda.sampling import draw
+from mooncake_hal_cuda.cuda_ops import CudaOps
+from mooncake_hal_cuda.launch_tuning import Tuning
+from mooncake_hal_cuda.transports.device_copier import HOST, launch_copy
 
 BLOCKS = 1024
 
@@ -148,15 +148,15 @@ class Shapes:
         return dense[:, :, 1].transpose(1, 2)
 
 
-def draw_rows(rows: int = 4, vocab_size: int = 128_256, device: str = "meta") -> None:
-    """Launch the drawing of tokens."""
+def sample_rows(rows: int = 4, vocab_size: int = 128_256, device: str = "meta") -> None:
+    """Launch the sampling of tokens."""
     floats = torch.ones(rows, device=device)
-    filters = Drawing(floats, floats.int(), floats, floats, floats.double())
-    draw(torch.zeros(rows, vocab_size, device=device), filters)
+    filters = SamplingMetadata(floats, floats.int(), floats, floats, floats.double())
+    CudaOps(Tuning("sm_90", 132)).sample(torch.zeros(rows, vocab_size, device=device), filters)
 
 
 def copy_pieces(*, aligned: bool) -> None:
     """Launch the copy of pieces as ``cuda_ipc`` does, on tensors of no device."""
     at = np.full(3, 4096, np.uint64)
     nbytes = np.full(3, 256 if aligned else 255, np.uint64)
-    launch_copy(torch.device("meta"), (at, at, nbytes), HOST.programs)
+    launch_copy(torch.device("meta"), at, at, nbytes, HOST.programs)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mooncake_engine.execution.executor import Executor
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
+from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -24,9 +24,9 @@ class Decoder:
         self._executor = executor
         self._begin = self._position = len(prompts[0])
         self._end = self._begin + room
-        blocks = -(-self._end // executor.facts.block_size)
-        admitted = tuple(
-            AdmittedRequest(
+        blocks = -(-self._end // executor.info.block_size)
+        new_requests = tuple(
+            NewRequest(
                 f"decoder-{row}",
                 prompt,
                 len(prompt),
@@ -36,9 +36,9 @@ class Decoder:
             )
             for row, prompt in enumerate(prompts)
         )
-        self._names = [request.request_id for request in admitted]
+        self._names = [request.request_id for request in new_requests]
         sequences = tuple(ScheduledSequence(name, 0, self._begin) for name in self._names)
-        executor.execute(StepPlan(0, admitted=admitted, sequences=sequences))
+        executor.execute(StepPlan(0, new_requests=new_requests, sequences=sequences))
 
     def step(self) -> None:
         """One token more for every sequence."""
@@ -50,4 +50,4 @@ class Decoder:
 
     def close(self) -> None:
         """Retire the sequences."""
-        self._executor.execute(StepPlan(2, retired=tuple(self._names)))
+        self._executor.execute(StepPlan(2, removed=tuple(self._names)))

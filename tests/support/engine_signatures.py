@@ -40,7 +40,7 @@ class Signature:
         names = tuple(part.partition(":")[0].strip() for part in own)
         return cls(names, sum("=" not in part for part in own))
 
-    def misfit(self, num_positional: int, keywords: set[str]) -> str | None:
+    def mismatch(self, num_positional: int, keywords: set[str]) -> str | None:
         """Say why a call does not fit, or None."""
         unknown = keywords - set(self.names[num_positional:])
         if unknown:
@@ -92,7 +92,7 @@ def check_calls(source: str, owner: str, surface: Mapping[str, str]) -> list[str
         starred = any(isinstance(value, ast.Starred) for value in node.args)
         count = len(node.args) + 2 * starred  # _lists() has three
         keywords = {word.arg for word in node.keywords if word.arg}
-        problem = Signature.of(surface[name]).misfit(count, keywords)
+        problem = Signature.of(surface[name]).mismatch(count, keywords)
         if problem is not None:
             problems.append(f"{name} {problem}")
     return problems

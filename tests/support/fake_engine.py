@@ -13,9 +13,8 @@ from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.kv_transfer.base import Pairing
 from mooncake_engine.messages import (
-    EngineFacts,
+    EngineInfo,
     EngineRequest,
     EngineStats,
     FinishReason,
@@ -23,9 +22,10 @@ from mooncake_engine.messages import (
     TokenLogprobs,
     TokenUpdate,
 )
+from mooncake_kv.connector import CompatibilityReport
 
 EOS = 256
-_FACTS = EngineFacts(256, 258, (EOS,), 64, 16, "fake-engine")
+_FACTS = EngineInfo(256, 258, (EOS,), 64, 16, "fake-engine")
 Script = Callable[[EngineRequest], Sequence[int]]
 
 
@@ -59,7 +59,7 @@ class FakeEngine:
 
     script: Script = upper_case
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model=Path("models/fake")))
-    facts: EngineFacts = _FACTS
+    info: EngineInfo = _FACTS
     refusal: Exception | None = None
     death: EngineDead | None = None
     fail_at: int | None = None
@@ -69,7 +69,7 @@ class FakeEngine:
     held_ids: str = ""
     num_cached_tokens: int = 0
     num_leases: int = 0
-    known_pairing: Pairing | None = None
+    known_pairing: CompatibilityReport | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[EngineRequest] = field(default_factory=list)
@@ -114,7 +114,7 @@ class FakeEngine:
             kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
         )
 
-    def pairing(self) -> Pairing | None:
+    def pairing(self) -> CompatibilityReport | None:
         return self.known_pairing
 
     def topology(self) -> None:
@@ -137,12 +137,12 @@ class FakeEngine:
         await asyncio.sleep(0)
 
     def _updates(self, request: EngineRequest) -> list[TokenUpdate]:
-        params = request.kv_transfer_params or {}
+        params = request.kv_transfer_params
         updates = self._plain_updates(request)
-        if params.get("do_remote_decode") and updates[0].finish is not FinishReason.STOP:
+        if params.keeps_kv and updates[0].finish is not FinishReason.STOP:
             return [replace(updates[0], finish=FinishReason.LENGTH, **_handed_over(request))]
-        if params.get("do_remote_prefill"):
-            assert updates[0].token_ids[0] == params.get("last_token_id", updates[0].token_ids[0])
+        if params.first_token is not None:
+            assert updates[0].token_ids[0] == params.first_token.token_id
         return updates
 
     def _plain_updates(self, request: EngineRequest) -> list[TokenUpdate]:

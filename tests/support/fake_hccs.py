@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mooncake_hal.allocation import TensorAllocation
 from mooncake_hal.backend import DeviceInfo, Memory, Runtime
+from mooncake_hal.backend_parts import TensorAllocation
 from mooncake_hal.errors import DeviceError
 from mooncake_hal.transport import MemoryRegion
-from mooncake_hal.transports.adapter.transport import AdapterTransport
-from mooncake_hal_ascend.hccs.spreading import Spreader, Wait
-from mooncake_hal_ascend.hccs.transport import MODULES, Loaded, transport_of
+from mooncake_hal.transports.adapters.adapter_transport import AdapterTransport
+from mooncake_hal_ascend.hccs.hccs_staging import Scatterer, Wait
+from mooncake_hal_ascend.hccs.hccs_transport import MODULES, HccsResources, transport_of
 
 DEVICE = "npu:0"
 PAGE = 2 << 20
@@ -87,9 +87,9 @@ class HostStream:
         return lambda: None
 
 
-def host_spreader() -> Spreader:
-    """Spreads over such memory."""
-    return Spreader(tensor_at, HostStream())
+def host_scatterer() -> Scatterer:
+    """Scatters over such memory."""
+    return Scatterer(tensor_at, HostStream())
 
 
 class NpuBuffer:
@@ -343,7 +343,7 @@ def load_with(modules: dict[str, ModuleType], generation: str = "A2") -> Adapter
         return found[name]
 
     found = {MODULES[engine]: module for engine, module in modules.items()}
-    return transport_of(Loaded(runtime, memory, import_engine, host_spreader()))
+    return transport_of(HccsResources(runtime, memory, import_engine, host_scatterer()))
 
 
 def load_mooncake() -> AdapterTransport:

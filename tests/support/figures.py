@@ -1,4 +1,4 @@
-"""Speed figures that are promised: recorded by benchmarks, judged by ``ci/bench.py``."""
+"""Speed figures with a bound: recorded by benchmarks, checked by ``ci/bench.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value and what is wanted of it.
+    """A measured value and its bound.
 
     Args:
         name: of the figure.
@@ -33,10 +33,9 @@ class Figure:
 
     def __str__(self) -> str:
         sign = ">=" if self.at_least else "<="
-        verdict = "ok" if self.holds else "short"
-        line = (
-            f"{self.name:<44} {self.value:>10.3g} {self.unit:<8} {sign} {self.wanted:g}  {verdict}"
-        )
+        verdict = "ok" if self.holds else "missed"
+        bound = f"{sign} {self.wanted:.3g}"
+        line = f"{self.name:<44} {self.value:>10.3g} {self.unit:<8} {bound}  {verdict}"
         return f"{line}  ({self.context})" if self.context else line
 
 

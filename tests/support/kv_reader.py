@@ -18,7 +18,7 @@ import numpy as np
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import layout_bytes, make_layout
-from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
+from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.testing.transports_buffers import anonymous, load_transport
 from mooncake_hal.testing.transports_peer import content
 from mooncake_hal.transport import EndpointOptions
@@ -42,15 +42,15 @@ class Side:
         shard = shard_of(GEOMETRY, self.tp_size, rank)
         return layout_bytes(GEOMETRY, shard, self.num_blocks, self.block_size)
 
-    def placement(self, rank: int, base: int) -> KVPlacement:
+    def placement(self, rank: int, base: int) -> KVShardSpec:
         """A rank's pool at ``base``."""
         shard = shard_of(GEOMETRY, self.tp_size, rank)
         layout = make_layout(self.layout, GEOMETRY, shard, self.num_blocks, self.block_size)
-        return KVPlacement(shard, layout.shifted(base))
+        return KVShardSpec(shard, layout.shifted(base))
 
 
 @dataclass(frozen=True, slots=True)
-class Handover:
+class KVTransferCase:
     """Everything that the reader needs to know.
 
     Args:
@@ -71,30 +71,30 @@ class Handover:
     tokens: tuple[int, int]
 
 
-def pull_elsewhere(handover: Handover, folder: Path) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+def pull_elsewhere(case: KVTransferCase, folder: Path) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
     """Have another process pull; returns the bytes of every decode rank's pool afterwards."""
     command = [sys.executable, "-m", "support.kv_reader", str(folder)]
-    text = json.dumps(asdict(handover))
+    text = json.dumps(asdict(case))
     subprocess.run(command, input=text, text=True, cwd=TESTS, check=True, timeout=4 * SECONDS)
-    return [np.load(folder / f"{rank}.npy") for rank in range(handover.decode.tp_size)]
+    return [np.load(folder / f"{rank}.npy") for rank in range(case.decode.tp_size)]
 
 
-def pull(handover: Handover, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def pull(case: KVTransferCase, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Pull one rank's part into a pool of ``content(rank)``; return the pool's bytes."""
-    nbytes = handover.decode.pool_bytes(rank)
+    nbytes = case.decode.pool_bytes(rank)
     with ExitStack() as stack:
         pool = anonymous(nbytes)
         stack.callback(pool.close)
         pool.put(content(rank, nbytes))
-        endpoint = load_transport(handover.transport).open(EndpointOptions(secret=b"handover"))
+        endpoint = load_transport(case.transport).open(EndpointOptions(secret=b"secret"))
         stack.callback(endpoint.close)
         endpoint.register(pool.region)
-        remotes = [handover.prefill.placement(at, base) for at, base in enumerate(handover.bases)]
-        movement = Movement(handover.decode_blocks, handover.prefill_blocks, handover.tokens)
-        local = handover.decode.placement(rank, pool.region.address)
+        remotes = [case.prefill.placement(at, base) for at, base in enumerate(case.bases)]
+        movement = BlockTransfer(case.decode_blocks, case.prefill_blocks, case.tokens)
+        local = case.decode.placement(rank, pool.region.address)
         transfers = []
         for plan in plan_transfer(GEOMETRY, local, remotes, movement):
-            address = bytes.fromhex(handover.addresses[plan.peer])
+            address = bytes.fromhex(case.addresses[plan.peer])
             peer = endpoint.connect(address, timeout=SECONDS)
             transfers.append(peer.read(plan.spans, timeout=SECONDS))
         for transfer in transfers:
@@ -106,9 +106,9 @@ def main() -> None:
     """Pull every rank's part, one after the other."""
     told = json.load(sys.stdin)
     sides = {name: Side(**told.pop(name)) for name in ("prefill", "decode")}
-    handover = Handover(**told, **sides)
-    for rank in range(handover.decode.tp_size):
-        np.save(Path(sys.argv[1]) / f"{rank}.npy", pull(handover, rank))
+    case = KVTransferCase(**told, **sides)
+    for rank in range(case.decode.tp_size):
+        np.save(Path(sys.argv[1]) / f"{rank}.npy", pull(case, rank))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 // The calls of NVIDIA's driver that mooncake_hal_cuda makes, on host memory: one device, whose
 // memory is files that other processes of this user can open, and whose streams never lag. Compiled
 // with NVIDIA's own header, so each call has the type that it has there. What the header says of
-// the order of calls and of their arguments is enforced; memory that nobody was given access to
-// faults. EMULATED_CUDA_LACKS names what the device can't do: vmm, fd, rdma,
-// fabric; or that this process may not: imex. With peer there is a second device, out of its reach.
+// the order of calls and of their arguments is enforced, and that a device is current in the thread
+// that makes them; memory that nobody was given access to faults. EMULATED_CUDA_LACKS names what the
+// device can't do: vmm, fd, rdma, fabric; or what this process may not do, though the device's
+// attributes promise it: imex, pinning (memory for NICs), export. With peer there is a second device, out of its reach.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -48,6 +49,7 @@ static int open_file(const Name *name) {
     return open(path, O_RDWR | O_CLOEXEC);
 }
 
+#define NEEDS_CONTEXT do { if (!current) return CUDA_ERROR_INVALID_CONTEXT; } while (0)
 static CUresult finish(CUresult status) { return pthread_mutex_unlock(&lock), status; }
 
 // -- devices, contexts, streams -------------------------------------------------------------------
@@ -56,22 +58,24 @@ CUresult cuInit(unsigned flags) { return flags ? CUDA_ERROR_INVALID_VALUE : CUDA
 static int devices(void) { return lacks("peer") ? 2 : 1; }
 CUresult cuDeviceGetCount(int *count) { return *count = devices(), CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return ordinal < 0 || ordinal >= devices() ? CUDA_ERROR_INVALID_DEVICE : (*device = ordinal, CUDA_SUCCESS); }
-CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) { return memset(uuid, 7 + device, 16), CUDA_SUCCESS; }
+// under the name that the library exports: the header maps to it from 13.0 on, and declares both before
+CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) { return memset(uuid, 7 + device, 16), CUDA_SUCCESS; }
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { return *can = device != peer && !lacks("peer"), CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, device >= devices() ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
 CUresult cuCtxSynchronize(void) { return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
 CUresult cuStreamCreate(CUstream *stream, unsigned flags) { return flags == CU_STREAM_NON_BLOCKING && current ? (*stream = (CUstream)2, CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
-CUresult cuStreamSynchronize(CUstream stream) { return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
-CUresult cuStreamDestroy(CUstream stream) { return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuStreamSynchronize(CUstream stream) { NEEDS_CONTEXT; return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuStreamDestroy(CUstream stream) { NEEDS_CONTEXT; return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuEventCreate(CUevent *event, unsigned flags) { return flags == CU_EVENT_DISABLE_TIMING && current ? (*event = (CUevent)3, CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
-CUresult cuEventRecord(CUevent event, CUstream stream) { return event && stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
-CUresult cuEventSynchronize(CUevent event) { return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
-CUresult cuEventDestroy(CUevent event) { return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuEventRecord(CUevent event, CUstream stream) { NEEDS_CONTEXT; return event && stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuEventSynchronize(CUevent event) { NEEDS_CONTEXT; return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuEventDestroy(CUevent event) { NEEDS_CONTEXT; return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t nbytes, CUstream stream) {
+    NEEDS_CONTEXT;
     return stream ? (memmove((void *)target, (void *)source, nbytes), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
-CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t nbytes) { return memset((void *)address, value, nbytes), CUDA_SUCCESS; }
+CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t nbytes) { NEEDS_CONTEXT; return memset((void *)address, value, nbytes), CUDA_SUCCESS; }
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ? !lacks("vmm")
@@ -85,6 +89,7 @@ CUresult cuGetErrorString(CUresult status, const char **text) {
     *text = status == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory"
         : status == CUDA_ERROR_INVALID_DEVICE ? "invalid device ordinal"
         : status == CUDA_ERROR_NOT_PERMITTED ? "operation not permitted"
+        : status == CUDA_ERROR_INVALID_CONTEXT ? "invalid device context"
         : status == CUDA_ERROR_NOT_SUPPORTED ? "operation not supported" : "refused by the emulation";
     return CUDA_SUCCESS;
 }
@@ -121,7 +126,7 @@ static CUresult remove_piece(CUdeviceptr address, int is_mapping) {
     return finish(CUDA_SUCCESS);
 }
 
-CUresult cuMemGetInfo(size_t *free, size_t *total) { return *total = TOTAL, *free = TOTAL - used, CUDA_SUCCESS; }
+CUresult cuMemGetInfo(size_t *free, size_t *total) { NEEDS_CONTEXT; return *total = TOTAL, *free = TOTAL - used, CUDA_SUCCESS; }
 
 CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) {
     if (!current) return CUDA_ERROR_INVALID_CONTEXT;
@@ -133,10 +138,11 @@ CUresult cuMemAlloc(CUdeviceptr *address, size_t nbytes) {
     return finish(status);
 }
 
-CUresult cuMemFree(CUdeviceptr address) { return remove_piece(address, 0); }
-CUresult cuIpcCloseMemHandle(CUdeviceptr address) { return remove_piece(address, 1); }
+CUresult cuMemFree(CUdeviceptr address) { NEEDS_CONTEXT; return remove_piece(address, 0); }
+CUresult cuIpcCloseMemHandle(CUdeviceptr address) { NEEDS_CONTEXT; return remove_piece(address, 1); }
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
+    NEEDS_CONTEXT;
     pthread_mutex_lock(&lock);
     Piece *piece = find(address);
     memset(handle, 0, sizeof *handle);
@@ -169,6 +175,7 @@ CUresult cuMemHostAlloc(void **address, size_t nbytes, unsigned flags) {
 }
 
 CUresult cuMemFreeHost(void *address) {
+    NEEDS_CONTEXT;
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MAX; i++)
         if (hosted[i].nbytes && hosted[i].address == (CUdeviceptr)address) {
@@ -184,7 +191,7 @@ CUresult cuMemFreeHost(void *address) {
 static CUresult refusal(const CUmemAllocationProp *prop) {
     static const unsigned char zeros[4];
     if (lacks("vmm")) return CUDA_ERROR_NOT_SUPPORTED;
-    if (prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE || prop->location.id) return CUDA_ERROR_INVALID_DEVICE;
+    if (prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE || prop->location.id < 0 || prop->location.id >= devices()) return CUDA_ERROR_INVALID_DEVICE;
     if (prop->type != CU_MEM_ALLOCATION_TYPE_PINNED || prop->win32HandleMetaData) return CUDA_ERROR_INVALID_VALUE;
     if (memcmp(prop->allocFlags.reserved, zeros, 4) || prop->allocFlags.gpuDirectRDMACapable > 1) return CUDA_ERROR_INVALID_VALUE;
     if (prop->allocFlags.compressionType || prop->allocFlags.usage) return CUDA_ERROR_NOT_SUPPORTED;
@@ -233,6 +240,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const 
     CUresult status = refusal(prop);
     if (status) return status;
     if ((prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) && lacks("imex")) return CUDA_ERROR_NOT_PERMITTED;
+    if (prop->allocFlags.gpuDirectRDMACapable && lacks("pinning")) return CUDA_ERROR_NOT_SUPPORTED;
     pthread_mutex_lock(&lock);
     int fd = nbytes <= TOTAL - used ? new_file(nbytes) : -1;
     if (fd < 0) return finish(CUDA_ERROR_OUT_OF_MEMORY);
@@ -300,7 +308,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t nbytes) {
 
 CUresult cuMemSetAccess(CUdeviceptr address, size_t nbytes, const CUmemAccessDesc *wanted, size_t count) {
     if (count != 1 || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) return CUDA_ERROR_NOT_SUPPORTED;
-    if (wanted->location.id) return CUDA_ERROR_INVALID_DEVICE;
+    if (wanted->location.id < 0 || wanted->location.id >= devices()) return CUDA_ERROR_INVALID_DEVICE;
     int protection = wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
         : wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ
         : wanted->flags == CU_MEM_ACCESS_FLAGS_PROT_NONE ? PROT_NONE : -1;
@@ -332,6 +340,7 @@ CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle ha
     Memory *memory = memory_of(handle);
     if (!memory || flags || !(memory->prop.requestedHandleTypes & type)) return finish(CUDA_ERROR_INVALID_VALUE);
     if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+        if (lacks("export")) return finish(CUDA_ERROR_NOT_SUPPORTED);
         *(int *)out = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
         return finish(*(int *)out < 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS);
     }
@@ -361,6 +370,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
 }
 
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr address) {
+    NEEDS_CONTEXT;
     pthread_mutex_lock(&lock);
     Piece *piece = find(address);
     Range *range = range_of(address);

@@ -1,4 +1,4 @@
-// The calls of NVML that mooncake_hal_cuda.sharing.fabric makes, on one device that has joined its
+// The calls of NVML that mooncake_hal_cuda.memory.nvlink_domain makes, on one device that has joined its
 // fabric. EMULATED_NVLINK is the first byte of the cluster's UUID; 0 is a fabric of one host,
 // "none" one that was not joined.
 #include <stdlib.h>

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mooncake_engine.messages import KVTransferParams
+from mooncake_kv.params import KVTransferDict
 
-Dispatch = Callable[[str, KVTransferParams], Awaitable[None]]
+Dispatch = Callable[[str, KVTransferDict], Awaitable[None]]
 """Takes the posted path's last part and the params."""
 
 
@@ -29,7 +29,7 @@ class Metaserver:
         self.status = status
         self.is_silent = is_silent
         self.is_failure_expected = False
-        self.posts: list[KVTransferParams] = []
+        self.posts: list[KVTransferDict] = []
         self.dispatch = dispatch
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -76,7 +76,7 @@ class Metaserver:
         finally:
             writer.close()
 
-    async def _run(self, head: str, params: KVTransferParams) -> None:
+    async def _run(self, head: str, params: KVTransferDict) -> None:
         key = head.split(" ", 2)[1].rpartition("/")[2]
         await self.dispatch(key, params)
 

@@ -123,7 +123,7 @@ def _call_problems(node: ast.Call, op: tuple[str, str | None], schemas: Schemas)
     for schema in known:
         if wanted is not None and schema.overload_name != wanted:
             continue
-        refusal = _misfit(node, schema)
+        refusal = _mismatch(node, schema)
         if refusal is None:
             return
         refusals.append(refusal)
@@ -131,7 +131,7 @@ def _call_problems(node: ast.Call, op: tuple[str, str | None], schemas: Schemas)
     yield f"{name} of torch_npu {schemas.version}: {reason}"
 
 
-def _misfit(node: ast.Call, schema: Any) -> str | None:
+def _mismatch(node: ast.Call, schema: Any) -> str | None:
     """Say why a call does not fit a schema, or None if it does as far as can be seen here."""
     arguments = {argument.name: argument for argument in schema.arguments}
     ordered = [argument.name for argument in schema.arguments if not argument.kwarg_only]

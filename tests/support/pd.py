@@ -15,20 +15,17 @@ from typing import Any
 
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.async_engine import AsyncEngine
-from mooncake_engine.config import EngineConfig, KVTransferConfig, Role
+from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.core import EngineCore
-from mooncake_engine.messages import (
-    EngineRequest,
-    FinishReason,
-    KVTransferParams,
-    TokenLogprobs,
-    TokenUpdate,
-)
+from mooncake_engine.kv_connector import read_kv_transfer_params
+from mooncake_engine.messages import EngineRequest, FinishReason, TokenLogprobs, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.params import KVTransferDict
 
 VOCAB_SIZE = 258
 DEFAULT_BLOCKS = 128
-ORDER: KVTransferParams = {"do_remote_decode": True, "do_remote_prefill": False}
+ORDER: KVTransferDict = {"do_remote_decode": True, "do_remote_prefill": False}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 _names = itertools.count()
@@ -158,22 +155,22 @@ class Answer:
         finish, error: how it ended.
         params: for the decode instance, if it goes on there.
         num_cached_tokens: as the engine said.
-        arrivals: when each token came, in seconds of the monotonic clock.
+        arrived_at: when each token came, in seconds of the monotonic clock.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str | None = None
-    params: KVTransferParams | None = None
+    params: KVTransferDict | None = None
     num_cached_tokens: int = 0
-    arrivals: list[float] = field(default_factory=list)
+    arrived_at: list[float] = field(default_factory=list)
 
     def add(self, update: TokenUpdate) -> None:
         """Take in one update."""
         self.tokens.extend(update.token_ids)
         self.logprobs.extend(update.logprobs or ())
-        self.arrivals.extend([time.monotonic()] * len(update.token_ids))
+        self.arrived_at.extend([time.monotonic()] * len(update.token_ids))
         self.finish, self.error = update.finish, update.error
         self.params = update.kv_transfer_params
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
@@ -183,14 +180,15 @@ async def ask(
     where: Instance,
     prompt: Sequence[int],
     sampling: SamplingParams = GREEDY,
-    params: KVTransferParams | None = None,
+    params: KVTransferDict | None = None,
     on_update: Callable[[TokenUpdate], None] | None = None,
     *,
     group: str | None = None,
 ) -> Answer:
     """Send a request to one instance, and wait for its end."""
     answer = Answer()
-    request = EngineRequest(f"test-{next(_names)}", tuple(prompt), sampling, params, group=group)
+    kv_params = read_kv_transfer_params(params, prompt)
+    request = EngineRequest(f"test-{next(_names)}", tuple(prompt), sampling, kv_params, group=group)
     async with aclosing(where.engine.generate(request)) as updates:
         async for update in updates:
             answer.add(update)
@@ -201,7 +199,7 @@ async def ask(
 
 async def prefill(
     where: Instance, prompt: Sequence[int], sampling: SamplingParams = GREEDY
-) -> KVTransferParams:
+) -> KVTransferDict:
     """Prefill a prompt as the proxy would; returns the params for the decode instance."""
     first = await ask(where, prompt, replace(sampling, max_tokens=1), ORDER)
     assert first.finish is FinishReason.LENGTH, first

@@ -18,8 +18,9 @@ from support.pd_transport import NAME
 from support.push import LAYERWISE
 
 from mooncake_engine.config import Role
-from mooncake_engine.messages import FinishReason, KVTransferParams
+from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.params import KVTransferDict
 
 LEASE_S = 1.5
 TRANSFER_TIMEOUT_S = 2.0
@@ -38,7 +39,7 @@ class Side(Protocol):
     """An instance, wherever it runs."""
 
     async def answer(
-        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+        self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
     ) -> Answer:
         """Send a request; ``seen`` gets the tokens as they come, as far as that can be seen."""
         ...
@@ -56,7 +57,7 @@ class Near:
     relay: Relay | None = None
 
     async def answer(
-        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+        self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
     ) -> Answer:
         sampling = replace(case.sampling, max_tokens=max_tokens)
         answer = await ask(
@@ -98,7 +99,7 @@ class Far:
         await self._stack.aclose()
 
     async def answer(
-        self, case: Case, params: KVTransferParams, seen: list[int], *, max_tokens: int
+        self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
     ) -> Answer:
         body = body_of(case.prompt, replace(case.sampling, max_tokens=max_tokens), params)
         found = await self._running().complete(body)

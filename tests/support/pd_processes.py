@@ -13,8 +13,8 @@ import httpx
 from support.pd import GREEDY, ORDER
 from support.programs import Program, running
 
-from mooncake_engine.messages import KVTransferParams
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.params import KVTransferDict
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Served:
             found: dict[str, Any] = answer.json()
             return found
 
-    async def prefill(self, prompt: Sequence[int]) -> KVTransferParams:
+    async def prefill(self, prompt: Sequence[int]) -> KVTransferDict:
         """Prefill a prompt for another instance."""
         body = body_of(prompt, replace(GREEDY, max_tokens=1), ORDER)
-        params: KVTransferParams = (await self.complete(body))["kv_transfer_params"]
+        params: KVTransferDict = (await self.complete(body))["kv_transfer_params"]
         return params
 
     async def figure(self, name: str) -> float:
@@ -73,7 +73,7 @@ class Served:
 
 
 def body_of(
-    prompt: Sequence[int], sampling: SamplingParams, params: KVTransferParams | None = None
+    prompt: Sequence[int], sampling: SamplingParams, params: KVTransferDict | None = None
 ) -> dict[str, Any]:
     """A completion's body for the same request."""
     return {

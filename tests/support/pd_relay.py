@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
+
+from mooncake_hal.errors import TransferError
+from mooncake_hal.session.aio import AsyncSession, connect
+from mooncake_hal.session.authentication import Credentials, fresh_epoch
+from mooncake_hal.session.frames import (
+    LENGTH_BYTES,
+    Seals,
+    SessionRequest,
+    SessionResponse,
+    frame,
+)
+from mooncake_kv.side_channel import credentials_of
 
 Fate = Callable[[str], list[float]]
 """From a message's kind to when it is delivered, in seconds from now; once per entry."""
 
-Send = Callable[[bytes], Awaitable[object]]
-_MAC_BYTES = 32
+_REPLY_S = 30.0
 
 
 def deliver(kind: str) -> list[float]:
@@ -40,66 +50,132 @@ def losing(*kinds: str) -> Fate:
 
 
 class Relay:
-    """One listening port in front of another; ``fate`` may be changed at any time."""
+    """One listening port in front of another; ``fate`` may be changed at any time.
 
-    def __init__(self, context: zmq.asyncio.Context, target: str) -> None:
+    It is an end of two sessions, since messages under one seal can't be left out or repeated.
+    """
+
+    def __init__(self, host: str, port: int, credentials: Credentials) -> None:
         self.fate: Fate = deliver
         self.seen: list[str] = []
-        self._context = context
-        self._target = target
-        self._front = context.socket(zmq.ROUTER)
-        self.port = self._front.bind_to_random_port("tcp://127.0.0.1")
-        self._backs: dict[bytes, zmq.asyncio.Socket] = {}
+        self.port = 0
+        self._target = (host, port)
+        self._credentials = credentials
+        self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> None:
-        """Relay until cancelled."""
-        while True:
-            client, frame = await self._front.recv_multipart()
-            if client not in self._backs:
-                back = self._backs[client] = self._context.socket(zmq.DEALER)
-                back.connect(self._target)
-                self._spawn(self._answer(client, back))
-            self._send(frame, self._backs[client].send)
+    async def start(self) -> None:
+        """Listen."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
 
-    async def _answer(self, client: bytes, back: zmq.asyncio.Socket) -> None:
-        while True:
-            frame = await back.recv()
-            self._send(frame, lambda data: self._front.send_multipart([client, data]))
+    def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
+        self._spawn(self._serve(reader, writer))
 
-    def _send(self, frame: bytes, send: Send) -> None:
-        kind = msgspec.msgpack.decode(frame[_MAC_BYTES:])["kind"]
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        back = Back(*self._target, self._credentials)
+        with suppress(OSError, asyncio.IncompleteReadError):
+            try:
+                seals = await _shake_hands(reader, writer, self._credentials)
+                while True:
+                    message = seals.incoming.open(await _read(reader))
+                    if isinstance(message, SessionRequest):
+                        self._relay(message, back, seals, writer)
+                    else:  # a ping
+                        writer.write(seals.outgoing.seal(SessionResponse(message.number)))  # type: ignore[union-attr]
+            finally:
+                back.close()
+                writer.transport.abort()
+
+    def _relay(
+        self, request: SessionRequest, back: Back, seals: Seals, writer: StreamWriter
+    ) -> None:
+        async def ask() -> None:
+            with suppress(TransferError):
+                payload = await back.request(request.payload)
+                response = SessionResponse(request.number, payload)
+                self._deliver(payload, lambda: reply(response))
+
+        async def reply(response: SessionResponse) -> None:
+            if not writer.transport.is_closing():
+                writer.write(seals.outgoing.seal(response))
+
+        self._deliver(request.payload, ask)
+
+    def _deliver(self, payload: bytes, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        kind = msgspec.msgpack.decode(payload)["kind"]
         self.seen.append(kind)
         for delay in self.fate(kind):
-            self._spawn(_later(delay, frame, send))
+            self._spawn(_later(delay, send))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """End everything that is under way."""
-        for task in self._tasks:
+        assert self._server is not None
+        self._server.close()
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(3):  # connections end
+            await asyncio.sleep(0)
 
 
-async def _later(delay: float, frame: bytes, send: Send) -> None:
+class Back:
+    """What relays one client's requests; connects when there is one, and again."""
+
+    def __init__(self, host: str, port: int, credentials: Credentials) -> None:
+        self._target = (host, port)
+        self._credentials = credentials
+        self._session: AsyncSession | None = None
+        self._lock = asyncio.Lock()
+
+    async def request(self, payload: bytes) -> bytes:
+        """Send a request on; returns its reply."""
+        async with self._lock:
+            if self._session is None or self._session.closed.done():
+                self._session = await connect(*self._target, self._credentials, timeout=_REPLY_S)
+        return await self._session.request(payload, timeout=_REPLY_S)
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._session is not None:
+            self._session.close()
+
+
+async def _shake_hands(
+    reader: StreamReader, writer: StreamWriter, credentials: Credentials
+) -> Seals:
+    handshake = credentials.accept(fresh_epoch())
+    step = next(handshake)
+    while True:
+        writer.write(frame(step.message))
+        try:
+            step = handshake.send(await _read(reader) if step.awaits_reply else b"")
+        except StopIteration as end:
+            return Seals.of_server(end.value)
+
+
+async def _read(reader: StreamReader) -> bytes:
+    size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    return await reader.readexactly(size)
+
+
+async def _later(delay: float, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
     await asyncio.sleep(delay)
-    await send(frame)
+    await send()
 
 
 @asynccontextmanager
-async def relay(host: str, port: int) -> AsyncIterator[Relay]:
+async def relay(host: str, port: int, secret: bytes = b"") -> AsyncIterator[Relay]:
     """A relay to that side channel for the length of a block."""
-    context = zmq.asyncio.Context()
-    between = Relay(context, f"tcp://{host}:{port}")
-    task = asyncio.create_task(between.run())
+    between = Relay(host, port, credentials_of(secret))
+    await between.start()
     try:
         yield between
     finally:
-        task.cancel()
-        between.stop()
-        with suppress(asyncio.CancelledError):
-            await task
-        context.destroy(linger=0)
+        await between.stop()

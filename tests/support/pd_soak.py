@@ -33,7 +33,8 @@ from support.pd_transport import GATE
 from support.push import LAYERWISE
 
 from mooncake_engine.errors import EngineError
-from mooncake_engine.messages import FinishReason, KVTransferParams
+from mooncake_engine.messages import FinishReason
+from mooncake_kv.params import KVTransferDict
 
 DEADLINE_S = 60.0
 """A request that has neither an answer nor an error by then hangs."""
@@ -158,7 +159,7 @@ class Soak:
 
     async def _serve(self, case: Case, second: Side, fate: str, seen: list[int]) -> None:
         if self._over.connector == LAYERWISE:
-            params: KVTransferParams | None = self._order_push(case, fate)
+            params: KVTransferDict | None = self._order_push(case, fate)
         else:
             params = await self._prefill(case, self._choose(self._over.prefill), fate)
         if params is None:
@@ -176,7 +177,7 @@ class Soak:
         else:
             self.tally.wrong.append(f"{fate}: {answer}, expected {case.expected}")
 
-    async def _prefill(self, case: Case, first: Side, fate: str) -> KVTransferParams | None:
+    async def _prefill(self, case: Case, first: Side, fate: str) -> KVTransferDict | None:
         prefilling = asyncio.create_task(first.answer(case, ORDER, [], max_tokens=1))
         if fate == "left during prefill":
             await leave(prefilling, self._numbers.uniform(0.0, 0.02))
@@ -189,7 +190,7 @@ class Soak:
             await asyncio.sleep(LEASE_S * 1.5)
         return None if fate == "abandoned" else params
 
-    def _order_push(self, case: Case, fate: str) -> KVTransferParams:
+    def _order_push(self, case: Case, fate: str) -> KVTransferDict:
         """What the decode instance is told, which comes first."""
         key = str(next(self._keys))
         self._sent[key] = case, fate
@@ -199,7 +200,7 @@ class Soak:
             "metaserver": self._metaserver.url(key),
         }
 
-    async def _dispatch(self, key: str, params: KVTransferParams) -> None:
+    async def _dispatch(self, key: str, params: KVTransferDict) -> None:
         """Send the prefill that a decode instance asked for, or not."""
         case, fate = self._sent.pop(key)
         if params["remote_port"] == self._over.relayed_port:

@@ -29,8 +29,8 @@ from mooncake_hal.transport import (
     TransferState,
     Transport,
 )
-from mooncake_hal.transports.shm.plugin import load as load_shm
-from mooncake_hal.transports.splitting import split_spans
+from mooncake_hal.transports.shm.shm_plugin import load as load_shm
+from mooncake_hal.transports.spans import split_spans
 
 NAME = "gated"
 ENTRY_POINTS = f"[mooncake_hal]\n{NAME} = support.pd_transport\n"
@@ -62,7 +62,7 @@ class Gate:
     ``num_held`` reads wait at a closed gate; ``spoils`` changes what a read has brought;
     ``num_failures`` reads to come fail, ``num_stuck`` never end; each takes ``delay_s`` at least.
     With ``can_revoke`` False a write has begun before it is held, and what is left of one that
-    fails is out of anybody's reach until ``land``. With ``is_deaf`` nothing that is held hears of
+    fails is out of anybody's reach until ``land``. With ``is_deaf`` nothing that is held notices
     deadlines, or of being cancelled.
     """
 

@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from mooncake_proxy.app import Application
+from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.origin import Origin
-from mooncake_proxy.instances import InstanceSpec, Role
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 Json = dict[str, Any]
 STREAM_HEAD = (
@@ -72,6 +72,8 @@ class Behaviour:
     hangs: bool = False
     # Close the connection without an answer.
     drops: bool = False
+    # The same, and listen no more.
+    dies: bool = False
     delay_s: float = 0.0
     token_delay_s: float = 0.0
     # How events are cut into network chunks: "one", "two" (two events per chunk), "split".
@@ -217,7 +219,7 @@ class FakeInstance:
             return
         params = seen.body.get("kv_transfer_params") or {}
         if params.get("metaserver"):
-            await self._meet(seen, params["metaserver"])
+            await self._decode(seen, params["metaserver"])
         if params.get("do_remote_decode") and params.get("remote_port") is not None:
             self.written_to.append(params)
             peer = self.peers[params["remote_engine_id"]]
@@ -232,7 +234,9 @@ class FakeInstance:
         await writer.drain()
 
     async def _misbehave(self, behaviour: Behaviour, writer: asyncio.StreamWriter) -> None:
-        if behaviour.drops:
+        if behaviour.dies and self._server is not None:
+            self._server.close()
+        if behaviour.drops or behaviour.dies:
             writer.transport.abort()
             raise _Broken
         if behaviour.hangs:
@@ -240,7 +244,7 @@ class FakeInstance:
         if behaviour.delay_s:
             await asyncio.sleep(behaviour.delay_s)
 
-    async def _meet(self, seen: Seen, metaserver: str) -> None:
+    async def _decode(self, seen: Seen, metaserver: str) -> None:
         """D of the push flow: say where the blocks are, then wait until they are written."""
         request_id = f"cmpl-{seen.headers['x-request-id']}-0"
         body = {
@@ -517,7 +521,7 @@ def _respond(
 class Stand:
     """A proxy with its instances, all in this event loop on real sockets."""
 
-    app: Application
+    app: ProxyApplication
     prefills: list[FakeInstance]
     decodes: list[FakeInstance]
 
@@ -564,7 +568,7 @@ async def stand(
         "access_log": "off",
         "shutdown_timeout_s": 1.0,
     }
-    app = Application(ProxyConfig(**(settings | config)))
+    app = ProxyApplication(ProxyConfig(**(settings | config)))
     await app.start()
     try:
         yield Stand(app, prefills, decodes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -54,3 +56,18 @@ async def send_raw(s: Stand, body: Json) -> tuple[asyncio.StreamReader, asyncio.
     )
     writer.write(head.encode() + data)
     return reader, writer
+
+
+def make_certificate(certificate: Path, key: Path) -> None:
+    """A self-signed one for loopback."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += [
+        "-addext",
+        "subjectAltName=IP:::1,IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
+    subprocess.run(command, check=True, capture_output=True)

@@ -25,7 +25,7 @@ class Collector:
     def take(self, path: str, body: bytes) -> None:
         self.paths.append(path)
         for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.resource = facts_of(resource_spans.resource)
+            self.resource = attributes_of(resource_spans.resource)
             for scope_spans in resource_spans.scope_spans:
                 self.spans += scope_spans.spans
 
@@ -39,7 +39,7 @@ class Collector:
         return sorted(s.name for s in self.spans if s.parent_span_id == parent.span_id)
 
 
-def facts_of(span: Any) -> dict[str, Any]:
+def attributes_of(span: Any) -> dict[str, Any]:
     """The attributes of a span or resource."""
     return {
         pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes

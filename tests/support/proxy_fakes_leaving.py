@@ -39,7 +39,7 @@ async def leave(flow: str, stage: str, counted_as: str) -> float:
             await s.decode.wait_for(lambda: s.decode.cut_off == ["abc"])
         took = asyncio.get_running_loop().time() - began
         await asyncio.sleep(0)
-        assert all(instance.num_running == 0 for instance in s.app.router.fleet)
+        assert all(instance.num_running == 0 for instance in s.app.router.pool)
         assert s.count("disconnects", counted_as) == 1
-        assert not s.app.router.rendezvous.meetings
+        assert not s.app.router.metaserver.sessions
         return took

@@ -13,8 +13,9 @@ from typing import Any
 from support.metaserver import Metaserver, metaserver
 from support.pd import GREEDY, Answer, Instance, Pair, ask, ask_pair, instance, pair
 
-from mooncake_engine.messages import KVTransferParams, TokenUpdate
+from mooncake_engine.messages import TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.params import KVTransferDict
 
 LAYERWISE = "MooncakeLayerwiseConnector"
 
@@ -55,7 +56,7 @@ class PushPair:
         """D."""
         return self.instances.decode
 
-    async def dispatch(self, key: str, params: KVTransferParams) -> None:
+    async def dispatch(self, key: str, params: KVTransferDict) -> None:
         """Send the prefill that D asked for."""
         sent = self.waiting.pop(key)
         sampling = replace(sent.sampling, max_tokens=1)

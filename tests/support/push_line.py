@@ -13,41 +13,41 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from mooncake_engine.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
-from mooncake_engine.kv_transfer.context import SideContext
-from mooncake_engine.kv_transfer.events import Event, LeaseEnded, LoadEnded
-from mooncake_engine.kv_transfer.facts import InstanceFacts, RankFacts
-from mooncake_engine.kv_transfer.params import PushTarget, RemoteKV
-from mooncake_engine.kv_transfer.protocol import (
-    PROTOCOL_VERSION,
-    AnyMessage,
-    Hello,
-    Inquire,
-    PushedToken,
-    Reject,
-    Renew,
-    Renewed,
-    Standing,
-    Writer,
-)
-from mooncake_engine.kv_transfer.push.decode_side import PushDecodeSide
-from mooncake_engine.kv_transfer.push.prefill_side import PushPrefillSide, RankGroup
-from mooncake_engine.kv_transfer.push.rank_messages import (
-    EndPush,
-    PushReport,
-    StartPush,
-    StopPush,
-    to_rank,
-)
-from mooncake_engine.messages import KVTransferParams
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import make_layout
+from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.handshake import InstanceMetadata, RankMetadata
+from mooncake_kv.params import KVTransferDict, PushTarget, RemoteKV
+from mooncake_kv.protocol import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    FirstToken,
+    Hello,
+    Reject,
+    Renew,
+    Renewed,
+    StatusReply,
+    StatusRequest,
+    Writer,
+)
+from mooncake_kv.push_receiver import PushReceiver
+from mooncake_kv.push_sender import PushSender
+from mooncake_kv.ranks import (
+    EndPush,
+    PushReport,
+    RankGroup,
+    StartPush,
+    StopPush,
+    decode_to_rank,
+)
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
 TOKEN_BYTES = 2 * 4 * 32 * 4
 NUM_TOKENS = 10
-TOKEN = PushedToken(5, None, 0)
+TOKEN = FirstToken(5, None, 0)
 TRY_S = 2.0
 TRIES = 3
 LANDING_S = 1.0
@@ -59,11 +59,11 @@ Fate = Callable[[str], float | None]
 """From a message's kind to how long it takes; None loses it."""
 
 
-def facts_of(engine_id: str) -> InstanceFacts:
+def metadata_of(engine_id: str) -> InstanceMetadata:
     """An instance of one rank."""
     shard = shard_of(GEOMETRY, 1, 0)
-    rank = RankFacts(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {})
-    return InstanceFacts(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), (rank,))
+    rank = RankMetadata(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {})
+    return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), (rank,))
 
 
 def deliver(kind: str) -> float | None:
@@ -140,7 +140,7 @@ class RankOfOne:
 
     def send(self, rank: int, message: bytes) -> None:
         """A message of the core's side."""
-        order = to_rank.decode(message)
+        order = decode_to_rank(message)
         assert isinstance(order, StartPush | StopPush | EndPush)
         name = order.request_id
         if isinstance(order, StartPush):
@@ -192,9 +192,11 @@ class Talk:
         """Begin to live; on the loop."""
         loop = asyncio.get_running_loop()
         self.rank = RankOfOne(self.numbers)
-        p = SideContext(facts_of("p"), self.lease_s[0], self._p_hears, self._spawn_p, loop.time)
-        d = SideContext(
-            facts_of("d"),
+        p = ConnectorContext(
+            metadata_of("p"), self.lease_s[0], self._p_hears, self._spawn_p, loop.time
+        )
+        d = ConnectorContext(
+            metadata_of("d"),
             self.lease_s[1],
             self._d_hears,
             self._spawn,
@@ -202,10 +204,10 @@ class Talk:
             landing_s=LANDING_S,
         )
         group = RankGroup(1, self.rank.send)
-        self.p = PushPrefillSide(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line
-        self.d = PushDecodeSide(d, self._inquire, self._post)
+        self.p = PushSender(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line
+        self.d = PushReceiver(d, self._inquire, self._post)
         self.rank.report = self.p.report
-        self._spawn_p(self.p.keep_in_touch())
+        self._spawn_p(self.p.keep_alive())
         self._spawn(self.d.sweep())
 
     def kill_p(self) -> None:
@@ -234,21 +236,23 @@ class Talk:
         return self.d.handle(message)
 
     def _handle_p(self, message: AnyMessage) -> AnyMessage:
-        assert isinstance(message, Inquire)
-        self.asked.append("Inquire")
-        return self.p.standing(message)
+        assert isinstance(message, StatusRequest)
+        self.asked.append("StatusRequest")
+        return self.p.status(message)
 
-    async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> Standing:
+    async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> StatusReply:
         if self.is_p_hidden:
             raise PeerAbsent("instance p is not there any more")
         if self.is_p_dead:
             raise PeerGone("instance p is gone")
-        ask = self.line.ask(self._handle_p, lambda ticket: Inquire(ticket, tuple(names)), tries=1)
+        ask = self.line.ask(
+            self._handle_p, lambda ticket: StatusRequest(ticket, tuple(names)), tries=1
+        )
         answer = await ask
-        assert isinstance(answer, Standing)
+        assert isinstance(answer, StatusReply)
         return answer
 
-    async def _post(self, url: str, params: KVTransferParams) -> None:
+    async def _post(self, url: str, params: KVTransferDict) -> None:
         """Somebody else brings the prefill to ``p``, or nobody."""
 
     def _p_hears(self, event: Event) -> None:
@@ -298,7 +302,7 @@ class Book:
     def forget_predecessors(self, remote: RemoteKV) -> None:
         """There are none."""
 
-    def check_told(self, remote: RemoteKV) -> None:
+    def check_claims(self, remote: RemoteKV) -> None:
         """It fits."""
 
     async def ask(
@@ -316,9 +320,9 @@ class Book:
         assert isinstance(answer, kind)
         return answer
 
-    async def shake_hands(self, own: InstanceFacts, ranks: RankGroup) -> None:
+    async def shake_hands(self) -> None:
         """Hello."""
-        await self.ask(lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), object)
+        await self.ask(lambda ticket: Hello(ticket, PROTOCOL_VERSION, metadata_of("p")), object)
 
     async def renew(self, names: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """As ``Peer.renew``."""

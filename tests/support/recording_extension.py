@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from mooncake_engine.execution.extension import ExtensionContext, LayerDone
-from mooncake_engine.scheduling.plan import StepPlan
+from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
+from mooncake_engine.scheduling.step_plan import StepPlan
 
 
 class RecordingExtension:

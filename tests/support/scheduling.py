@@ -6,13 +6,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import EngineRequest, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.limits import SchedulerLimits
-from mooncake_engine.scheduling.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
-from mooncake_engine.scheduling.request import FirstToken, Request
+from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
+from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.scheduling.step_plan import (
+    SampledToken,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
+from mooncake_kv.params import FirstToken, KVTransferParams, PushTarget, RemoteKV
 
 EOS = 2
 WRONG = -1
@@ -57,28 +63,28 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry a plan out as the real workers do."""
-        for name in plan.retired:
+        for name in plan.removed:
             del self._tables[name], self._tokens[name]
-        for block in plan.arrived_blocks:
+        for block in plan.received_blocks:
             self._slots[block] = [None if slot is None else -slot for slot in self._slots[block]]
         self._copy_blocks(plan)
-        for admitted in plan.admitted:
-            self._tables[admitted.request_id] = list(admitted.block_ids)
-            self._tokens[admitted.request_id] = list(admitted.token_ids)
-            self._num_prompt[admitted.request_id] = admitted.num_prompt_tokens
+        for new_request in plan.new_requests:
+            self._tables[new_request.request_id] = list(new_request.block_ids)
+            self._tokens[new_request.request_id] = list(new_request.token_ids)
+            self._num_prompt[new_request.request_id] = new_request.num_prompt_tokens
         tokens: dict[str, tuple[SampledToken, ...]] = {}
         for sequence in plan.sequences:
             self._run(sequence)
-        guessed = {}
+        num_drafted = {}
         for index, sequence in enumerate(plan.sequences):
             if sequence.is_sampling:
                 for name in (sequence.request_id, *sequence.siblings):
                     tokens[name] = (self._sample(name),)
-            if sequence.num_guesses:
-                num_accepted = (self.num_accepted + index) % (sequence.num_guesses + 1)
-                tokens[sequence.request_id] += self._guess(sequence, num_accepted)
-                guessed[sequence.request_id] = sequence.num_guesses
-        return StepResult(plan.step, tokens, guessed=guessed)
+            if sequence.num_draft_tokens:
+                num_accepted = (self.num_accepted + index) % (sequence.num_draft_tokens + 1)
+                tokens[sequence.request_id] += self._draft(sequence, num_accepted)
+                num_drafted[sequence.request_id] = sequence.num_draft_tokens
+        return StepResult(plan.step, tokens, num_drafted=num_drafted)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         for block, host in plan.swap_outs:
@@ -115,15 +121,15 @@ class Worker:
         for sibling in sequence.siblings:
             assert self._tokens[sibling] == tokens, "siblings that differ share no logits"
 
-    def _guess(self, sequence: ScheduledSequence, num_right: int) -> tuple[SampledToken, ...]:
+    def _draft(self, sequence: ScheduledSequence, num_right: int) -> tuple[SampledToken, ...]:
         """Run drafts behind the token just sampled, the first ``num_right`` of them right; returns
         what is sampled behind those."""
         name, stop = sequence.request_id, sequence.start + sequence.count
         sampled = tuple([self._sample(name) for _ in range(num_right)])
         right = self._tokens[name][: stop + num_right]
-        wrong = [WRONG] * (sequence.num_guesses - num_right)
+        wrong = [WRONG] * (sequence.num_draft_tokens - num_right)
         self._write(self._tables[name], [*right, *wrong], stop)
-        self.num_computed += sequence.num_guesses
+        self.num_computed += sequence.num_draft_tokens
         return sampled
 
     def _write(
@@ -172,29 +178,27 @@ class RecordingConnector:
         self.tables: dict[str, tuple[list[int], tuple[int, ...]]] = {}
         self.cancelled: set[str] = set()
 
-    def announce(self, request: Request) -> None:
-        self.announced.add(request.request_id)
+    def on_new_request(self, request: Request) -> None:
+        (self.announced if request.sends_kv else self.expected).add(request.request_id)
 
-    def offer(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+    def request_finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         self.offered[request.request_id] = list(block_ids)
         if request.sends_kv:
             return None
         return {"do_remote_prefill": True, "remote_request_id": request.request_id}
 
-    def withdraw(self, request_id: str) -> None:
+    def cancel_send(self, request_id: str) -> None:
         self.withdrawn.append(request_id)
 
-    def expect(self, request: Request) -> None:
-        self.expected.add(request.request_id)
-
-    def load(self, request: Request, first_token: int) -> None:
+    def start_load_kv(self, request: Request) -> None:
+        first_token = request.num_computed
         self.loading[request.request_id] = first_token
         table, prompt = list(request.block_ids), request.spec.prompt_token_ids
         self.tables[request.request_id] = (table, prompt)
         if self._on_load is not None:
             self._on_load(table, prompt, first_token)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel_load(self, request_id: str) -> None:
         self.cancelled.add(request_id)
 
 
@@ -232,7 +236,7 @@ class Bench:
             num_blocks, block_size, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
         )
         self.worker = Worker(num_blocks, num_host_blocks, block_size, token)
-        self.worker.is_turning = bool(limits.get("names_arrivals"))
+        self.worker.is_turning = bool(limits.get("reports_received_blocks"))
         self.connector = RecordingConnector(self._begin_load if self.worker.is_turning else None)
         self.depth = depth
         self.in_flight: deque[StepPlan] = deque()
@@ -312,7 +316,12 @@ def make_request(
         kind: ``keeps_kv``, ``sends_kv`` (implies it) or ``receives_kv``.
     """
     sampling = SamplingParams(max_tokens=max_tokens)
-    spec = EngineRequest(name, tuple(prompt), sampling, priority=priority, group=group)
-    first = None if first_token is None else FirstToken(first_token)
-    kind["keeps_kv"] = kind.get("keeps_kv", False) or kind.get("sends_kv", False)
-    return Request(spec, 0, arrival, first_token=first, **kind)
+    remote = RemoteKV("peer", name, "127.0.0.1", 1, (), len(prompt))
+    params = KVTransferParams(
+        keeps_kv=kind.get("keeps_kv", False) or kind.get("sends_kv", False),
+        first_token=None if first_token is None else FirstToken(first_token),
+        target=PushTarget(remote, 0) if kind.get("sends_kv") else None,
+        metaserver="http://proxy" if kind.get("receives_kv") else None,
+    )
+    spec = EngineRequest(name, tuple(prompt), sampling, params, priority, group=group)
+    return Request(spec, 0, arrival)

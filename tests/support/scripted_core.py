@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 
 from support.fake_engine import EOS, Script, upper_case
 
-from mooncake_engine.assembly import Engine
+from mooncake_engine.assembly import RunningEngine
 from mooncake_engine.core import EngineCore
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.execution.pending import CompletedStep
-from mooncake_engine.messages import EngineFacts, EngineRequest, TokenLogprobs
-from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.limits import SchedulerLimits
-from mooncake_engine.scheduling.plan import AdmittedRequest, SampledToken, StepPlan, StepResult
+from mooncake_engine.execution.model_runner import CompletedStep
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.messages import EngineInfo, EngineRequest, TokenLogprobs
 from mooncake_engine.scheduling.scheduler import Scheduler
+from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.scheduling.step_plan import NewRequest, SampledToken, StepPlan, StepResult
 
-FACTS = EngineFacts(256, 258, (EOS,), 64, 16, "scripted")
+FACTS = EngineInfo(256, 258, (EOS,), 64, 16, "scripted")
 
 
 @dataclass
@@ -30,8 +30,8 @@ class ScriptedExecutor:
 
     script: Script = upper_case
     die_at: int | None = None
-    live: dict[str, tuple[AdmittedRequest, list[int]]] = field(default_factory=dict)
-    seen: list[AdmittedRequest] = field(default_factory=list)
+    live: dict[str, tuple[NewRequest, list[int]]] = field(default_factory=dict)
+    seen: list[NewRequest] = field(default_factory=list)
     is_closed: bool = False
 
     def warm_up(self) -> None:
@@ -41,21 +41,23 @@ class ScriptedExecutor:
         """A token for everybody who samples."""
         if plan.step == self.die_at:
             raise EngineDead("rank 0 failed: out of luck")
-        for request_id in plan.retired:
+        for request_id in plan.removed:
             self.live.pop(request_id, None)
-        for admitted in plan.admitted:
-            spec = EngineRequest(admitted.request_id, admitted.token_ids, admitted.sampling)
-            self.live[admitted.request_id] = (admitted, list(self.script(spec)))
-            self.seen.append(admitted)
+        for new_request in plan.new_requests:
+            spec = EngineRequest(
+                new_request.request_id, new_request.token_ids, new_request.sampling
+            )
+            self.live[new_request.request_id] = (new_request, list(self.script(spec)))
+            self.seen.append(new_request)
         sequences = [s for s in plan.sequences if s.is_sampling]
         sampling = [name for s in sequences for name in (s.request_id, *s.siblings)]
         said = {name: (self._say(name),) for name in sampling}
         return CompletedStep(StepResult(plan.step, said))
 
     def _say(self, request_id: str) -> SampledToken:
-        admitted, words = self.live[request_id]
+        new_request, words = self.live[request_id]
         token_id = words.pop(0)
-        asked = admitted.sampling.logprobs is not None
+        asked = new_request.sampling.logprobs is not None
         return SampledToken(token_id, TokenLogprobs(token_id, -0.5) if asked else None)
 
     def send(self, message: bytes, rank: int | None = None) -> None:
@@ -69,8 +71,11 @@ class ScriptedExecutor:
         self.is_closed = True
 
 
-def scripted_engine(executor: ScriptedExecutor, *, max_num_seqs: int = 8) -> Engine:
+def scripted_engine(
+    executor: ScriptedExecutor, *, max_num_seqs: int = 8, seed: int | None = None
+) -> RunningEngine:
     """A core over it, as ``build_engine`` makes them."""
     limits = SchedulerLimits(max_num_seqs, 64, FACTS.max_model_len, frozenset({EOS}))
     blocks = BlockManager(FACTS.num_kv_blocks, FACTS.block_size, prefix_caching=True)
-    return Engine(EngineCore(Scheduler(limits, blocks), executor), FACTS)  # type: ignore[arg-type]
+    core = EngineCore(Scheduler(limits, blocks), executor, seed=seed)  # type: ignore[arg-type]
+    return RunningEngine(core, FACTS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from mooncake_engine.execution.extension import ExtensionContext, LayerDone
-from mooncake_engine.scheduling.plan import StepPlan
+from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
+from mooncake_engine.scheduling.step_plan import StepPlan
 
 PATIENCE_S = 60.0
 PAUSE_S = 0.2

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from mooncake_engine.execution.executor import Executor
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.plan import (
-    AdmittedRequest,
+from mooncake_engine.scheduling.step_plan import (
+    NewRequest,
     SampledToken,
     ScheduledSequence,
     StepPlan,
@@ -64,31 +64,31 @@ class Stepper:
         self._executor = executor
         self._chunk = chunk
         # taken from the end: block 0, where warm-up wrote and padding points, comes last
-        self._free: list[int] = list(range(executor.facts.num_blocks))
+        self._free: list[int] = list(range(executor.info.num_blocks))
         self._step = 0
 
     def generate(self, requests: Sequence[RunningRequest]) -> list[list[int]]:
         """Token ids of every answer."""
-        retired: tuple[str, ...] = ()
-        admitted = tuple(self._admit(requests))
+        removed: tuple[str, ...] = ()
+        new_requests = tuple(self._admit(requests))
         while running := [request for request in requests if not request.is_finished]:
             sequences = [self._schedule(request) for request in running]
             sequences.sort(key=lambda sequence: sequence.count != 1)
-            plan = StepPlan(self._step, retired, admitted, sequences=tuple(sequences))
+            plan = StepPlan(self._step, removed, new_requests, sequences=tuple(sequences))
             result = self._executor.execute(plan)
-            self._step, admitted = self._step + 1, ()
+            self._step, new_requests = self._step + 1, ()
             for request in running:
                 if request.request_id in result.tokens:
                     request.sampled.extend(result.tokens[request.request_id])
-            retired = tuple(r.request_id for r in running if r.is_finished)
+            removed = tuple(r.request_id for r in running if r.is_finished)
         for request in requests:
             self._free += request.blocks
-        self._executor.execute(StepPlan(self._step, retired))
+        self._executor.execute(StepPlan(self._step, removed))
         return [request.output for request in requests]
 
-    def _admit(self, requests: Sequence[RunningRequest]) -> Iterator[AdmittedRequest]:
+    def _admit(self, requests: Sequence[RunningRequest]) -> Iterator[NewRequest]:
         for request in requests:
-            yield AdmittedRequest(
+            yield NewRequest(
                 request.request_id,
                 request.prompt + tuple(request.output),
                 len(request.prompt),
@@ -100,7 +100,7 @@ class Stepper:
     def _schedule(self, request: RunningRequest) -> ScheduledSequence:
         count = min(self._chunk, request.num_tokens - request.done)
         start, request.done = request.done, request.done + count
-        block_size = self._executor.facts.block_size
+        block_size = self._executor.info.block_size
         new_blocks: list[int] = []
         while (len(request.blocks) + len(new_blocks)) * block_size < request.done:
             new_blocks.append(self._free.pop())

@@ -23,7 +23,7 @@ from mooncake_hal.transport import (
     Transfer,
     TransferState,
 )
-from mooncake_hal.transports.shm.plugin import load as load_shm
+from mooncake_hal.transports.shm.shm_plugin import load as load_shm
 
 NAME = "throttled"
 ENTRY_POINTS = f"[mooncake_hal]\n{NAME} = support.throttled_transport\n"

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 from support import cann_stub
-from support.fake_hccs import HostMemory, HostRuntime, host_spreader
+from support.fake_hccs import HostMemory, HostRuntime, host_scatterer
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend, Memory, Runtime
     from mooncake_hal.transport import MemoryRegion
-    from mooncake_hal.transports.adapter.transport import AdapterTransport
+    from mooncake_hal.transports.adapters.adapter_transport import AdapterTransport
 
 SITE = Path(get_paths()["purelib"])
 STUB = Path(sys.prefix) / "cann-stub"
@@ -89,7 +89,7 @@ class NpuBuffer:
 def load_mooncake() -> AdapterTransport:
     """The transport hccs over mooncake's engine."""
     backend()
-    from mooncake_hal_ascend.hccs.transport import load
+    from mooncake_hal_ascend.hccs.hccs_transport import load
 
     return load()
 
@@ -103,7 +103,7 @@ class StubRuntime(HostRuntime):
 
 def load_mooncake_alone() -> AdapterTransport:
     """The transport hccs over mooncake's engine and host memory."""
-    from mooncake_hal_ascend.hccs.transport import Loaded, transport_of
+    from mooncake_hal_ascend.hccs.hccs_transport import HccsResources, transport_of
 
     runtime, memory = cast("Runtime", StubRuntime()), cast("Memory", HostMemory())
-    return transport_of(Loaded(runtime, memory, spreader=host_spreader()))
+    return transport_of(HccsResources(runtime, memory, scatterer=host_scatterer()))

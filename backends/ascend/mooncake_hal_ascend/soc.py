@@ -11,6 +11,9 @@ from enum import Enum, auto
 
 from mooncake_hal.errors import BackendUnavailable
 
+OTHERS = {range(200, 206): "310P", range(260, 261): "950"}
+"""What it is known not to run on."""
+
 
 class HccsDomain(Enum):
     """How far HCCS reaches."""
@@ -52,9 +55,6 @@ SOCS = (
 )
 """What this backend runs on."""
 
-OTHERS = {range(200, 206): "310P", range(260, 261): "950"}
-"""What it is known not to run on."""
-
 
 def find_soc(version: int, name: str) -> Soc:
     """The family of a device.
@@ -71,12 +71,11 @@ def find_soc(version: int, name: str) -> Soc:
         return soc
     known = next((family for versions, family in OTHERS.items() if version in versions), "unknown")
     family = soc.generation if soc else known
-    wanted = ", ".join(f"{each.generation} ({each.prefix}*, {_span(each)})" for each in SOCS)
+    wanted = ", ".join(
+        f"{each.generation} ({each.prefix}*, {each.versions.start} to {each.versions.stop - 1})"
+        for each in SOCS
+    )
     raise BackendUnavailable(
         "ascend",
         f"device {name!r} has SoC version {version} ({family}); this backend runs {wanted}",
     )
-
-
-def _span(soc: Soc) -> str:
-    return f"{soc.versions.start} to {soc.versions.stop - 1}"

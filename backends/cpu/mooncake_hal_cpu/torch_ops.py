@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.backend_parts import quantised
 from mooncake_hal.latents import ComposedLatentWrites
-from mooncake_hal.quantised import quantised
-from mooncake_hal_cpu.tape import require_live
+from mooncake_hal_cpu.op_replay import refuse_capture
 
 _HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch
 # what oneDNN lays weights out for; measured: the choice hardly matters, but 1 is bad for float32
@@ -32,7 +32,6 @@ class TorchOps(ComposedLatentWrites):
     _kv_scales = (1.0, 1.0)
 
     def with_kv_scales(self, first: float, second: float) -> TorchOps:
-        """See ``ScaledKVOps``."""
         scaled = copy(self)
         scaled._kv_scales = (first, second)
         return scaled
@@ -45,7 +44,6 @@ class TorchOps(ComposedLatentWrites):
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """See ``Ops``."""
         block_size = key_cache.shape[1]
         blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
         where = (blocks, slot_mapping - blocks * block_size)
@@ -61,7 +59,6 @@ class TorchOps(ComposedLatentWrites):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """See ``Ops``."""
         return self._attend(query, (key_cache, value_cache), batch, scale, range(batch.num_decodes))
 
     def prefill_attention(
@@ -72,7 +69,6 @@ class TorchOps(ComposedLatentWrites):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """See ``Ops``."""
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
         return self._attend(query, (key_cache, value_cache), batch, scale, sequences)
 
@@ -84,7 +80,6 @@ class TorchOps(ComposedLatentWrites):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """See ``Ops``."""
         planes = (latent_cache, rope_cache)
         sequences = range(batch.num_decodes)
         return _attend_latents(query, planes, batch, scale, sequences, self._kv_scales)
@@ -97,7 +92,6 @@ class TorchOps(ComposedLatentWrites):
         batch: AttentionBatch,
         scale: float,
     ) -> Tensor:
-        """See ``Ops``."""
         planes = (latent_cache, rope_cache)
         sequences = range(batch.num_decodes, len(batch.host_query_lens))
         return _attend_latents(query, planes, batch, scale, sequences, self._kv_scales)
@@ -111,49 +105,53 @@ class TorchOps(ComposedLatentWrites):
         sequences: range,
     ) -> Tensor:
         """Scales of the KV are factors of the scores and of the result."""
+        refuse_capture("attention in plain torch")
         key_scale, value_scale = self._kv_scales
-        out = _attend_each(query, caches, batch, scale * key_scale, sequences)
+        out = torch.empty_like(query)
+        start = 0
+        for sequence in sequences:
+            stop = start + batch.host_query_lens[sequence]
+            context = batch.host_context_lens[sequence]
+            blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
+            planes = [cache.index_select(0, blocks).flatten(0, 1)[:context] for cache in caches]
+            key, value = (plane.to(query.dtype) for plane in planes)
+            out[start:stop] = _attend_one(query[start:stop], key, value, scale * key_scale)
+            start = stop
         return out if value_scale == 1.0 else out.mul_(value_scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See ``Ops``."""
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See ``Ops``."""
         total = residual + x
         return self.rms_norm(total, weight, eps), total
 
     def rope(
         self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See ``Ops``."""
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """See ``Ops``. Blocked for oneDNN, which would otherwise do so at every call."""
+        """Blocked for oneDNN, which would otherwise do so at every call."""
         if weight.dtype not in _packed_dtypes():
             return weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_TOKENS)
         return packed
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See ``Ops``."""
         if not weight.is_mkldnn:
             return functional.linear(x, weight, bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
 
     def silu_mul(self, x: Tensor) -> Tensor:
-        """See ``Ops``."""
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
     def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """See ``Ops``."""
         return tuple(self.pack_weight(weight) for weight in weights)
 
     def moe(
@@ -164,8 +162,8 @@ class TorchOps(ComposedLatentWrites):
         expert_ids: Tensor,
         expert_weights: Tensor,
     ) -> Tensor:
-        """See ``Ops``. Tokens are brought into the order of their experts, and back."""
-        require_live("sharing tokens out among experts")
+        """Tokens are brought into the order of their experts, and back."""
+        refuse_capture("sharing tokens out among experts")
         order = expert_ids.flatten().argsort(stable=True)
         counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
         chosen = x[torch.div(order, expert_ids.shape[1], rounding_mode="floor")]
@@ -181,40 +179,16 @@ class TorchOps(ComposedLatentWrites):
         return weighted.sum(1).to(x.dtype)
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
-        """See ``Ops``."""
         cache[target] = cache[source]
 
     def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-        """See ``Ops``."""
         torch.index_select(cache, 0, block_ids, out=staging)
 
     def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
-        """See ``Ops``."""
         cache[block_ids] = staging
 
 
-def _attend_each(
-    query: Tensor,
-    caches: tuple[Tensor, Tensor],
-    batch: AttentionBatch,
-    scale: float,
-    sequences: range,
-) -> Tensor:
-    require_live("attention in plain torch")
-    out = torch.empty_like(query)
-    start = 0
-    for sequence in sequences:
-        stop = start + batch.host_query_lens[sequence]
-        context = batch.host_context_lens[sequence]
-        blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
-        planes = [cache.index_select(0, blocks).flatten(0, 1)[:context] for cache in caches]
-        key, value = (plane.to(query.dtype) for plane in planes)
-        out[start:stop] = _attend(query[start:stop], key, value, scale)
-        start = stop
-    return out
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of one sequence's new tokens, which are the last of its context."""
     new, context = query.shape[0], key.shape[0]
     mask = None
@@ -240,7 +214,7 @@ def _attend_latents(
     sequences: range,
     kv_scales: tuple[float, float],
 ) -> Tensor:
-    require_live("latent attention in plain torch")
+    refuse_capture("latent attention in plain torch")
     latent_dim = caches[0].shape[-1]
     out = query.new_empty(*query.shape[:2], latent_dim)
     start = 0

@@ -1,1 +1,1 @@
-"""The CUDA backend of mooncake-hal. This version looks for devices and has no kernels yet."""
+"""The CUDA backend of mooncake-hal: NVIDIA GPUs, through torch, Triton and libcuda."""

@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
-from mooncake_engine.execution.extension import MessageHandler
-from mooncake_engine.execution.pending import CompletedStep, PendingStep
-from mooncake_engine.execution.rank_place import RankGroups
-from mooncake_engine.execution.setup import ExecutionSetup, plan_execution, resize
-from mooncake_engine.execution.weights import ProgressHandler
+from mooncake_engine.execution.engine_plan import EnginePlan
+from mooncake_engine.execution.model_runner import CompletedStep, PendingStep
+from mooncake_engine.execution.parallel_state import ParallelGroups
+from mooncake_engine.execution.weight_loader import ProgressHandler
 from mooncake_engine.execution.worker import RankHandlers, Worker
+from mooncake_engine.execution.worker_extension import MessageHandler
 from mooncake_engine.models.hf_config import ModelConfig
-from mooncake_engine.scheduling.plan import StepPlan, StepResult
+from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
+from mooncake_hal.registry import Registry
 from mooncake_hal.transport import MemoryRegion
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankKVInfo:
     """One rank's KV memory.
 
     Args:
@@ -45,27 +45,28 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorFacts:
+class ExecutorInfo:
     """What is fixed once an instance is loaded.
 
     Args:
-        model: the model's facts.
+        model: the model's config.
         geometry: its KV.
         ranks: every rank's memory, in rank order.
         num_blocks, block_size: the KV pool of each rank.
         num_host_blocks: what each rank can swap out to.
         max_model_len: longest sequence, in tokens.
-        has_resident_latents: whether the KV is in a form that no peer reads; see ``Placement``.
+        has_native_latents: whether the KV is in a layout that no peer reads; see
+            ``ParallelContext``.
     """
 
     model: ModelConfig
     geometry: KVGeometry
-    ranks: tuple[RankFacts, ...]
+    ranks: tuple[RankKVInfo, ...]
     num_blocks: int
     block_size: int
     num_host_blocks: int
     max_model_len: int
-    has_resident_latents: bool = False
+    has_native_latents: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -74,7 +75,7 @@ class ExecutorFacts:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
+        """Tokens that end a request."""
         return self.model.eos_token_ids
 
 
@@ -86,18 +87,21 @@ class ExecutorOptions:
         extension: name of an ExtensionFactory, ``"package.module:factory"``.
         on_message: takes what the extensions emit; called from any thread.
         progress: told while weights are read (rank 0's share).
+        registry: backends and transports, for a rank in this process; other processes, and this one
+            without it, discover their own.
     """
 
     extension: str | None = None
     on_message: MessageHandler | None = None
     progress: ProgressHandler | None = None
+    registry: Registry | None = None
 
 
 class Executor(Protocol):
     """All ranks of an instance. ``submit`` and results belong to one thread, ``send`` to any."""
 
     @property
-    def facts(self) -> ExecutorFacts:
+    def info(self) -> ExecutorInfo:
         """Fixed since loading."""
         ...
 
@@ -158,7 +162,7 @@ class InProcessExecutor(Executor):
     be several in flight.
 
     Args:
-        config: with one rank.
+        plan: of one rank.
         backend: its hardware.
         options: extension and handlers.
 
@@ -167,39 +171,39 @@ class InProcessExecutor(Executor):
     """
 
     def __init__(
-        self, config: EngineConfig, backend: Backend, options: ExecutorOptions | None = None
+        self, plan: EnginePlan, backend: Backend, options: ExecutorOptions | None = None
     ) -> None:
-        if config.num_ranks != 1:
-            raise ConfigError(f"one process holds one rank, {config.num_ranks} were asked for")
+        num_ranks = plan.config.num_ranks
+        if num_ranks != 1:
+            raise ConfigError(f"one process holds one rank, {num_ranks} were asked for")
         options = options or ExecutorOptions()
         self._failure = FirstFailure()
         self._send_lock = threading.Lock()
-        setup = plan_execution(config, backend)
-        handlers = RankHandlers(
-            options.progress, _emitter(options.on_message, 0), self._extension_died
-        )
+        self._on_message = options.on_message
         self._worker = Worker(
-            config, setup, backend, RankGroups(), extension=options.extension, handlers=handlers
+            plan,
+            backend,
+            ParallelGroups(),
+            registry=options.registry or Registry.discover(),
+            extension=options.extension,
+            handlers=RankHandlers(options.progress, self._emit, self._extension_died),
         )
-        self._facts = make_facts(config, setup, (rank_facts(0, self._worker),))
+        self._info = executor_info(plan, (rank_kv_info(0, self._worker),))
         self._steps: ThreadPoolExecutor | None = None
         self._caller = threading.local()
-        if config.steps_in_flight > 1:
+        if plan.config.steps_in_flight > 1:
             bind = self._worker.bind_thread
             self._steps = ThreadPoolExecutor(1, "engine-steps", initializer=bind)
 
     @property
-    def facts(self) -> ExecutorFacts:
-        """See ``Executor``."""
-        return self._facts
+    def info(self) -> ExecutorInfo:
+        return self._info
 
     def warm_up(self) -> None:
-        """See ``Executor``."""
         self._bind_caller()
         self._worker.warm_up()
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """See ``Executor``."""
         self._bind_caller()
         if self._steps is None:
             return CompletedStep(self._attempt(plan.step, self._launch(plan).result))
@@ -224,7 +228,6 @@ class InProcessExecutor(Executor):
             raise EngineDead(f"rank 0 failed in step {step}: {exc}") from exc
 
     def send(self, message: bytes, rank: int | None = None) -> None:
-        """See ``Executor``."""
         if self._worker.extension is None or rank not in (None, 0):
             raise ConfigError(f"there is no extension on rank {rank or 0} to send to")
         try:
@@ -234,14 +237,16 @@ class InProcessExecutor(Executor):
             self._failure.record("the worker extension of rank 0 died", exc)
 
     def check(self) -> None:
-        """See ``Executor``."""
         self._failure.check()
 
     def close(self) -> None:
-        """See ``Executor``."""
         if self._steps is not None:
             self._steps.shutdown(cancel_futures=True)
         self._worker.close()
+
+    def _emit(self, message: bytes) -> None:
+        if self._on_message is not None:
+            self._on_message(0, message)
 
     def _extension_died(self, cause: BaseException) -> None:
         self._failure.record("the worker extension of rank 0 died", cause)
@@ -255,37 +260,26 @@ class _LaunchedStep:
     attempt: Callable[[Callable[[], StepResult]], StepResult]
 
     def result(self) -> StepResult:
-        """See ``PendingStep``."""
         return self.attempt(self.launched.result().result)
 
 
-def rank_facts(rank: int, worker: Worker) -> RankFacts:
+def rank_kv_info(rank: int, worker: Worker) -> RankKVInfo:
     """What others may know of a rank's memory."""
-    return RankFacts(rank, worker.pool.shard, worker.pool.layout, worker.pool.region)
+    return RankKVInfo(rank, worker.pool.shard, worker.pool.layout, worker.pool.region)
 
 
-def make_facts(
-    config: EngineConfig, setup: ExecutionSetup, ranks: tuple[RankFacts, ...]
-) -> ExecutorFacts:
+def executor_info(plan: EnginePlan, ranks: tuple[RankKVInfo, ...]) -> ExecutorInfo:
     """Put together what is fixed since loading; ranks that measured agree on their pool's size."""
-    if setup.is_provisional:
-        num_scratch_blocks = setup.pool_size.num_scratch_blocks
-        setup = resize(config, setup, ranks[0].layout.num_blocks - num_scratch_blocks)
-    return ExecutorFacts(
-        model=setup.model,
-        geometry=setup.geometry,
+    if plan.pool_size is None:
+        plan = plan.with_blocks(ranks[0].layout.num_blocks - plan.num_scratch_blocks)
+    assert plan.pool_size is not None, "a plan with blocks has a pool size"
+    return ExecutorInfo(
+        model=plan.model,
+        geometry=plan.geometry,
         ranks=ranks,
-        num_blocks=setup.pool_size.num_blocks,
-        block_size=setup.pool_size.block_size,
-        num_host_blocks=setup.pool_size.num_host_blocks,
-        max_model_len=setup.max_model_len,
-        has_resident_latents=setup.has_resident_latents,
+        num_blocks=plan.pool_size.num_blocks,
+        block_size=plan.pool_size.block_size,
+        num_host_blocks=plan.pool_size.num_host_blocks,
+        max_model_len=plan.max_model_len,
+        has_native_latents=plan.has_native_latents,
     )
-
-
-def _emitter(on_message: MessageHandler | None, rank: int) -> Callable[[bytes], None]:
-    def emit(message: bytes) -> None:
-        if on_message is not None:
-            on_message(rank, message)
-
-    return emit

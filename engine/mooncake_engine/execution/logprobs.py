@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.request_state import RequestState
-from mooncake_engine.execution.speculation.continuation import Draft
+from mooncake_engine.execution.request_table import CachedRequest
+from mooncake_engine.execution.speculation.drafts import Draft
 from mooncake_engine.messages import TokenLogprobs
-from mooncake_engine.scheduling.plan import ScheduledSequence
+from mooncake_engine.scheduling.step_plan import ScheduledSequence
 
 _ROWS = 128
-"""Logits of a prompt are computed so many tokens at a time: 78 MB for a vocabulary of 152,000."""
+"""Prompt tokens per batch of logits: 78 MB for a vocabulary of 152,000."""
 
 
 def describe_tokens(
@@ -43,7 +43,7 @@ def describe_tokens(
 def score_prompts(
     hidden: Tensor,
     sequences: Sequence[ScheduledSequence],
-    states: Sequence[RequestState],
+    states: Sequence[CachedRequest],
     drafts: Mapping[str, Draft],
     to_logits: Callable[[Tensor], Tensor],
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
@@ -67,11 +67,11 @@ def score_prompts(
             num_top = state.sampling.prompt_logprobs or 0
             scores[state.request_id] = _score(rows, targets, num_top, to_logits)
         draft = drafts.get(sequence.request_id)
-        row += sequence.count + (0 if draft is None else len(draft.guesses))
+        row += sequence.count + (0 if draft is None else len(draft.draft_tokens))
     return scores
 
 
-def _num_scored(sequence: ScheduledSequence, state: RequestState) -> int:
+def _num_scored(sequence: ScheduledSequence, state: CachedRequest) -> int:
     """How many of the sequence's tokens are followed by a prompt token that wants a score."""
     if state.sampling.prompt_logprobs is None:
         return 0

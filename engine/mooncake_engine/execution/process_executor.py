@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 
-from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
-from mooncake_engine.execution import rank_messages as wire
+from mooncake_engine.execution import executor_messages as wire
+from mooncake_engine.execution.engine_plan import EnginePlan
 from mooncake_engine.execution.executor import (
     Executor,
-    ExecutorFacts,
+    ExecutorInfo,
     ExecutorOptions,
     FirstFailure,
-    RankFacts,
-    make_facts,
+    RankKVInfo,
+    executor_info,
 )
-from mooncake_engine.execution.pending import PendingStep
-from mooncake_engine.execution.rank_place import RankPlace
-from mooncake_engine.execution.ranks import Launcher, LocalLauncher, Rank
-from mooncake_engine.execution.setup import plan_execution
-from mooncake_engine.execution.weights import LoadProgress
-from mooncake_engine.models.heads import share_heads
-from mooncake_engine.scheduling.plan import StepPlan, StepResult
-from mooncake_hal.backend import Backend, GroupSpec
+from mooncake_engine.execution.model_runner import PendingStep
+from mooncake_engine.execution.parallel_state import RankInfo
+from mooncake_engine.execution.rank_launcher import Launcher, LocalLauncher, Rank
+from mooncake_engine.execution.weight_loader import LoadProgress
+from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
+from mooncake_hal.backend import GroupSpec
 
 _GROUP_TIMEOUT_S = 60.0
 _STAGE_TIMEOUT_S = 600.0
@@ -41,8 +40,7 @@ class ProcessExecutor(Executor):
     """Ranks in processes of their own; a dead rank ends the instance with its reason.
 
     Args:
-        config: any ``tp_size`` and ``pp_size``.
-        backend: the ranks load it by name; this process only reads its facts.
+        plan: any ``tp_size`` and ``pp_size``; the ranks load its backend by name.
         options: extension and handlers.
         launcher: starts the ranks; closed with the executor. None: children of this process.
 
@@ -53,36 +51,30 @@ class ProcessExecutor(Executor):
 
     def __init__(
         self,
-        config: EngineConfig,
-        backend: Backend,
+        plan: EnginePlan,
         options: ExecutorOptions | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         self._options = options or ExecutorOptions()
         self._failure = FirstFailure()
         self._closing = threading.Event()
-        self._has_stages = config.pp_size > 1
+        self._has_stages = plan.config.pp_size > 1
         self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled; earlier stages don't know it yet
-        setup = plan_execution(config, backend)
-        for rank in range(config.tp_size):  # refuse before anything is started
-            for model in setup.models:
-                share_heads(model.num_heads, model.num_kv_heads, config.tp_size, rank)
-        self._launcher = launcher or LocalLauncher(config)
+        self._launcher = launcher or LocalLauncher(plan.config)
         self._ranks: Sequence[Rank] = ()
         self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
         try:
-            self._start(config, backend)
-            facts = self._await_ready()
+            self._start(plan)
+            infos = self._await_ready()
         except BaseException:
             self.close()
             raise
-        self._facts = make_facts(config, setup, facts)
+        self._info = executor_info(plan, infos)
         self._listener.start()
 
     @property
-    def facts(self) -> ExecutorFacts:
-        """See ``Executor``."""
-        return self._facts
+    def info(self) -> ExecutorInfo:
+        return self._info
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
@@ -90,12 +82,10 @@ class ProcessExecutor(Executor):
         return tuple(rank.pid for rank in self._ranks)
 
     def warm_up(self) -> None:
-        """See ``Executor``."""
         self._give(wire.WarmUp())
         self._await_done()
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """See ``Executor``."""
         self._give(wire.Execute(plan, self._unsaid))
         self._unsaid = {}
         return _SubmittedStep(plan.step, self._collect)
@@ -104,7 +94,7 @@ class ProcessExecutor(Executor):
         """What came of the oldest step that was submitted."""
         self._failure.check()
         result = self._await_done()
-        assert result is not None, "the rank that speaks answers a step with its result"
+        assert result is not None, "the driver rank reports a step's result"
         if self._has_stages:
             for name, tokens in result.tokens.items():
                 said = self._unsaid.get(name, ())
@@ -112,7 +102,6 @@ class ProcessExecutor(Executor):
         return result
 
     def send(self, message: bytes, rank: int | None = None) -> None:
-        """See ``Executor``."""
         if self._options.extension is None:
             raise ConfigError("there is no extension to send to")
         targets = self._ranks if rank is None else [self._ranks[rank]]
@@ -124,11 +113,9 @@ class ProcessExecutor(Executor):
                 self._failure.check()
 
     def check(self) -> None:
-        """See ``Executor``."""
         self._failure.check()
 
     def close(self) -> None:
-        """See ``Executor``."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -136,39 +123,49 @@ class ProcessExecutor(Executor):
             rank.order(wire.encode(wire.Stop()))
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for rank in self._ranks:
-            self._reap(rank, deadline)
+            rank.wait(max(0.0, deadline - time.monotonic()))
+            rank.kill()
         if self._listener.is_alive() and self._listener is not threading.current_thread():
             self._listener.join(_STOP_TIMEOUT_S)
         for rank in self._ranks:
             rank.close()
         self._launcher.close()
 
-    def _start(self, config: EngineConfig, backend: Backend) -> None:
-        extension, threads = self._options.extension, self._launcher.threads
+    def _start(self, plan: EnginePlan) -> None:
         self._ranks = self._launcher.start()
+        tp_size, pp_size = plan.config.tp_size, plan.config.pp_size
         for rank in self._ranks:
-            place = RankPlace(rank.rank, config.tp_size, config.pp_size)
-            stage, pipeline = self._groups(place)
-            whose = (rank.adapt(config), backend.name)
-            start = wire.Start(*whose, place, stage, pipeline, extension, threads)
+            info = RankInfo(rank.rank, tp_size, pp_size)
+            rank_plan = replace(plan, config=rank.adapt(plan.config))
+            start = wire.Start(
+                plan=pickle.dumps(rank_plan),
+                info=info,
+                stage=GroupSpec(
+                    info.tp_rank,
+                    tp_size,
+                    self._launcher.stage_rendezvous(info.stage),
+                    _GROUP_TIMEOUT_S,
+                ),
+                pipeline=GroupSpec(
+                    info.stage,
+                    pp_size,
+                    self._launcher.pipeline_rendezvous(info.tp_rank),
+                    _STAGE_TIMEOUT_S,
+                ),
+                extension=self._options.extension,
+                threads=self._launcher.threads,
+            )
             rank.order(wire.encode(start))
 
-    def _groups(self, place: RankPlace) -> tuple[GroupSpec, GroupSpec]:
-        """The groups of a rank: its stage's, and that of its like in all stages."""
-        where = self._launcher.stage_rendezvous(place.stage)
-        stage = GroupSpec(place.tp_rank, place.tp_size, where, _GROUP_TIMEOUT_S)
-        where = self._launcher.pipeline_rendezvous(place.tp_rank)
-        return stage, GroupSpec(place.stage, place.pp_size, where, _STAGE_TIMEOUT_S)
-
-    def _await_ready(self) -> tuple[RankFacts, ...]:
-        facts: dict[int, RankFacts] = {}
+    def _await_ready(self) -> tuple[RankKVInfo, ...]:
+        infos: dict[int, RankKVInfo] = {}
         for rank, report in self._reports():
             if isinstance(report, wire.Ready):
-                facts[rank.rank] = report.facts
+                infos[rank.rank] = report.info
             elif isinstance(report, wire.Progress) and self._options.progress is not None:
                 progress = LoadProgress(report.loaded_bytes, report.total_bytes)
                 self._options.progress(progress)
-        return tuple(facts[rank.rank] for rank in self._ranks)
+        return tuple(infos[rank.rank] for rank in self._ranks)
 
     def _give(self, order: wire.Order) -> None:
         """Give all ranks an order."""
@@ -182,12 +179,12 @@ class ProcessExecutor(Executor):
         that speaks."""
         result: StepResult | None = None
         for _, report in self._reports():
-            if isinstance(report, wire.Done) and report.result is not None:
+            if isinstance(report, wire.OrderDone) and report.result is not None:
                 result = report.result
         return result
 
     def _reports(self) -> Iterator[tuple[Rank, wire.Report]]:
-        """Reports as they come, until every rank is Ready or Done.
+        """Reports as they come, until every rank is Ready or OrderDone.
 
         Raises:
             EngineError: a rank failed or died; all the others are ended.
@@ -198,7 +195,7 @@ class ProcessExecutor(Executor):
                 assert isinstance(connection, Connection)
                 rank = pending[connection]
                 report = rank.report()
-                if report is None or isinstance(report, wire.Failed):
+                if report is None or isinstance(report, wire.RankFailed):
                     raise self._end_all(rank)
                 if not isinstance(report, wire.Progress):
                     del pending[connection]
@@ -266,10 +263,6 @@ class ProcessExecutor(Executor):
         cause = EngineDead(rank.describe_end())
         self._failure.record(f"rank {rank.rank} of {len(self._ranks)} died", cause)
 
-    def _reap(self, rank: Rank, deadline: float) -> None:
-        rank.wait(max(0.0, deadline - time.monotonic()))
-        rank.kill()
-
 
 @dataclass(frozen=True, slots=True)
 class _SubmittedStep:
@@ -279,7 +272,6 @@ class _SubmittedStep:
     collect: Callable[[], StepResult]
 
     def result(self) -> StepResult:
-        """See ``PendingStep``."""
         result = self.collect()
         assert result.step == self.step, f"asked for step {self.step} before {result.step}"
         return result

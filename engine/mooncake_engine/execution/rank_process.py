@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -19,12 +20,12 @@ from multiprocessing.connection import Connection
 import torch
 
 from mooncake_engine.errors import EngineError
-from mooncake_engine.execution import rank_messages as wire
-from mooncake_engine.execution.executor import rank_facts
-from mooncake_engine.execution.pending import PendingStep
-from mooncake_engine.execution.rank_place import RankGroups, RankPlace
-from mooncake_engine.execution.setup import plan_execution
-from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.execution import executor_messages as wire
+from mooncake_engine.execution.engine_plan import EnginePlan
+from mooncake_engine.execution.executor import rank_kv_info
+from mooncake_engine.execution.model_runner import PendingStep
+from mooncake_engine.execution.parallel_state import ParallelGroups, RankInfo
+from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_hal.registry import Registry
 
@@ -58,17 +59,17 @@ class RankProcess:
         start = wire.decode_order(self._orders.recv_bytes())
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
         worker = self._load(start)
-        if start.config.steps_in_flight > 1:
+        if worker.steps_in_flight > 1:
             # While a step runs the rank takes the next order; and the executor may be busy giving
-            # it instead of reading reports, so whoever reports must not keep the rank from it.
+            # it instead of reading reports, so reporting must not keep the rank from it.
             bind = worker.bind_thread
             self._reporter = ThreadPoolExecutor(1, "rank-reports", initializer=bind)
         try:
             threading.Thread(target=self._receive, args=(worker,), daemon=True).start()
             if self._on_loaded is not None:
                 self._on_loaded()
-            self._report(wire.Ready(rank_facts(start.place.rank, worker)))
-            while self._obey(worker, start.place):
+            self._report(wire.Ready(rank_kv_info(start.info.rank, worker)))
+            while self._obey(worker, start.info):
                 pass
             worker.drain()
         finally:
@@ -82,46 +83,49 @@ class RankProcess:
 
     def _load(self, start: wire.Start) -> Worker:
         torch.set_num_threads(start.threads)
-        backend = Registry.discover().select_backend(start.backend)
-        setup = plan_execution(start.config, backend)
-        shows_progress = start.place.rank == 0
+        plan: EnginePlan = pickle.loads(start.plan)
+        registry = Registry.discover()
+        backend = registry.select_backend(plan.backend)
         handlers = RankHandlers(
-            self._report_progress if shows_progress else None,
+            self._report_progress if start.info.rank == 0 else None,
             lambda message: self._notify(wire.Emitted(message)),
             lambda cause: self._notify(wire.ExtensionFailed(str(cause))),
         )
-        pipeline = backend.communicator(start.pipeline) if start.place.pp_size > 1 else None
         return Worker(
-            start.config,
-            setup,
+            plan,
             backend,
-            RankGroups(start.place, backend.communicator(start.stage), pipeline),
+            ParallelGroups(
+                start.info,
+                backend.communicator(start.stage),
+                backend.communicator(start.pipeline) if start.info.pp_size > 1 else None,
+            ),
+            registry=registry,
             extension=start.extension,
             handlers=handlers,
         )
 
-    def _obey(self, worker: Worker, place: RankPlace) -> bool:
+    def _obey(self, worker: Worker, info: RankInfo) -> bool:
         """Carry out one order; returns whether there may be another."""
         order = wire.decode_order(self._orders.recv_bytes())
         if isinstance(order, wire.Execute):
             launched = worker.launch(order.plan, order.sampled)
             if self._reporter is None:
-                self._conclude(launched, place)
+                self._conclude(launched, info)
             else:
-                self._reporter.submit(self._conclude_later, launched, place)
+                self._reporter.submit(self._conclude_later, launched, info)
         elif isinstance(order, wire.WarmUp):
             worker.warm_up()
-            self._report(wire.Done())
+            self._report(wire.OrderDone())
         return not isinstance(order, wire.Stop)
 
-    def _conclude(self, launched: PendingStep, place: RankPlace) -> None:
+    def _conclude(self, launched: PendingStep, info: RankInfo) -> None:
         result = launched.result()
-        self._report(wire.Done(result if place.is_speaker else None))
+        self._report(wire.OrderDone(result if info.is_driver else None))
 
-    def _conclude_later(self, launched: PendingStep, place: RankPlace) -> None:
+    def _conclude_later(self, launched: PendingStep, info: RankInfo) -> None:
         """Top of the reporting thread; a parent that is gone shows elsewhere."""
         try:
-            self._conclude(launched, place)
+            self._conclude(launched, info)
         except (EOFError, ConnectionError):
             return
         except Exception as exc:
@@ -153,8 +157,8 @@ class RankProcess:
             self._messages.send_bytes(wire.encode(notice))
 
 
-def _failure(exc: BaseException) -> wire.Failed:
-    return wire.Failed(type(exc).__name__, str(exc))
+def _failure(exc: BaseException) -> wire.RankFailed:
+    return wire.RankFailed(type(exc).__name__, str(exc))
 
 
 def main(arguments: list[str]) -> int:
@@ -166,7 +170,7 @@ def main(arguments: list[str]) -> int:
 
 
 def outlast_sigterm() -> None:
-    """A service manager's stop reaches every process, too: the parent still has answers to end.
+    """A service manager's stop reaches every process, too: the parent still has requests to end.
     Not before the rank would notice that the parent is gone, as it is at once if it loads."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

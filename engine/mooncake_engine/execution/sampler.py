@@ -2,7 +2,7 @@
 
 Order: logit bias, penalties, end masking, grammars, temperature, then the filters. Every filter
 (min-p, top-k, top-p) is a threshold on the logit, so ties at the edge stay in together and the
-support does not depend on how a device sorts equal values. The draw is the inverse of the
+support does not depend on how a device sorts equal values. The token is found by inverting the
 cumulative distribution in token order, at one uniform number of (seed, output position).
 """
 
@@ -11,27 +11,64 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.device_sampling import draw_on_device
-from mooncake_engine.execution.grammar_masks import mask_logits
 from mooncake_engine.execution.logprobs import describe_tokens
-from mooncake_engine.execution.randomness import Stream, uniform
-from mooncake_engine.execution.request_state import SamplingState
-from mooncake_engine.execution.speculation.acceptance import Guess, heed_guesses
+from mooncake_engine.execution.request_table import CachedRequest, SamplingState
+from mooncake_engine.execution.sampling_metadata import RandomStream, sample_on_device, uniform
+from mooncake_engine.execution.speculation.rejection_sampling import DraftToken, rejection_weights
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.plan import SampledToken
+from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_hal.backend import SamplingOps
 
-NO_GUESSES: Mapping[int, Guess] = {}
+
+def mask_logits(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Mask, in place, what the rows' grammars do not allow.
+
+    Args:
+        logits: [rows, vocab] float32.
+        states: the request of each row.
+    """
+    rows, masks = [], []
+    for row, state in enumerate(states):
+        allowed = None if state.grammar is None else state.grammar.allowed()
+        if allowed is not None:
+            rows.append(row)
+            masks.append(np.frombuffer(allowed, np.uint8))
+    if not rows:
+        return
+    bits = np.unpackbits(np.stack(masks), axis=1, count=logits.shape[1], bitorder="little")
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
+
+
+def failures(states: Sequence[CachedRequest]) -> dict[str, str]:
+    """Why requests can't follow their grammars any more, by id."""
+    return {
+        state.request_id: state.grammar.failure
+        for state in states
+        if state.grammar is not None and state.grammar.failure is not None
+    }
+
+
+NO_DRAFT_TOKENS: Mapping[int, DraftToken] = {}
 _CANDIDATES = 1024
 """Sorted tokens that top-p looks at first; eight times as many while they don't suffice."""
 
 
+NO_TOKEN = -1
+"""In place of a token for a row without a finite logit: its request can't continue."""
+
+
 class Sampler:
-    """Samples one token per row.
+    """Samples one token per row; NO_TOKEN where the row's largest logit is not finite.
+
+    That comes of a model that overflows, of a damaged checkpoint, and of sampling parameters that
+    leave no token. It must not reach the device as an id: an index beyond the vocabulary ends the
+    process, and with it all other requests.
 
     Args:
         eos_token_ids: masked, with a request's stop ids, before ``min_tokens``.
@@ -46,70 +83,75 @@ class Sampler:
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        guesses: Mapping[int, Guess] = NO_GUESSES,
+        draft_tokens: Mapping[int, DraftToken] = NO_DRAFT_TOKENS,
     ) -> list[SampledToken]:
         """Choose a token per row; does not append it to the states.
 
         Args:
             logits: [rows, vocab] float32; may be overwritten.
             states: the request of each row.
-            guesses: by row, those of known probability; see ``heed_guesses``.
+            draft_tokens: by row, those of known probability; see ``rejection_weights``.
         """
         if all(state.sampling.logprobs is None for state in states):
             return [
-                SampledToken(token_id) for token_id in self.choose(logits, states, guesses).tolist()
+                SampledToken(token_id)
+                for token_id in self.choose(logits, states, draft_tokens).tolist()
             ]
         modified = self._modified(states)
         raw = logits.clone() if modified else logits
         self._modify(logits, modified, states)
-        token_ids: list[int] = _choose(logits, states, guesses).tolist()
-        logprobs = _logprobs(raw, states, token_ids)
+        token_ids: list[int] = _choose(logits, states, draft_tokens).tolist()
+        logprobs = _logprobs(raw, states, [max(token_id, 0) for token_id in token_ids])
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
     def choose(
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        guesses: Mapping[int, Guess] = NO_GUESSES,
+        draft_tokens: Mapping[int, DraftToken] = NO_DRAFT_TOKENS,
     ) -> Tensor:
         """The token ids that ``sample`` returns, still on the device: [rows] int64.
 
         Waits for the device in one case: torch's top-p looks whether it has sorted enough tokens.
 
         Args:
-            logits, states, guesses: see ``sample``.
+            logits, states, draft_tokens: see ``sample``.
         """
         modified = self._modified(states)
         self._modify(logits, modified, states)
-        is_plain = not (modified or guesses or all(s.sampling.is_greedy for s in states))
+        is_plain = not (modified or draft_tokens or all(s.sampling.is_greedy for s in states))
         if is_plain and self._ops is not None:
-            return draw_on_device(self._ops, logits, states)
-        return _choose(logits, states, guesses)
+            is_finite = logits.amax(dim=-1).isfinite()
+            return sample_on_device(self._ops, logits, states).masked_fill(~is_finite, NO_TOKEN)
+        return _choose(logits, states, draft_tokens)
 
-    def guess(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Guess]:
-        """Guess what ``sample`` will choose, from another model's logits.
+    def draft(self, logits: Tensor, states: Sequence[SamplingState]) -> list[DraftToken]:
+        """Draft what ``sample`` will choose, from another model's logits.
 
-        The guess is the same choice at the same number where the answer has to be the same however
-        much is guessed: under greedy, with a seed of the client's, and within a grammar. Elsewhere
-        it is drawn, and its distribution kept, so that more guesses can be accepted.
+        The draft token is the same choice at the same number where the output must not depend on
+        how much is drafted: under greedy, with a seed of the client's, and within a grammar.
+        Elsewhere it is sampled, and its distribution kept, so that more of them can be accepted.
 
         Args:
             logits: [rows, vocab] float32; overwritten.
             states: the request of each row.
         """
         self._modify(logits, self._modified(states), states)
-        guesses = [Guess(token_id) for token_id in logits.argmax(dim=-1).tolist()]
+        draft_tokens = [DraftToken(token_id) for token_id in _argmax(logits).tolist()]
         rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
         if rows:
-            drawing = [states[row] for row in rows]
-            weights = _weights(logits[rows], drawing)
-            streams = [Stream.GUESS if _is_tested(state) else Stream.CHOICE for state in drawing]
-            drawn = _pick(weights, _numbers(drawing, streams)).tolist()
+            random_states = [states[row] for row in rows]
+            weights = _weights(logits[rows], random_states)
+            streams = [
+                RandomStream.DRAFT if _is_tested(state) else RandomStream.CHOICE
+                for state in random_states
+            ]
+            sampled = _pick(weights, _numbers(random_states, streams)).tolist()
             weights /= weights.sum(dim=-1, keepdim=True)
             for index, row in enumerate(rows):
                 known = weights[index] if _is_tested(states[row]) else None
-                guesses[row] = Guess(drawn[index], known)
-        return guesses
+                draft_tokens[row] = DraftToken(sampled[index], known)
+        return draft_tokens
 
     def _modified(self, states: Sequence[SamplingState]) -> list[int]:
         return [row for row, state in enumerate(states) if self._is_modified(state)]
@@ -162,46 +204,55 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _is_tested(state: SamplingState) -> bool:
-    """Whether a guess may bear on the choice: its chance is all that counts, not its seed."""
+    """Whether a draft token may bear on the choice: its chance is all that counts, not its seed."""
     sampling = state.sampling
     return not sampling.is_greedy and sampling.seed is None and sampling.grammar is None
 
 
 def _choose(
-    logits: Tensor, states: Sequence[SamplingState], guesses: Mapping[int, Guess]
+    logits: Tensor, states: Sequence[SamplingState], draft_tokens: Mapping[int, DraftToken]
 ) -> Tensor:
     """A token per row: [rows] int64."""
     random_rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
     if not random_rows:
-        return logits.argmax(dim=-1)
+        return _argmax(logits)
     is_mixed = len(random_rows) < len(states)
-    drawing = [states[row] for row in random_rows]
+    random_states = [states[row] for row in random_rows]
     indexes = torch.tensor(random_rows).to(logits.device, non_blocking=True)
-    weights = _weights(logits[indexes] if is_mixed else logits.clone(), drawing)
-    if guesses:
-        _heed(weights, random_rows, states, guesses)
-    drawn = _pick(weights, _numbers(drawing, [Stream.CHOICE] * len(drawing)))
-    return logits.argmax(dim=-1).index_copy_(0, indexes, drawn) if is_mixed else drawn
+    weights = _weights(logits[indexes] if is_mixed else logits.clone(), random_states)
+    if draft_tokens:
+        _apply_rejection(weights, random_rows, states, draft_tokens)
+    sampled = _pick(weights, _numbers(random_states, [RandomStream.CHOICE] * len(random_states)))
+    return _argmax(logits).index_copy_(0, indexes, sampled) if is_mixed else sampled
 
 
-def _heed(
+def _argmax(logits: Tensor) -> Tensor:
+    """The token of the largest logit of each row: [rows] int64."""
+    token_ids = logits.argmax(dim=-1)  # a NaN counts as largest
+    largest = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    return token_ids.masked_fill_(~largest.isfinite(), NO_TOKEN)
+
+
+def _apply_rejection(
     weights: Tensor,
     rows: Sequence[int],
     states: Sequence[SamplingState],
-    guesses: Mapping[int, Guess],
+    draft_tokens: Mapping[int, DraftToken],
 ) -> None:
-    """Make the weights depend on the guesses, in place; ``rows`` says whose each is."""
-    indexes = [index for index, row in enumerate(rows) if row in guesses]
+    """Make the weights depend on the draft tokens, in place; ``rows`` are the weights' rows in the
+    batch."""
+    indexes = [index for index, row in enumerate(rows) if row in draft_tokens]
     if not indexes:
         return
     tested = [rows[index] for index in indexes]
-    numbers = _numbers([states[row] for row in tested], [Stream.TEST] * len(tested))
-    found = [guesses[row] for row in tested]
-    weights[indexes] = heed_guesses(weights[indexes], found, numbers)
+    numbers = _numbers([states[row] for row in tested], [RandomStream.TEST] * len(tested))
+    found = [draft_tokens[row] for row in tested]
+    weights[indexes] = rejection_weights(weights[indexes], found, numbers)
 
 
 def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
-    """What each row draws from, up to a factor, in place of ``logits``: [rows, vocab] float32."""
+    """What each row is sampled from, up to a factor, in place of ``logits``: [rows, vocab]
+    float32."""
     params = [state.sampling for state in states]
     # the largest logit becomes 0: min-p is then a constant, and exp can't overflow
     logits -= logits.amax(dim=-1, keepdim=True)
@@ -211,7 +262,7 @@ def _weights(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
     return logits.exp_()
 
 
-def _numbers(states: Sequence[SamplingState], streams: Sequence[Stream]) -> list[float]:
+def _numbers(states: Sequence[SamplingState], streams: Sequence[RandomStream]) -> list[float]:
     return [
         uniform(state.seed, state.num_output_tokens, stream)
         for state, stream in zip(states, streams, strict=True)
@@ -222,8 +273,10 @@ def _pick(weights: Tensor, numbers: Sequence[float]) -> Tensor:
     """The token of each row at which a share ``numbers`` of the weight is passed: [rows] int64."""
     # float64: a float32 sum over a large vocabulary is off by more than rare tokens weigh
     cumulative = weights.double().cumsum_(dim=-1)
-    targets = _column(cumulative, numbers) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    total = cumulative[:, -1:]  # NaN if the row's largest logit was not finite
+    targets = _column(cumulative, numbers) * total
+    token_ids = torch.searchsorted(cumulative, targets, right=True).squeeze(1)
+    return token_ids.masked_fill_(~(total.squeeze(1) > 0), NO_TOKEN)
 
 
 def _has_filter(params: SamplingParams, vocab_size: int) -> bool:

@@ -1,49 +1,51 @@
-"""One rank of an instance: its model, its KV pool, and the extension beside it."""
+"""Worker of one rank: loads the model, owns the KV pool, runs steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
-
-from mooncake_engine.config import EngineConfig
-from mooncake_engine.execution.block_mover import BlockMover
-from mooncake_engine.execution.device_sampling import sampling_ops
-from mooncake_engine.execution.extension import (
+from mooncake_engine.execution.async_model_runner import AsyncModelRunner, SampledTokenBuffer
+from mooncake_engine.execution.engine_plan import EnginePlan, block_bytes, rank_device
+from mooncake_engine.execution.graph_runners import (
+    DecodeGraphRunner,
+    PiecewiseGraphRunner,
+)
+from mooncake_engine.execution.memory_profiling import (
+    largest_steps,
+    measure_peak,
+    memory_for_kv,
+    profiling_pool_size,
+)
+from mooncake_engine.execution.model_runner import ModelRunner, PendingStep, RunnerParts
+from mooncake_engine.execution.parallel_state import ParallelGroups, PipelineStage, StageRunner
+from mooncake_engine.execution.request_table import RequestTable
+from mooncake_engine.execution.sampler import Sampler
+from mooncake_engine.execution.sampling_metadata import sampling_ops
+from mooncake_engine.execution.speculation.draft_model import DraftModel, DraftModelProposer
+from mooncake_engine.execution.speculation.drafts import Proposer
+from mooncake_engine.execution.speculation.ngram import NGramProposer
+from mooncake_engine.execution.weight_loader import ProgressHandler, load_weights
+from mooncake_engine.execution.worker_extension import (
     ExtensionContext,
     WorkerExtension,
     load_extension,
 )
-from mooncake_engine.execution.feed_forward import FeedForwardRunner, TokenFeed
-from mooncake_engine.execution.graphs.decoding import DecodeGraphs
-from mooncake_engine.execution.graphs.piecewise import PiecewiseGraphs
-from mooncake_engine.execution.graphs.replayed_stage import ReplayedStage
-from mooncake_engine.execution.kv_pool import KVPool, blocks_in
-from mooncake_engine.execution.model_stage import ModelStage, Stage
-from mooncake_engine.execution.pending import PendingStep
-from mooncake_engine.execution.profiling import largest_steps, measure_peak, memory_for_kv
-from mooncake_engine.execution.rank_place import RankGroups
-from mooncake_engine.execution.request_state import RequestTable
-from mooncake_engine.execution.runner import ModelRunner, RunnerParts
-from mooncake_engine.execution.sampler import Sampler
-from mooncake_engine.execution.setup import ExecutionSetup, block_bytes, rank_device, resize
-from mooncake_engine.execution.speculation.draft_model import DraftModel, DraftModelProposer
-from mooncake_engine.execution.speculation.ngram import NGramProposer
-from mooncake_engine.execution.speculation.proposer import Proposer
-from mooncake_engine.execution.weights import ProgressHandler, load_weights
+from mooncake_engine.kv_cache.block_copier import BlockCopier
+from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, blocks_in
 from mooncake_engine.models.catalog import Model, build_model
-from mooncake_engine.models.layers import Placement, Span
+from mooncake_engine.models.layers import ParallelContext, Span
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.plan import (
-    AdmittedRequest,
+from mooncake_engine.scheduling.step_plan import (
+    NewRequest,
     ScheduledSequence,
     StepPlan,
 )
 from mooncake_engine.text.grammars import vocabulary_in
 from mooncake_hal.backend import Backend
+from mooncake_hal.kv.geometry import KVGeometry
+from mooncake_hal.registry import Registry
 
 _WARM_UP = "warm-up"
 
@@ -63,37 +65,14 @@ class RankHandlers:
     fail: Callable[[BaseException], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ground:
-    """What a rank runs on: device ``index`` of ``backend``, among other ranks."""
-
-    config: EngineConfig
-    backend: Backend
-    index: int
-    groups: RankGroups
-
-    @property
-    def device(self) -> torch.device:
-        """The device."""
-        return self.backend.runtime.device(self.index)
-
-    def placement(self, setup: ExecutionSetup) -> Placement:
-        """Where the rank's share of the model goes."""
-        shard = self.groups.place.shard(setup.geometry)
-        layers = Span(shard.layer_start, shard.layer_stop)
-        communicator = self.groups.stage
-        where = (self.backend.ops, self.device, setup.dtype, communicator)
-        return Placement(*where, layers, setup.kv_scales, setup.has_resident_latents)
-
-
 class Worker:
     """A loaded rank.
 
     Args:
-        config: the instance's.
-        setup: what all ranks share.
+        plan: the instance's.
         backend: the rank's hardware.
-        groups: those that it belongs to. The worker closes them.
+        groups: those that the rank belongs to. The worker closes them.
+        registry: where the extension finds transports.
         extension: name of an ExtensionFactory, or None.
         handlers: where it reports to.
 
@@ -103,126 +82,188 @@ class Worker:
 
     def __init__(
         self,
-        config: EngineConfig,
-        setup: ExecutionSetup,
+        plan: EnginePlan,
         backend: Backend,
-        groups: RankGroups,
+        groups: ParallelGroups,
         *,
+        registry: Registry,
         extension: str | None,
         handlers: RankHandlers,
     ) -> None:
-        rank = groups.place.rank
-        index = rank_device(config, list(backend.runtime.devices()), rank)
-        backend.runtime.bind_thread(index)
-        self._ground = _Ground(config, backend, index, groups)
-        placement = self._ground.placement(setup)
-        self._model = model = build_model(setup.model, placement, setup.max_model_len)
-        load_weights(model, config.model, handlers.progress)
-        self._graphs: list[ReplayedStage[Any]] = []
-        self._draft = self._load_draft(setup, handlers.progress)
-        stage = ModelStage(model, placement, setup.model.hidden_size, groups.pipeline)
-        self._setup = self._measured(setup, stage) if setup.is_provisional else setup
-        self.pool, self._runner = self._build_runner(self._setup, stage)
+        self._backend = backend
+        self._groups = groups
+        self._device_index = rank_device(
+            plan.config, list(backend.runtime.devices()), groups.info.rank
+        )
+        self.bind_thread()
+        self._device = backend.runtime.device(self._device_index)
+        self._parallel = self._parallel_context(plan)
+        self._model = build_model(plan.model, self._parallel, plan.max_model_len)
+        load_weights(self._model, plan.config.model, handlers.progress)
+        self._draft_model = self._load_draft_model(plan, handlers.progress)
+        self._stage = PipelineStage(
+            self._model, self._parallel, plan.model.hidden_size, groups.pipeline
+        )
+        if plan.pool_size is None:
+            plan = plan.with_blocks(self._measure_num_blocks(plan))
+        assert plan.pool_size is not None, "a plan with blocks has a pool size"
+        self._plan = plan
+        self.pool = self._make_pool(plan, plan.geometry, plan.pool_size)
+        self._graphs = self._make_graph_runners(plan)
+        stage = self._graphs[-1] if self._graphs else self._stage
+        self._runner = self._make_runner(plan, self.pool, plan.pool_size, stage)
         self.extension: WorkerExtension | None = None
         if extension is not None:
-            where = (rank, config.num_ranks, index, self.pool)
-            whom = (backend, config, handlers.emit, handlers.fail)
-            self.extension = load_extension(extension)(ExtensionContext(*where, *whom))
+            context = ExtensionContext(
+                rank=groups.info.rank,
+                num_ranks=plan.config.num_ranks,
+                device=self._device_index,
+                pool=self.pool,
+                backend=backend,
+                registry=registry,
+                config=plan.config,
+                emit=handlers.emit,
+                fail=handlers.fail,
+            )
+            self.extension = load_extension(extension)(context)
 
-    def _measured(self, setup: ExecutionSetup, model: ModelStage) -> ExecutionSetup:
-        """The final setup: KV gets what the largest step leaves free on every rank."""
-        ground = self._ground
-        config, runtime, index = ground.config, ground.backend.runtime, ground.index
-        pool, runner = self._build_runner(setup, model)
+    def _parallel_context(self, plan: EnginePlan) -> ParallelContext:
+        """Which share of the model is this rank's, and where it goes."""
+        shard = self._groups.info.shard(plan.geometry)
+        return ParallelContext(
+            self._backend.ops,
+            self._device,
+            plan.dtype,
+            self._groups.stage,
+            Span(shard.layer_start, shard.layer_stop),
+            plan.kv_scales,
+            plan.has_native_latents,
+        )
+
+    def _load_draft_model(self, plan: EnginePlan, progress: ProgressHandler | None) -> Model | None:
+        """The draft model, on the same ranks as the model."""
+        draft, speculation = plan.draft, plan.config.speculation
+        if draft is None or speculation is None or speculation.model is None:
+            return None
+        parallel = ParallelContext(self._backend.ops, self._device, plan.dtype, self._groups.stage)
+        model = build_model(draft.model, parallel, draft.max_positions)
+        load_weights(model, speculation.model, progress)
+        return model
+
+    def _measure_num_blocks(self, plan: EnginePlan) -> int:
+        """Blocks that fit into what the largest step leaves free, on the rank with the least.
+
+        The largest step runs op by op over a pool of just the blocks that it needs: captured graphs
+        share the memory of the steps that they replay.
+        """
+        size = profiling_pool_size(plan)
+        runtime, index = self._backend.runtime, self._device_index
+        pool = self._make_pool(plan, plan.geometry, size)
+        runner = self._make_runner(plan, pool, size, self._stage)
         try:
-            peak_bytes = measure_peak(runner, largest_steps(config, setup), runtime, index)
+            peak_bytes = measure_peak(runner, largest_steps(plan), runtime, index)
         finally:
             runner.close()
             del runner
             pool.close()
-        nbytes, size = memory_for_kv(config, runtime, index, peak_bytes), setup.pool_size
-        shards = [ground.groups.place.shard(geometry) for geometry in setup.geometries]
-        num_blocks = blocks_in(nbytes, block_bytes(setup.geometries, shards, size.block_size))
-        num_blocks = ground.groups.least(num_blocks, ground.device)
-        return resize(config, setup, num_blocks - size.num_scratch_blocks)
+        nbytes = memory_for_kv(plan.config, runtime, index, peak_bytes)
+        shards = [self._groups.info.shard(geometry) for geometry in plan.geometries]
+        num_blocks = blocks_in(nbytes, block_bytes(plan.geometries, shards, size.block_size))
+        return self._groups.least(num_blocks, self._device) - size.num_scratch_blocks
 
-    def _build_runner(self, setup: ExecutionSetup, model: ModelStage) -> tuple[KVPool, ModelRunner]:
-        ground = self._ground
-        config, backend, index = ground.config, ground.backend, ground.index
-        shard = ground.groups.place.shard(setup.geometry)
-        size, layout_name = setup.pool_size, setup.layout_name
-        pool = KVPool(backend, index, setup.geometry, shard, size, layout_name=layout_name)
-        facts, device = setup.model, ground.device
-        vocabulary = partial(vocabulary_in, config.model, facts.vocab_size, facts.eos_token_ids)
+    def _make_pool(self, plan: EnginePlan, geometry: KVGeometry, size: PoolSize) -> KVPool:
+        """Memory for this rank's shard of a model's KV."""
+        shard = self._groups.info.shard(geometry)
+        layout = plan.layout_name
+        return KVPool(self._backend, self._device_index, geometry, shard, size, layout_name=layout)
+
+    def _make_graph_runners(
+        self, plan: EnginePlan
+    ) -> list[DecodeGraphRunner | PiecewiseGraphRunner]:
+        """What replays steps, each in front of the one before it; the first in front of the
+        stage."""
+        runtime, graphs = self._backend.runtime, plan.graphs
+        runners: list[DecodeGraphRunner | PiecewiseGraphRunner] = []
+        stage: StageRunner = self._stage
+        if graphs.decode_sizes:
+            decode = DecodeGraphRunner(
+                stage, self.pool, runtime, graphs.decode_sizes, plan.max_blocks
+            )
+            runners.append(decode)
+            stage = decode
+        if graphs.piecewise_sizes:
+            runners.append(
+                PiecewiseGraphRunner(
+                    stage,
+                    self._model,
+                    self._parallel,
+                    self.pool,
+                    runtime,
+                    sizes=graphs.piecewise_sizes,
+                )
+            )
+        return runners
+
+    def _make_runner(
+        self, plan: EnginePlan, pool: KVPool, size: PoolSize, stage: StageRunner
+    ) -> ModelRunner:
+        """What runs step plans over a pool.
+
+        Args:
+            plan: the instance's.
+            pool: KV memory.
+            size: its size; the draft model's pool has as many blocks.
+            stage: runs the model's share.
+        """
+        config, model, backend = plan.config, plan.model, self._backend
         requests = RequestTable(
             config.max_num_seqs,
-            setup.max_blocks,
-            facts.vocab_size,
-            device,
-            vocabulary,
-            is_sampling=ground.groups.place.is_last_stage,
+            plan.max_blocks,
+            model.vocab_size,
+            self._device,
+            partial(vocabulary_in, config.model, model.vocab_size, model.eos_token_ids),
+            is_sampling=self._groups.info.is_last_stage,
         )
-        num_host_blocks = 0 if setup.is_provisional else size.num_host_blocks
-        mover = BlockMover(pool, num_host_blocks, backend.ops, device)
-        sampler = Sampler(facts.eos_token_ids, sampling_ops(backend))
-        stage = model if setup.is_provisional else self._with_graphs(model, pool)
-        make_event = partial(backend.runtime.event, index)
-        has_peers = config.kv_transfer is not None
-        parts = RunnerParts(stage, pool, requests, sampler, mover, make_event, has_peers)
-        if config.feeds_forward:
-            feed = TokenFeed(config.max_num_seqs, device, config.steps_in_flight)
-            return pool, FeedForwardRunner(parts, feed)
-        return pool, ModelRunner(parts, self._build_proposer(setup, requests, sampler))
+        parts = RunnerParts(
+            model=stage,
+            pool=pool,
+            requests=requests,
+            sampler=Sampler(model.eos_token_ids, sampling_ops(backend)),
+            copier=BlockCopier(pool, size.num_host_blocks, backend.ops, self._device),
+            make_event=partial(backend.runtime.event, self._device_index),
+            has_peers=config.kv_transfer is not None,
+        )
+        if config.uses_async_scheduling:
+            sampled = SampledTokenBuffer(config.max_num_seqs, self._device, config.steps_in_flight)
+            return AsyncModelRunner(parts, sampled)
+        return ModelRunner(parts, self._make_proposer(plan, parts, size))
 
-    def _with_graphs(self, stage: Stage, pool: KVPool) -> Stage:
-        """The stage whose steps are replayed, as far as they are captured."""
-        ground, setup = self._ground, self._setup
-        runtime = ground.backend.runtime
-        if sizes := setup.graphs.decode_sizes:
-            stage = DecodeGraphs(stage, pool, runtime, sizes, setup.max_blocks)
-            self._graphs.append(stage)
-        if sizes := setup.graphs.piecewise_sizes:
-            where = (ground.placement(setup), pool, runtime)
-            stage = PiecewiseGraphs(stage, self._model, *where, sizes=sizes)
-            self._graphs.append(stage)
-        return stage
-
-    def _load_draft(self, setup: ExecutionSetup, progress: ProgressHandler | None) -> Model | None:
-        """The draft model, on the same ranks as the model."""
-        ground, draft = self._ground, setup.draft
-        speculation = ground.config.speculation
-        if draft is None or speculation is None or speculation.model is None:
-            return None
-        placement = Placement(ground.backend.ops, ground.device, setup.dtype, ground.groups.stage)
-        model = build_model(draft.model, placement, draft.max_positions)
-        load_weights(model, speculation.model, progress)
-        return model
-
-    def _build_proposer(
-        self, setup: ExecutionSetup, requests: RequestTable, sampler: Sampler
+    def _make_proposer(
+        self, plan: EnginePlan, parts: RunnerParts, size: PoolSize
     ) -> Proposer | None:
-        ground, speculation = self._ground, self._ground.config.speculation
+        """What proposes draft tokens, if anything does."""
+        speculation = plan.config.speculation
         if speculation is None:
             return None
-        if setup.draft is None or self._draft is None:
+        if plan.draft is None or self._draft_model is None:
             return NGramProposer(*speculation.prompt_lookup)
-        geometry = setup.draft.geometry
-        pool = KVPool(
-            ground.backend,
-            ground.index,
-            geometry,
-            ground.groups.place.shard(geometry),
-            setup.pool_size,
-            layout_name=setup.layout_name,
+        draft = DraftModel(
+            self._draft_model,
+            self._make_pool(plan, plan.draft.geometry, size),
+            plan.config.max_num_batched_tokens,
+            plan.draft.max_positions,
         )
-        max_tokens = ground.config.max_num_batched_tokens
-        draft = DraftModel(self._draft, pool, max_tokens, setup.draft.max_positions)
-        return DraftModelProposer(draft, requests.tables, sampler)
+        return DraftModelProposer(draft, parts.requests.tables, parts.sampler)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps may be launched and not over."""
+        return self._plan.config.steps_in_flight
 
     def bind_thread(self) -> None:
         """Make the rank's device current in the calling thread, which launches steps or waits for
         their ends; that which loaded the rank has it."""
-        self._ground.backend.runtime.bind_thread(self._ground.index)
+        self._backend.runtime.bind_thread(self._device_index)
 
     def launch(
         self, plan: StepPlan, sampled: Mapping[str, Sequence[int]] | None = None
@@ -233,7 +274,7 @@ class Worker:
             plan: the step.
             sampled: token ids by request, of earlier steps; the last stage knows them.
         """
-        if sampled and not self._ground.groups.place.is_last_stage:
+        if sampled and not self._groups.info.is_last_stage:
             self._runner.learn(sampled)
         layer_done = self.extension.begin_step(plan) if self.extension else None
         return self._runner.launch(plan, layer_done)
@@ -241,37 +282,37 @@ class Worker:
     def warm_up(self) -> None:
         """Compile and capture whatever the first requests would have to wait for."""
         self._run_once()
-        is_own_memory = self._ground.device.type != "cpu"  # of which KV leaves just what is needed
+        is_own_memory = self._device.type != "cpu"  # of which KV leaves just what is needed
         for graphs in self._graphs if is_own_memory else ():
             graphs.capture()
 
     def _run_once(self) -> None:
         """A prompt and a decode, into block 0, which no request holds yet."""
-        room = min(self._setup.pool_size.block_size, self._setup.max_model_len)
-        speculation = self._ground.config.speculation
-        most_guesses = speculation.num_speculative_tokens if speculation else 0
-        num_guesses = min(most_guesses, max(room - 2, 0))
-        length = room - 1 - num_guesses
+        room = min(self._plan.block_size.tokens, self._plan.max_model_len)
+        speculation = self._plan.config.speculation
+        most_draft_tokens = speculation.num_speculative_tokens if speculation else 0
+        num_draft_tokens = min(most_draft_tokens, max(room - 2, 0))
+        length = room - 1 - num_draft_tokens
         if length < 1:
             return
         sampling = SamplingParams(temperature=0.0)
-        admitted = AdmittedRequest(_WARM_UP, (0,) * length, length, sampling, 0, (0,))
+        new_request = NewRequest(_WARM_UP, (0,) * length, length, sampling, 0, (0,))
         prompt = ScheduledSequence(_WARM_UP, 0, length)
-        decode = ScheduledSequence(_WARM_UP, length, 1, num_guesses=num_guesses)
-        self._runner.run(StepPlan(0, admitted=(admitted,), sequences=(prompt,)))
-        if not self._ground.groups.place.is_last_stage:
+        decode = ScheduledSequence(_WARM_UP, length, 1, num_draft_tokens=num_draft_tokens)
+        self._runner.run(StepPlan(0, new_requests=(new_request,), sequences=(prompt,)))
+        if not self._groups.info.is_last_stage:
             self._runner.learn({_WARM_UP: (0,)})
         self._runner.run(StepPlan(0, sequences=(decode,)))
-        self._runner.run(StepPlan(0, retired=(_WARM_UP,)))
+        self._runner.run(StepPlan(0, removed=(_WARM_UP,)))
 
     def drain(self) -> None:
         """Wait for the other stages to be through with all steps; before an orderly close."""
-        self._ground.groups.drain()
+        self._groups.drain()
 
     def close(self) -> None:
         """Stop the extension, leave the groups, free the KV. Idempotent."""
         if self.extension is not None:
             self.extension.close()
-        self._ground.groups.close()
+        self._groups.close()
         self._runner.close()
         self.pool.close()

@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mooncake_engine.models.context import AttentionWidths, ForwardContext, TokenPlaces
-from mooncake_engine.models.decoder import Between, Decoder
+from mooncake_engine.models.decoder import Decoder, IntermediateTensors
 from mooncake_engine.models.deepseek import (
     DeepseekDecoder,
     read_deepseek_v2,
@@ -26,7 +25,8 @@ from mooncake_engine.models.hf_config import (
     read_qwen3,
     read_raw,
 )
-from mooncake_engine.models.layers import Placement, WeightSlot
+from mooncake_engine.models.layers import ParallelContext, WeightShard
+from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
 from mooncake_engine.models.sparse import (
     MixtralDecoder,
     SparseDecoder,
@@ -41,7 +41,7 @@ ConfigReader = Callable[[RawConfig, str, tuple[int, ...]], ModelConfig]
 class Model(Protocol):
     """A causal language model of one rank: its share of all layers, or of a pipeline stage's."""
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """Every checkpoint tensor that this rank wants a part of."""
         ...
 
@@ -49,7 +49,7 @@ class Model(Protocol):
         """Whether a checkpoint tensor may be left unread."""
         ...
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Called once when all slots are filled."""
         ...
 
@@ -62,7 +62,8 @@ class Model(Protocol):
 
     @property
     def num_held_layers(self) -> int:
-        """See ``Decoder``, also for the pieces of a forward pass, which follow."""
+        """Layers of this rank; what follows are the segments of ``forward``, for piecewise
+        graphs."""
         ...
 
     @property
@@ -70,22 +71,24 @@ class Model(Protocol):
         """Of what ``attend`` takes and returns."""
         ...
 
-    def place(
+    def token_slots(
         self, positions: Tensor, slots: Tensor, kv: Mapping[int, tuple[Tensor, ...]]
-    ) -> TokenPlaces:
-        """Where tokens stand in this model's sequences, and in its KV."""
+    ) -> TokenSlots:
+        """Positions of tokens in their sequences and in the KV, with this model's rotation."""
         ...
 
-    def begin(self, entry: Tensor, places: TokenPlaces) -> Between:
-        """The piece up to the first layer's attention."""
+    def run_to_first_attention(self, entry: Tensor, tokens: TokenSlots) -> IntermediateTensors:
+        """The segment up to the first layer's attention."""
         ...
 
     def attend(self, index: int, query: Tensor, context: ForwardContext) -> Tensor:
         """Attention of the held layer with that index."""
         ...
 
-    def go_on(self, index: int, attended: Tensor, residual: Tensor, places: TokenPlaces) -> Between:
-        """The piece behind that attention."""
+    def run_between_attention(
+        self, index: int, attended: Tensor, residual: Tensor, tokens: TokenSlots
+    ) -> IntermediateTensors:
+        """The segment between that layer's attention and the next one's, or the end."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -98,7 +101,7 @@ class Architecture:
     """How a checkpoint's config is read, and what runs it."""
 
     read_config: ConfigReader
-    build: Callable[[ModelConfig, Placement, int], Model]
+    build: Callable[[ModelConfig, ParallelContext, int], Model]
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -128,13 +131,13 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     return ARCHITECTURES[known[0]].read_config(raw, known[0], eos)
 
 
-def build_model(config: ModelConfig, placement: Placement, max_positions: int) -> Model:
+def build_model(config: ModelConfig, parallel: ParallelContext, max_positions: int) -> Model:
     """Allocate the rank's share of the model, not yet loaded.
 
     Raises:
-        ConfigError: its heads can't be divided over so many ranks.
+        ConfigError: its heads can't be divided over the ranks.
     """
-    return ARCHITECTURES[config.architecture].build(config, placement, max_positions)
+    return ARCHITECTURES[config.architecture].build(config, parallel, max_positions)
 
 
 def kv_geometry(config: ModelConfig, dtype: torch.dtype) -> KVGeometry:

@@ -11,11 +11,11 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mooncake_engine.models.attention import Attention, AttentionNames
-from mooncake_engine.models.context import AttentionWidths, ForwardContext, TokenPlaces
+from mooncake_engine.models.gqa_attention import Attention, AttentionNames
 from mooncake_engine.models.hf_config import ModelConfig
-from mooncake_engine.models.layers import Head, Norm, Placement, Span, VocabTable, WeightSlot
+from mooncake_engine.models.layers import Head, Norm, ParallelContext, Span, VocabTable, WeightShard
 from mooncake_engine.models.mlp import GatedMlp, MlpNames
+from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
 from mooncake_engine.models.rope import cos_sin_table
 
 _SCALES = (".{0}_scale", ".attn.{0}_scale", ".{0}_proj.{0}_scale", ".{0}_proj.output_scale")
@@ -39,11 +39,11 @@ class CheckpointNames(NamedTuple):
 class Block(Protocol):
     """A part of a layer with weights of its own."""
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
         ...
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
         ...
 
@@ -59,7 +59,7 @@ class AttentionBlock(Block, Protocol):
         """Of what ``attend`` takes and returns; the same in every layer of a model."""
         ...
 
-    def prepare(self, x: Tensor, places: TokenPlaces) -> Tensor:
+    def prepare(self, x: Tensor, tokens: TokenSlots) -> Tensor:
         """Write the tokens' KV; returns their queries, [tokens, heads, query]."""
         ...
 
@@ -73,7 +73,7 @@ class AttentionBlock(Block, Protocol):
 
 
 class MlpBlock(Block, Protocol):
-    """What a layer thinks with."""
+    """A layer's MLP, dense or a mixture of experts."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]."""
@@ -88,15 +88,15 @@ class DecoderLayer:
         self.attention = attention
         self.mlp = mlp
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
         for part in (self.input_norm, self.mlp_norm, self.attention, self.mlp):
-            yield from part.slots()
+            yield from part.weight_shards()
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
-        self.attention.pack()
-        self.mlp.pack()
+        self.attention.process_weights_after_loading()
+        self.mlp.process_weights_after_loading()
 
     def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Whatever follows attention; returns the MLP's output and the new residual."""
@@ -104,8 +104,8 @@ class DecoderLayer:
         return self.mlp(x), residual
 
 
-class Between(NamedTuple):
-    """What is handed from one piece of a forward pass to the next.
+class IntermediateTensors(NamedTuple):
+    """What is handed from one segment of a forward pass to the next.
 
     Args:
         rows: queries of the layer that attends next, [tokens, heads, query]; behind the last layer
@@ -121,12 +121,13 @@ class Decoder:
     """A causal language model of one rank: all of it, or the layers of a pipeline stage.
 
     The first stage has the embedding, the last one the final norm and the head. A forward pass is
-    made of pieces, with a layer's attention between each two: so attention can have its own way
-    with a batch, while all else depends on the number of tokens alone.
+    made of segments, with a layer's attention between each two: what attention launches depends on
+    the batch's sequences, everything else on the number of tokens alone, so that the segments can
+    be captured as graphs (piecewise graphs).
 
     Args:
-        config: the model's facts.
-        placement: the rank's device, group and layers.
+        config: the model's.
+        parallel: the rank's device, group and layers.
         max_positions: longest sequence to prepare the rotation for.
     """
 
@@ -138,60 +139,61 @@ class Decoder:
     )
     """Ends of checkpoint names that hold nothing we need."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, parallel: ParallelContext, max_positions: int) -> None:
         self.config = config
-        names, held = self.names, placement.layers or Span(0, config.num_layers)
+        names, held = self.names, parallel.layers or Span(0, config.num_layers)
         self._held = held
         numbers = range(held.start, held.stop)
-        self._layers = [self._build_layer(placement, layer) for layer in numbers]
-        self._embedding = self._table(placement, names.embedding) if held.start == 0 else None
+        self._layers = [self._build_layer(parallel, layer) for layer in numbers]
+        self._embedding = self._table(parallel, names.embedding) if held.start == 0 else None
         self._own_head: VocabTable | None = None
         self._ending: tuple[Norm, Head] | None = None
         if held.stop == config.num_layers:
-            self._ending = self._build_ending(placement)
-        self._cos_sin = cos_sin_table(config.rope, max_positions).to(placement.device)
+            self._ending = self._build_ending(parallel)
+        self._cos_sin = cos_sin_table(config.rope, max_positions).to(parallel.device)
 
-    def _build_ending(self, placement: Placement) -> tuple[Norm, Head]:
+    def _build_ending(self, parallel: ParallelContext) -> tuple[Norm, Head]:
         config, names = self.config, self.names
         table = self._embedding if config.tie_embeddings else None
         if table is None:
             # dropped once packed: only an embedding needs the table itself
             name = names.embedding if config.tie_embeddings else names.head
-            table = self._own_head = self._table(placement, name)
-        norm = Norm(placement, names.final_norm, config.hidden_size, config.rms_norm_eps)
-        return norm, Head(placement, table, config.vocab_size)
+            table = self._own_head = self._table(parallel, name)
+        norm = Norm(parallel, names.final_norm, config.hidden_size, config.rms_norm_eps)
+        return norm, Head(parallel, table, config.vocab_size)
 
-    def _table(self, placement: Placement, name: str) -> VocabTable:
-        return VocabTable(placement, name, self.config.vocab_size, self.config.hidden_size)
+    def _table(self, parallel: ParallelContext, name: str) -> VocabTable:
+        return VocabTable(parallel, name, self.config.vocab_size, self.config.hidden_size)
 
-    def build_attention(self, placement: Placement, layer: int) -> AttentionBlock:
+    def build_attention(self, parallel: ParallelContext, layer: int) -> AttentionBlock:
         """What the layer attends with."""
-        return Attention(self.config, placement, self.names.attention, layer)
+        return Attention(self.config, parallel, self.names.attention, layer)
 
-    def build_mlp(self, placement: Placement, layer: int) -> MlpBlock:
-        """What the layer thinks with."""
+    def build_mlp(self, parallel: ParallelContext, layer: int) -> MlpBlock:
+        """The layer's MLP."""
         config = self.config
         shape = (config.hidden_size, config.intermediate_size)
-        return GatedMlp(placement, self.names.mlp.of(layer), shape, has_bias=config.mlp_bias)
+        return GatedMlp(parallel, self.names.mlp.of(layer), shape, has_bias=config.mlp_bias)
 
-    def _build_layer(self, placement: Placement, layer: int) -> DecoderLayer:
+    def _build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:
         names, size, eps = self.names, self.config.hidden_size, self.config.rms_norm_eps
         norms = (
-            Norm(placement, names.input_norm.format(layer), size, eps),
-            Norm(placement, names.mlp_norm.format(layer), size, eps),
+            Norm(parallel, names.input_norm.format(layer), size, eps),
+            Norm(parallel, names.mlp_norm.format(layer), size, eps),
         )
-        attention = self.build_attention(placement, layer)
-        return DecoderLayer(norms, attention, self.build_mlp(placement, layer))
+        attention = self.build_attention(parallel, layer)
+        return DecoderLayer(norms, attention, self.build_mlp(parallel, layer))
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """Every checkpoint tensor that this rank wants a part of."""
         ending = self._ending[:1] if self._ending else ()
         for part in (self._embedding, *self._layers, *ending, self._own_head):
             if part is not None:
-                yield from part.slots()
+                yield from part.weight_shards()
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a checkpoint tensor may be left unread: another stage has it, or nobody needs it.
+        """Whether a checkpoint tensor may be left unread: another stage has it, or no stage needs
+        it.
 
         Every tensor is some stage's, which does not ignore it.
         """
@@ -213,12 +215,12 @@ class Decoder:
             number = name.removeprefix(prefix).split(".", 1)[0]
         return int(number) if number.isdecimal() else None
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring all loaded weights into the backend's form, one at a time."""
         for layer in self._layers:
-            layer.pack()
+            layer.process_weights_after_loading()
         if self._ending is not None:
-            self._ending[1].pack()
+            self._ending[1].process_weights_after_loading()
         self._own_head = None
 
     def forward(self, entry: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
@@ -234,48 +236,52 @@ class Decoder:
             [tokens, hidden], after the final norm, on the last stage; on the others
             [2, tokens, hidden], the last MLP's output and the residual that it belongs to.
         """
-        places = self.place(positions, context.batch.slot_mapping, context.kv)
-        between = self.begin(entry, places)
+        tokens = self.token_slots(positions, context.batch.slot_mapping, context.kv)
+        between = self.run_to_first_attention(entry, tokens)
         for index in range(self.num_held_layers):
             attended = self.attend(index, between.rows, context)
-            between = self.go_on(index, attended, between.residual, places)
+            between = self.run_between_attention(index, attended, between.residual, tokens)
         return between.rows
 
     @property
     def num_held_layers(self) -> int:
-        """Layers of this rank: pieces of a forward pass, less one."""
+        """Layers of this rank: one less than segments of a forward pass."""
         return len(self._held)
 
     @property
     def attention_widths(self) -> AttentionWidths:
-        """See ``AttentionBlock.widths``."""
         return self._layers[0].attention.widths
 
-    def place(
+    def token_slots(
         self, positions: Tensor, slots: Tensor, kv: Mapping[int, tuple[Tensor, ...]]
-    ) -> TokenPlaces:
-        """Where tokens stand in this model's sequences, and in its KV."""
-        return TokenPlaces(positions, self._cos_sin, slots, kv)
+    ) -> TokenSlots:
+        """Positions of tokens in their sequences and in the KV, with this model's rotation."""
+        return TokenSlots(positions, self._cos_sin, slots, kv)
 
-    def begin(self, entry: Tensor, places: TokenPlaces) -> Between:
-        """The first piece: up to the first layer's attention; see ``forward``."""
+    def run_to_first_attention(self, entry: Tensor, tokens: TokenSlots) -> IntermediateTensors:
+        """The first segment: up to the first layer's attention; arguments as of ``forward``."""
         x, residual = self._enter(entry)
-        return Between(self._layers[0].attention.prepare(x, places), residual)
+        return IntermediateTensors(self._layers[0].attention.prepare(x, tokens), residual)
 
     def attend(self, index: int, query: Tensor, context: ForwardContext) -> Tensor:
-        """Attention of the held layer with that index; its KV is written."""
+        """Attention of the held layer with that index."""
+        # The layer's KV was written by prepare, in the segment before, which may be a replayed
+        # graph, and a graph can't call Python. Attention is launched outside of graphs: so here is
+        # the first point after the write at which the host can record an event for the connector.
         if context.layer_done is not None:
             context.layer_done(self._held.start + index)
         return self._layers[index].attention.attend(query, context)
 
-    def go_on(self, index: int, attended: Tensor, residual: Tensor, places: TokenPlaces) -> Between:
-        """The piece behind the attention of the held layer with that index."""
+    def run_between_attention(
+        self, index: int, attended: Tensor, residual: Tensor, tokens: TokenSlots
+    ) -> IntermediateTensors:
+        """The segment between that held layer's attention and the next one's, or the end."""
         x, residual = self._layers[index].finish(attended, residual)
         if index + 1 == self.num_held_layers:
-            return Between(self._leave(x, residual), residual)
+            return IntermediateTensors(self._leave(x, residual), residual)
         following = self._layers[index + 1]
         x, residual = following.input_norm.add(x, residual)
-        return Between(following.attention.prepare(x, places), residual)
+        return IntermediateTensors(following.attention.prepare(x, tokens), residual)
 
     def _leave(self, x: Tensor, residual: Tensor) -> Tensor:
         """What ``forward`` returns."""

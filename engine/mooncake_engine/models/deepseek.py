@@ -14,21 +14,21 @@ from mooncake_engine.models.hf_config import (
     read_decoder,
     read_rope,
 )
-from mooncake_engine.models.latent import LatentAttention
-from mooncake_engine.models.layers import Placement
+from mooncake_engine.models.layers import ParallelContext
+from mooncake_engine.models.mla_attention import LatentAttention
+from mooncake_engine.models.mlp import RoutingConfig, Scoring
 from mooncake_engine.models.rope import RopeConfig, YarnScaling
-from mooncake_engine.models.routing import RoutingConfig, Scoring
 from mooncake_engine.models.sparse import SparseDecoder, read_routing
 
 
 class DeepseekDecoder(SparseDecoder):
     """A sparse decoder that attends to latents."""
 
-    def build_attention(self, placement: Placement, layer: int) -> AttentionBlock:
+    def build_attention(self, parallel: ParallelContext, layer: int) -> AttentionBlock:
         """Latent attention in every layer."""
         if self.config.mla is None:
             raise CheckpointError(f"{self.config.architecture} without latent attention")
-        return LatentAttention(self.config, self.config.mla, placement, layer)
+        return LatentAttention(self.config, self.config.mla, parallel, layer)
 
     def is_ignored(self, name: str) -> bool:
         """Also layers beyond the last: they predict further tokens, for speculation."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mooncake_engine.errors import CheckpointError
+from mooncake_engine.models.mlp import RoutingConfig
 from mooncake_engine.models.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -20,7 +21,6 @@ from mooncake_engine.models.rope import (
     yarn_attention_factor,
     yarn_mscale,
 )
-from mooncake_engine.models.routing import RoutingConfig
 
 T = TypeVar("T")
 _KINDS: dict[type, tuple[type, ...]] = {float: (int, float), int: (int,), bool: (bool,)}
@@ -73,7 +73,7 @@ class MlaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Facts about a decoder, in our words.
+    """A decoder's config, whatever the checkpoint calls its fields.
 
     Args:
         architecture: the name in ``architectures``.
@@ -88,7 +88,7 @@ class ModelConfig:
         rope: its rotation.
         tie_embeddings: whether the output head is the embedding.
         dtype: what the checkpoint says its weights are, such as ``"bfloat16"``.
-        eos_token_ids: tokens that end an answer.
+        eos_token_ids: tokens that end a request.
         qkv_bias, output_bias, mlp_bias: which linear layers carry a bias.
         has_qk_norm: whether queries and keys are normalised per head (Qwen3).
         moe: its mixture of experts, if it has one.

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from mooncake_hal.backend import Communicator, Ops, ScaledKVOps
-from mooncake_hal.latents import LatentOps, ResidentLatentOps
+from mooncake_hal.latents import LatentOps, NativeLatentOps
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ParallelContext:
     """Where a rank's share of a model lives.
 
     Args:
@@ -28,7 +28,7 @@ class Placement:
         communicator: the rank's tensor-parallel group, or None for a rank alone.
         layers: those of the rank's pipeline stage; None for all.
         kv_scales: of both planes of each of the model's layers, if KV is kept in a narrower type.
-        has_resident_latents: whether latents are kept in the form that the ops read best.
+        has_native_latents: whether latents are kept in the form that the ops read best.
     """
 
     ops: Ops
@@ -37,7 +37,7 @@ class Placement:
     communicator: Communicator | None = None
     layers: Span | None = None
     kv_scales: tuple[tuple[float, float], ...] = ()
-    has_resident_latents: bool = False
+    has_native_latents: bool = False
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
@@ -47,9 +47,9 @@ class Placement:
 
     def latent_ops(self, layer: int) -> LatentOps:
         """The same for a layer's latents."""
-        if not self.has_resident_latents:
+        if not self.has_native_latents:
             return self.attention_ops(layer)
-        return cast(ResidentLatentOps, self.ops).with_resident_latents()
+        return cast(NativeLatentOps, self.ops).with_native_latents()
 
     @property
     def tp_rank(self) -> int:
@@ -62,11 +62,11 @@ class Placement:
         return self.communicator.world_size if self.communicator else 1
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised memory of the placement's device, and of its dtype unless told."""
+        """Uninitialised memory of the rank's device, and of its dtype unless told."""
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Memory of the placement's device and dtype that holds zeros."""
+        """Memory of the rank's device and dtype that holds zeros."""
         return torch.zeros(shape, device=self.device, dtype=self.dtype)
 
     def share(self, total: int) -> Span:
@@ -87,8 +87,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WeightSlot:
-    """A place for (a part of) one checkpoint tensor.
+class WeightShard:
+    """A part of one checkpoint tensor, and the memory that it is loaded to.
 
     Args:
         name: its name in the checkpoint.
@@ -123,31 +123,31 @@ class ColumnLinear:
 
     def __init__(
         self,
-        placement: Placement,
+        parallel: ParallelContext,
         sources: tuple[LinearSource, ...],
         in_features: int,
         *,
         has_bias: bool = False,
     ) -> None:
-        self._ops = placement.ops
+        self._ops = parallel.ops
         self._sources = sources
         rows = sum(len(source.rows) for source in sources)
-        self.weight = placement.empty(rows, in_features)
-        self.bias = placement.empty(rows) if has_bias else None
+        self.weight = parallel.empty(rows, in_features)
+        self.bias = parallel.empty(rows) if has_bias else None
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
         in_features, start = self.weight.shape[1], 0
         for source in self._sources:
             stop, first = start + len(source.rows), source.rows.start
             shape = (source.out_features, in_features)
-            yield WeightSlot(f"{source.name}.weight", self.weight[start:stop], shape, (first, 0))
+            yield WeightShard(f"{source.name}.weight", self.weight[start:stop], shape, (first, 0))
             if self.bias is not None:
                 bias = self.bias[start:stop]
-                yield WeightSlot(f"{source.name}.bias", bias, shape[:1], (first,))
+                yield WeightShard(f"{source.name}.bias", bias, shape[:1], (first,))
             start = stop
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form."""
         self.weight = self._ops.pack_weight(self.weight)
 
@@ -161,41 +161,41 @@ class RowLinear:
 
     def __init__(
         self,
-        placement: Placement,
+        parallel: ParallelContext,
         name: str,
         columns: Span,
         shape: tuple[int, int],
         *,
         has_bias: bool = False,
     ) -> None:
-        self._placement = placement
+        self._parallel = parallel
         self._name = name
         self._columns = columns
         self._shape = shape
-        self.weight = placement.empty(shape[0], len(columns))
+        self.weight = parallel.empty(shape[0], len(columns))
         # one rank adds the bias: the sum over ranks must hold it once
-        adds_bias = has_bias and placement.tp_rank == 0
-        self.bias = placement.empty(shape[0]) if adds_bias else None
+        adds_bias = has_bias and parallel.tp_rank == 0
+        self.bias = parallel.empty(shape[0]) if adds_bias else None
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
         offset = (0, self._columns.start)
-        yield WeightSlot(f"{self._name}.weight", self.weight, self._shape, offset)
+        yield WeightShard(f"{self._name}.weight", self.weight, self._shape, offset)
         if self.bias is not None:
-            yield WeightSlot(f"{self._name}.bias", self.bias, self._shape[:1], (0,))
+            yield WeightShard(f"{self._name}.bias", self.bias, self._shape[:1], (0,))
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form."""
-        self.weight = self._placement.ops.pack_weight(self.weight)
+        self.weight = self._parallel.ops.pack_weight(self.weight)
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum that the output is."""
-        return self._placement.ops.linear(x, self.weight, self.bias)
+        return self._parallel.ops.linear(x, self.weight, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, columns of this rank] to [tokens, out]."""
         partial = self.partial(x)
-        communicator = self._placement.communicator
+        communicator = self._parallel.communicator
         return communicator.all_reduce(partial) if communicator else partial
 
 
@@ -206,24 +206,26 @@ class VocabTable:
     logits of equal width can be gathered.
     """
 
-    def __init__(self, placement: Placement, name: str, vocab_size: int, hidden_size: int) -> None:
-        self._placement = placement
+    def __init__(
+        self, parallel: ParallelContext, name: str, vocab_size: int, hidden_size: int
+    ) -> None:
+        self._parallel = parallel
         self._name = name
         self._vocab_size = vocab_size
-        self._rows = -(-vocab_size // placement.tp_size)
-        self._first = min(self._rows * placement.tp_rank, vocab_size)
-        self.weight = placement.empty(self._rows, hidden_size)
+        self._rows = -(-vocab_size // parallel.tp_size)
+        self._first = min(self._rows * parallel.tp_rank, vocab_size)
+        self.weight = parallel.empty(self._rows, hidden_size)
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load; zeroes the padding."""
         held = min(self._rows, self._vocab_size - self._first)
         self.weight[held:].zero_()
         shape = (self._vocab_size, self.weight.shape[1])
-        yield WeightSlot(f"{self._name}.weight", self.weight[:held], shape, (self._first, 0))
+        yield WeightShard(f"{self._name}.weight", self.weight[:held], shape, (self._first, 0))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 to [tokens, hidden]."""
-        communicator = self._placement.communicator
+        communicator = self._parallel.communicator
         if communicator is None:
             return embedding(token_ids, self.weight)
         local = token_ids - self._first
@@ -236,24 +238,24 @@ class Head:
     """Logits from hidden rows.
 
     Args:
-        placement: where it lives.
+        parallel: where it lives.
         table: its weights; may be the embedding's own.
         vocab_size: columns of the logits, all ranks together.
     """
 
-    def __init__(self, placement: Placement, table: VocabTable, vocab_size: int) -> None:
-        self._placement = placement
+    def __init__(self, parallel: ParallelContext, table: VocabTable, vocab_size: int) -> None:
+        self._parallel = parallel
         self._vocab_size = vocab_size
         self._weight = table.weight
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form; an embedding keeps the table."""
-        self._weight = self._placement.ops.pack_weight(self._weight)
+        self._weight = self._parallel.ops.pack_weight(self._weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] to [rows, vocab], in the model's dtype, the same on every rank."""
-        logits = self._placement.ops.linear(hidden, self._weight, None)
-        communicator = self._placement.communicator
+        logits = self._parallel.ops.linear(hidden, self._weight, None)
+        communicator = self._parallel.communicator
         if communicator is None:
             return logits
         return communicator.all_gather(logits)[:, : self._vocab_size]
@@ -262,15 +264,15 @@ class Head:
 class Norm:
     """Weight of an RMS norm; replicated on every rank."""
 
-    def __init__(self, placement: Placement, name: str, size: int, eps: float) -> None:
-        self._ops = placement.ops
+    def __init__(self, parallel: ParallelContext, name: str, size: int, eps: float) -> None:
+        self._ops = parallel.ops
         self._name = name
         self.eps = eps
-        self.weight = placement.empty(size)
+        self.weight = parallel.empty(size)
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        yield WeightSlot(f"{self._name}.weight", self.weight, tuple(self.weight.shape), (0,))
+        yield WeightShard(f"{self._name}.weight", self.weight, tuple(self.weight.shape), (0,))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""

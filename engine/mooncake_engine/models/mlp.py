@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -11,11 +13,82 @@ from torch import Tensor
 from mooncake_engine.models.layers import (
     ColumnLinear,
     LinearSource,
-    Placement,
+    ParallelContext,
     RowLinear,
-    WeightSlot,
+    WeightShard,
 )
-from mooncake_engine.models.routing import RoutingConfig, choose_experts
+
+_TINY = 1e-20
+"""Keeps a sum of vanishing weights from dividing by zero."""
+
+
+class Scoring(str, Enum):
+    """How a router's logits become scores."""
+
+    SOFTMAX = "softmax"
+    """Over all experts."""
+    SIGMOID = "sigmoid"
+    """Each expert on its own (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How a router chooses.
+
+    Args:
+        num_experts: to choose from.
+        experts_per_token: chosen.
+        scoring: from logits to scores.
+        is_normalized: whether the chosen weights are made to add up to one.
+        scaling: what weights are multiplied by at the end.
+        groups: of consecutive experts, of equal size; 1 for no grouping.
+        chosen_groups: those that experts are chosen from.
+        group_scorers: best experts of a group whose scores, added up, are the group's.
+        has_correction_bias: whether a learnt bias is added to scores for the choice alone.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    scoring: Scoring = Scoring.SOFTMAX
+    is_normalized: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_scorers: int = 1
+    has_correction_bias: bool = False
+
+
+def choose_experts(
+    logits: Tensor,  # [tokens, num_experts] float32
+    routing: RoutingConfig,
+    correction_bias: Tensor | None = None,  # [num_experts] float32
+) -> tuple[Tensor, Tensor]:
+    """Expert ids (int64) and weights (float32) of every token, ``[tokens, experts_per_token]``.
+
+    Top-k of the softmax as in Mixtral (arXiv 2401.04088); limited to the best groups as in
+    DeepSeek-V2 (arXiv 2405.04434); sigmoid with a bias that balances the load without an
+    auxiliary loss as in DeepSeek-V3 (arXiv 2412.19437).
+    """
+    is_softmax = routing.scoring is Scoring.SOFTMAX
+    scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+    preference = scores if correction_bias is None else scores + correction_bias
+    if routing.groups > 1:
+        preference = _within_best_groups(preference, routing)
+    ids = preference.topk(routing.experts_per_token, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if routing.is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return ids, weights * routing.scaling
+
+
+def _within_best_groups(preference: Tensor, routing: RoutingConfig) -> Tensor:
+    """The preference with experts outside the chosen groups at minus infinity."""
+    tokens, experts = preference.shape
+    grouped = preference.view(tokens, routing.groups, experts // routing.groups)
+    group_scores = grouped.topk(routing.group_scorers, dim=-1).values.sum(-1)
+    chosen = group_scores.topk(routing.chosen_groups, dim=-1).indices
+    outside = group_scores.new_ones(group_scores.shape).scatter(1, chosen, 0.0).bool()
+    return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(preference)
 
 
 class MlpNames(NamedTuple):
@@ -34,7 +107,7 @@ class GatedMlp:
     """``down(silu(gate(x)) * up(x))``, its inner dimension split over ranks.
 
     Args:
-        placement: where it lives.
+        parallel: where it lives.
         names: of its linears, complete.
         shape: hidden and inner size, all ranks together.
         has_bias: on all three.
@@ -42,28 +115,28 @@ class GatedMlp:
 
     def __init__(
         self,
-        placement: Placement,
+        parallel: ParallelContext,
         names: MlpNames,
         shape: tuple[int, int],
         *,
         has_bias: bool = False,
     ) -> None:
         hidden, inner = shape
-        self._ops = placement.ops
-        share = placement.share(inner)
+        self._ops = parallel.ops
+        share = parallel.share(inner)
         sources = tuple(LinearSource(name, inner, share) for name in (names.gate, names.up))
-        self._gate_up = ColumnLinear(placement, sources, hidden, has_bias=has_bias)
-        self._down = RowLinear(placement, names.down, share, shape, has_bias=has_bias)
+        self._gate_up = ColumnLinear(parallel, sources, hidden, has_bias=has_bias)
+        self._down = RowLinear(parallel, names.down, share, shape, has_bias=has_bias)
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        yield from self._gate_up.slots()
-        yield from self._down.slots()
+        yield from self._gate_up.weight_shards()
+        yield from self._down.weight_shards()
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
-        self._gate_up.pack()
-        self._down.pack()
+        self._gate_up.process_weights_after_loading()
+        self._down.process_weights_after_loading()
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum that the output is."""
@@ -78,32 +151,32 @@ class Router:
     """Sends tokens to experts; whole on every rank, in float32 whatever the model's dtype.
 
     Args:
-        placement: where it lives.
+        parallel: where it lives.
         name: prefix of ``.weight`` in the checkpoint.
         hidden_size: width of its input.
         routing: how it chooses.
     """
 
     def __init__(
-        self, placement: Placement, name: str, hidden_size: int, routing: RoutingConfig
+        self, parallel: ParallelContext, name: str, hidden_size: int, routing: RoutingConfig
     ) -> None:
-        self._ops = placement.ops
+        self._ops = parallel.ops
         self._name = name
         self._routing = routing
         float32, experts = torch.float32, routing.num_experts
-        self._weight = placement.empty(experts, hidden_size, dtype=float32)
+        self._weight = parallel.empty(experts, hidden_size, dtype=float32)
         has_bias = routing.has_correction_bias
-        self._bias = placement.empty(experts, dtype=float32) if has_bias else None
+        self._bias = parallel.empty(experts, dtype=float32) if has_bias else None
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
         shape = tuple(self._weight.shape)
-        yield WeightSlot(f"{self._name}.weight", self._weight, shape, (0, 0))
+        yield WeightShard(f"{self._name}.weight", self._weight, shape, (0, 0))
         if self._bias is not None:
             name = f"{self._name}.e_score_correction_bias"
-            yield WeightSlot(name, self._bias, shape[:1], (0,))
+            yield WeightShard(name, self._bias, shape[:1], (0,))
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weight into the backend's form."""
         self._weight = self._ops.pack_weight(self._weight)
 
@@ -120,30 +193,32 @@ class Experts:
     any number of ranks will do.
 
     Args:
-        placement: where they live.
+        parallel: where they live.
         names: of every expert's linears, complete.
         shape: hidden and inner size, all ranks together.
     """
 
-    def __init__(self, placement: Placement, names: list[MlpNames], shape: tuple[int, int]) -> None:
-        self._ops = placement.ops
+    def __init__(
+        self, parallel: ParallelContext, names: list[MlpNames], shape: tuple[int, int]
+    ) -> None:
+        self._ops = parallel.ops
         self._names = names
         self._shape = hidden, inner = shape
-        self._share = share = placement.share(inner)
-        self._gate_up: tuple[Tensor, ...] = (placement.empty(len(names), 2 * len(share), hidden),)
-        self._down: tuple[Tensor, ...] = (placement.empty(len(names), hidden, len(share)),)
+        self._share = share = parallel.share(inner)
+        self._gate_up: tuple[Tensor, ...] = (parallel.empty(len(names), 2 * len(share), hidden),)
+        self._down: tuple[Tensor, ...] = (parallel.empty(len(names), hidden, len(share)),)
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
         hidden, inner = self._shape
         first, width = self._share.start, len(self._share)
         for names, gate_up, down in zip(self._names, self._gate_up[0], self._down[0], strict=True):
             rows = ((names.gate, gate_up[:width]), (names.up, gate_up[width:]))
             for name, target in rows:
-                yield WeightSlot(f"{name}.weight", target, (inner, hidden), (first, 0))
-            yield WeightSlot(f"{names.down}.weight", down, (hidden, inner), (0, first))
+                yield WeightShard(f"{name}.weight", target, (inner, hidden), (first, 0))
+            yield WeightShard(f"{names.down}.weight", down, (hidden, inner), (0, first))
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
         self._gate_up = self._ops.pack_experts(self._gate_up[0])
         self._down = self._ops.pack_experts(self._down[0])
@@ -157,33 +232,33 @@ class MixtureOfExperts:
     """Routed experts, beside them those that every token takes.
 
     Args:
-        placement: where it lives.
+        parallel: where it lives.
         router: chooses.
         experts: are chosen.
         shared: takes every token, if the model has such.
     """
 
     def __init__(
-        self, placement: Placement, router: Router, experts: Experts, shared: GatedMlp | None
+        self, parallel: ParallelContext, router: Router, experts: Experts, shared: GatedMlp | None
     ) -> None:
-        self._communicator = placement.communicator
+        self._communicator = parallel.communicator
         self._router = router
         self._experts = experts
         self._shared = shared
 
-    def slots(self) -> Iterator[WeightSlot]:
+    def weight_shards(self) -> Iterator[WeightShard]:
         """What to load."""
-        yield from self._router.slots()
-        yield from self._experts.slots()
+        yield from self._router.weight_shards()
+        yield from self._experts.weight_shards()
         if self._shared is not None:
-            yield from self._shared.slots()
+            yield from self._shared.weight_shards()
 
-    def pack(self) -> None:
+    def process_weights_after_loading(self) -> None:
         """Bring the loaded weights into the backend's form."""
-        self._router.pack()
-        self._experts.pack()
+        self._router.process_weights_after_loading()
+        self._experts.process_weights_after_loading()
         if self._shared is not None:
-            self._shared.pack()
+            self._shared.process_weights_after_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] to [tokens, hidden]; one sum over ranks for all experts."""

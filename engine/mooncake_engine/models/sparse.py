@@ -13,9 +13,15 @@ from mooncake_engine.models.hf_config import (
     read_decoder,
     read_qwen3,
 )
-from mooncake_engine.models.layers import Placement
-from mooncake_engine.models.mlp import Experts, GatedMlp, MixtureOfExperts, MlpNames, Router
-from mooncake_engine.models.routing import RoutingConfig
+from mooncake_engine.models.layers import ParallelContext
+from mooncake_engine.models.mlp import (
+    Experts,
+    GatedMlp,
+    MixtureOfExperts,
+    MlpNames,
+    Router,
+    RoutingConfig,
+)
 
 
 class MoeNames(NamedTuple):
@@ -42,19 +48,19 @@ class SparseDecoder(Decoder):
 
     moe_names: ClassVar[MoeNames] = MoeNames()
 
-    def build_mlp(self, placement: Placement, layer: int) -> MlpBlock:
+    def build_mlp(self, parallel: ParallelContext, layer: int) -> MlpBlock:
         """Experts, or one MLP in the layers that are dense."""
         moe, hidden, names = self.config.moe, self.config.hidden_size, self.moe_names
         if moe is None or layer in moe.dense_layers:
-            return super().build_mlp(placement, layer)
+            return super().build_mlp(parallel, layer)
         experts = [names.expert.of(layer, expert) for expert in range(moe.routing.num_experts)]
         shared = None
         if moe.shared_size:
-            shared = GatedMlp(placement, names.shared.of(layer), (hidden, moe.shared_size))
+            shared = GatedMlp(parallel, names.shared.of(layer), (hidden, moe.shared_size))
         return MixtureOfExperts(
-            placement,
-            Router(placement, names.router.format(layer), hidden, moe.routing),
-            Experts(placement, experts, (hidden, moe.expert_size)),
+            parallel,
+            Router(parallel, names.router.format(layer), hidden, moe.routing),
+            Experts(parallel, experts, (hidden, moe.expert_size)),
             shared,
         )
 

@@ -1,9 +1,11 @@
-"""Traces of requests: Mooncake's (one JSON object per line), or conversations of ShareGPT."""
+"""Traces: read from a file, given prompts, and the times at which requests are sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -96,3 +98,96 @@ def _share_gpt(content: bytes) -> Iterable[TraceRequest]:
 
 def _num_tokens(text: str) -> int:
     return max(1, len(text) // _CHARACTERS_PER_TOKEN)
+
+
+_WORDS = (
+    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world"),
+    *("school", "state", "family", "student", "group", "country", "problem", "hand", "part"),
+    *("place", "case", "week", "company", "system", "program", "question", "work", "number"),
+    *("night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact"),
+    *("month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWriter:
+    """Writes prompts of common words.
+
+    Args:
+        tokens_per_word: of the model's tokenizer.
+        block_tokens: tokens that a block name of the trace stands for.
+    """
+
+    tokens_per_word: float = 1.0
+    block_tokens: int = 512
+
+    def write(self, request: TraceRequest, index: int) -> str:
+        """The prompt of request number ``index``; prompts begin alike as far as their blocks have
+        the same names. Where blocks have no names, every prompt has content of its own."""
+        if request.text is not None:
+            return request.text
+        num_words = max(1, round(request.num_input / self.tokens_per_word))
+        per_block = max(1, round(self.block_tokens / self.tokens_per_word))
+        words: list[str] = []
+        for position in range(-(-num_words // per_block)):
+            named = position < len(request.block_ids)
+            name = request.block_ids[position] if named else f"{index}/{position}"
+            words += _block(str(name), per_block)
+        return " ".join(words[:num_words])
+
+
+@lru_cache(maxsize=1024)
+def _block(name: str, num_words: int) -> list[str]:
+    return random.Random(f"block {name}").choices(_WORDS, k=num_words)
+
+
+def probe_text(num_words: int, seed: str) -> str:
+    """Words of the same kind, to measure how many tokens they make."""
+    return " ".join(random.Random(seed).choices(_WORDS, k=num_words))
+
+
+@dataclass(frozen=True, slots=True)
+class Pacing:
+    """How a trace's requests are sent: at the trace's own times unless something else is asked.
+
+    Args:
+        speedup: the trace's times are divided by it.
+        rate: requests per second, at random times (Poisson), instead of the trace's.
+        concurrency: so many at a time, one after another, instead of any times.
+        seed: of the random times.
+
+    Raises:
+        ConfigError: values out of range, or that exclude each other.
+    """
+
+    speedup: float = 1.0
+    rate: float | None = None
+    concurrency: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("speedup", "rate", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"--{name} must be more than 0, got {value}")
+        if sum((self.speedup != 1.0, self.rate is not None, self.concurrency is not None)) > 1:
+            raise ConfigError("--speedup, --rate and --concurrency exclude each other")
+
+    def times_s(self, requests: Sequence[TraceRequest]) -> list[float]:
+        """When each is sent, in seconds from the beginning.
+
+        Raises:
+            ConfigError: the trace has no times, and nothing else was asked.
+        """
+        if self.concurrency is not None:
+            return [0.0] * len(requests)
+        if self.rate is not None:
+            numbers, now, times = random.Random(self.seed), 0.0, []
+            for _ in requests:
+                times.append(now)
+                now += numbers.expovariate(self.rate)
+            return times
+        own = [request.at_s for request in requests if request.at_s is not None]
+        if len(own) < len(requests):
+            raise ConfigError("the trace has no times: say --rate or --concurrency")
+        return [(at_s - own[0]) / self.speedup for at_s in own]

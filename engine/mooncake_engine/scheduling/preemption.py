@@ -1,24 +1,23 @@
-"""Who gives way when blocks run out, how, and when it comes back."""
+"""Who is preempted when blocks run out, how, and when it comes back."""
 
 from __future__ import annotations
 
 import logging
 
-from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.places import Places
-from mooncake_engine.scheduling.queue import urgency
+from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.request import Request, SequenceGroup
-from mooncake_engine.scheduling.step_builder import StepBuilder
+from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
+from mooncake_engine.scheduling.step_plan import StepBuilder
 
 logger = logging.getLogger(__name__)
 
 
 class Preemption:
-    """The least urgent group gives way, all of it: several sequences by a swap to host memory,
+    """The least urgent group is preempted, all of it: several sequences by a swap to host memory,
     a single one by starting over, which is cheaper than to copy it twice (after vLLM's v0).
 
     Args:
-        places: where requests stand.
+        queues: where requests stand.
         blocks: their tables.
 
     Attributes:
@@ -26,34 +25,37 @@ class Preemption:
         num_swap_outs: those of them that were swapped out.
     """
 
-    def __init__(self, places: Places, blocks: BlockManager) -> None:
+    def __init__(self, queues: RequestQueues, blocks: BlockManager) -> None:
         self.num_preemptions = 0
         self.num_swap_outs = 0
-        self._places = places
+        self._queues = queues
         self._blocks = blocks
         self._has_warned = False
 
-    def make_room_for(self, group: SequenceGroup, step: StepBuilder) -> None:
+    def preempt_for(self, group: SequenceGroup, step: StepBuilder) -> None:
         """Free some blocks at the cost of the least urgent group, of ``group`` itself at last.
 
-        If nobody else holds any, only the last member of ``group`` gives way: alone, a sequence
-        always fits.
+        If no other group holds any, only the last member of ``group`` is preempted: alone, a
+        sequence always fits.
         """
-        victim = self._least_urgent().group
+        holders = (*self._queues.running, *self._queues.ready)
+        candidates = (*self._queues.running[-1:], *self._queues.ready)
+        victim = max(candidates, key=priority_key).group
+        is_alone = all(holder.group is group for holder in holders)
         if victim is not group:
             self._preempt(victim, step)
-        elif self._is_alone(group):
-            self.start_over(group.holders()[-1])
+        elif is_alone and len(group.holders()) > 1:
+            self.recompute(group.holders()[-1])
         else:
             self._preempt(group, step)
 
-    def start_over(self, request: Request) -> None:
-        """Preemption by recompute: give the blocks back and queue again, in the old place."""
-        self._leave(request)
+    def recompute(self, request: Request) -> None:
+        """Preemption by recompute: give the blocks back and queue again, at the old priority."""
+        self._dequeue(request)
         self._blocks.release(request)
-        self._places.wait(request)
+        self._queues.wait(request)
 
-    def bring_back(self, request: Request, step: StepBuilder, reserve: int) -> bool:
+    def resume(self, request: Request, step: StepBuilder, reserve: int) -> bool:
         """Swap a request's group in, all of it or nothing; then it is ready.
 
         Args:
@@ -67,8 +69,8 @@ class Preemption:
             return False
         step.swap_in(copies)
         for member in members:
-            self._places.leave(member)
-            self._places.wait(member)
+            self._queues.dequeue(member)
+            self._queues.wait(member)
         return True
 
     def _preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
@@ -77,27 +79,19 @@ class Preemption:
         if copies is None:
             self._note_lack_of_host_memory(len(holders))
             for request in holders:
-                self.start_over(request)
+                self.recompute(request)
             return
         step.swap_out(copies)
         self.num_swap_outs += len(holders)
         for request in holders:
-            self._leave(request)
-            self._places.swap(request)
+            self._dequeue(request)
+            self._queues.swap(request)
 
-    def _leave(self, request: Request) -> None:
+    def _dequeue(self, request: Request) -> None:
         self.num_preemptions += 1
-        self._places.disperse(request)
-        self._places.leave(request)
-        self._places.forget(request)
-
-    def _least_urgent(self) -> Request:
-        candidates: list[Request] = [*self._places.running[-1:], *self._places.ready]
-        return max(candidates, key=urgency)
-
-    def _is_alone(self, group: SequenceGroup) -> bool:
-        holders = (*self._places.running, *self._places.ready)
-        return all(holder.group is group for holder in holders) and len(group.holders()) > 1
+        self._queues.release_followers(request)
+        self._queues.dequeue(request)
+        self._queues.forget(request)
 
     def _note_lack_of_host_memory(self, num_sequences: int) -> None:
         if num_sequences > 1 and not self._has_warned:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from mooncake_engine.messages import EngineRequest, RequestTimes, TokenLogprobs
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.guessing import GuessLength
+from mooncake_kv.params import FirstToken
+
+if TYPE_CHECKING:
+    from mooncake_engine.scheduling.draft_scheduling import DraftLength
 
 
-class RequestState(Enum):
+class RequestStatus(Enum):
     """Where a request stands. On a decode instance it comes in by PREALLOCATING."""
 
     PREALLOCATING = auto()
@@ -22,31 +26,22 @@ class RequestState(Enum):
     RUNNING = auto()
     """Takes part in steps."""
     SWAPPED = auto()
-    """Gave way; its KV is in host memory."""
+    """Preempted; its KV is in host memory."""
     FINISHED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The token that a prefill instance sampled, with which a decode instance begins."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Live requests that answer one prompt; a request on its own is a group of one.
+    """Live requests with one prompt (``n`` or ``best_of``); a single request is a group of one.
 
-    They share the prompt's blocks, have one place in line, and give way together.
+    They share the prompt's blocks, have one priority, and are preempted together.
 
     Args:
-        urgency: sort key: smaller runs sooner, larger is preempted sooner.
+        priority_key: sort key: smaller runs sooner, larger is preempted sooner.
         members: in the order in which they came.
     """
 
-    urgency: tuple[int, float, int]
+    priority_key: tuple[int, float, int]
     members: list[Request] = field(default_factory=list)
 
     def find_prompt(self) -> Request | None:
@@ -63,7 +58,7 @@ class SequenceGroup:
 
     def holders(self) -> list[Request]:
         """Members that own blocks and would have to give them up together."""
-        states = (RequestState.RUNNING, RequestState.WAITING)
+        states = (RequestStatus.RUNNING, RequestStatus.WAITING)
         return [member for member in self.members if member.block_ids and member.state in states]
 
 
@@ -75,10 +70,6 @@ class Request:
         spec: what was asked for.
         seed: resolved seed.
         arrival: clock reading at which it came, in seconds.
-        keeps_kv: ends after its first token, and its KV is kept for a peer.
-        first_token: set if a peer holds the prompt's KV.
-        sends_kv: its KV goes to a peer as it is computed; implies ``keeps_kv``.
-        receives_kv: a peer sends the prompt's KV, and the first token with it.
 
     Attributes:
         group: its own or its siblings'; set when it comes to the scheduler.
@@ -86,20 +77,16 @@ class Request:
         max_num_tokens: it ends when it is that long; set when it comes to the scheduler.
         num_computed: tokens whose KV is there.
         num_in_flight: those behind them whose KV will be, once the steps in flight are over.
-        num_promised: tokens that these steps sample: nobody here knows them yet.
+        num_output_placeholders: tokens that these steps sample, not yet known to the scheduler.
         host_block_ids: its block table in host memory while it is swapped out.
         chain: digests of its full blocks, as far as they were needed.
-        guess_length: how many tokens are guessed ahead of it; None before the first.
+        draft_length: how many draft tokens it gets; None before the first.
     """
 
     spec: EngineRequest
     seed: int
     arrival: float
-    keeps_kv: bool = False
-    first_token: FirstToken | None = None
-    sends_kv: bool = False
-    receives_kv: bool = False
-    state: RequestState = RequestState.WAITING
+    state: RequestStatus = RequestStatus.WAITING
     group: SequenceGroup = field(init=False)
     leader: Request | None = None
     max_num_tokens: int = field(init=False)
@@ -109,11 +96,11 @@ class Request:
     chain: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
-    num_promised: int = 0
+    num_output_placeholders: int = 0
     num_published: int = 0
     num_cached_tokens: int = 0
     num_scored: int = 0
-    guess_length: GuessLength | None = None
+    draft_length: DraftLength | None = None
     last_logprobs: TokenLogprobs | None = None
     deadline: float | None = None
     load_started: float | None = None
@@ -133,7 +120,7 @@ class Request:
 
     @property
     def expiry(self) -> float | None:
-        """When its time is up; None if it has all the time in the world."""
+        """When its time is up; None if there is no deadline."""
         return None if self.spec.timeout_s is None else self.arrival + self.spec.timeout_s
 
     @property
@@ -142,9 +129,24 @@ class Request:
         return RequestTimes(self.arrival, self.load_started, self.loaded, self.scheduled)
 
     @property
+    def first_token(self) -> FirstToken | None:
+        """Of a peer that holds the prompt's KV; None without such a peer."""
+        return self.spec.kv_transfer_params.first_token
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether it ends after its first token, and its KV is kept for a peer."""
+        return self.spec.kv_transfer_params.keeps_kv
+
+    @property
+    def sends_kv(self) -> bool:
+        """Whether its KV goes to a peer as it is computed; implies ``keeps_kv``."""
+        return self.spec.kv_transfer_params.target is not None
+
+    @property
     def loads_kv(self) -> bool:
-        """Whether the prompt's KV comes from a peer."""
-        return self.receives_kv or self.first_token is not None
+        """Whether the prompt's KV comes from a peer, with or after its first token."""
+        return self.first_token is not None or self.spec.kv_transfer_params.metaserver is not None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -158,12 +160,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, and those that are promised."""
-        return len(self.token_ids) + self.num_promised
+        """Tokens so far, and output placeholders."""
+        return len(self.token_ids) + self.num_output_placeholders
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer so far."""
+        """Output tokens so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

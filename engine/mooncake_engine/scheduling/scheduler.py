@@ -5,38 +5,77 @@ KV has caught up with its tokens, within a budget; long prompts run in chunks (a
 Sarathi-Serve). First come, first served, within a priority. Pure: no torch, no clock, no I/O; a
 connector that moves KV is an argument.
 
-Several steps may be in flight: planned, and not yet over. They run one after the other, in order,
-so a step may build on the KV of those before it, and take the place of blocks that they used; what
-is not bound to that order, a peer above all, sees only what is over.
+Several steps may be in flight: scheduled, but not completed. The device runs them one after the
+other, in order, so a step may build on the KV of those before it, and reuse blocks that they used.
+A peer is not bound to that order: it sees only what completed steps have written.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import groupby
 from math import ceil
 from operator import attrgetter
 from typing import NamedTuple
 
+from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
-from mooncake_engine.scheduling.answers import Answers
-from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.delay import AdmissionDelay
-from mooncake_engine.scheduling.kv_connector import KVConnector
-from mooncake_engine.scheduling.limits import SchedulerLimits
-from mooncake_engine.scheduling.loads import PeerLoads
-from mooncake_engine.scheduling.places import Places
-from mooncake_engine.scheduling.plan import ScheduledSequence, StepPlan, StepResult
+from mooncake_engine.scheduling.draft_scheduling import DraftScheduler
+from mooncake_engine.scheduling.output_processor import OutputProcessor
 from mooncake_engine.scheduling.preemption import Preemption
-from mooncake_engine.scheduling.queue import urgency
-from mooncake_engine.scheduling.request import FirstToken, Request, RequestState, SequenceGroup
-from mooncake_engine.scheduling.speculation import Speculation
-from mooncake_engine.scheduling.step_builder import StepBuilder
+from mooncake_engine.scheduling.remote_kv_queue import RemoteKVQueue
+from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
+from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
+from mooncake_engine.scheduling.scheduler_interface import KVConnector, SchedulerLimits
+from mooncake_engine.scheduling.step_plan import (
+    ScheduledSequence,
+    StepBuilder,
+    StepPlan,
+    StepResult,
+)
+from mooncake_kv.params import FirstToken
+
+
+class AdmissionDelay:
+    """Holds prompts back for a multiple of what the last ones took (vLLM's scheduler delay factor).
+
+    With many prompts coming in, fewer steps are disturbed by prefills, at the cost of time to
+    the first token.
+
+    Args:
+        factor: 0 never holds back.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._last_step = 0.0
+        self._latency = 0.0
+        self._has_prefill = False
+
+    def begin_step(self, now: float) -> None:
+        """A step is planned; the one before it is over."""
+        if self._has_prefill:
+            self._latency = now - self._last_step
+        self._last_step, self._has_prefill = now, False
+
+    def note_prefill(self) -> None:
+        """The step runs a new prompt."""
+        self._has_prefill = True
+
+    def has_passed(self, waiting: Iterable[Request]) -> bool:
+        """Whether the prompts that wait may start: judged by the earliest, for all of them
+        together, so that one step is disturbed and not one per prompt."""
+        if not self._factor:
+            return True
+        earliest = min((request.arrival for request in waiting), default=self._last_step)
+        return self._last_step - earliest > self._factor * self._latency
+
 
 _group_of = attrgetter("group")
 
 
-class _Flight(NamedTuple):
+class _InFlightStep(NamedTuple):
     """A step in flight: its plan, and who takes part, siblings behind their leaders."""
 
     plan: StepPlan
@@ -44,7 +83,7 @@ class _Flight(NamedTuple):
 
 
 class Scheduler:
-    """Admission, growth and budgets; the parts beside it hold queues, answers, loads, preemption.
+    """Admission, growth and budgets; the parts beside it hold queues, outputs, loads, preemption.
 
     Args:
         limits: bounds.
@@ -58,36 +97,36 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         self._connector = connector
-        self._places = Places()
-        self._answers = Answers(limits, self._places, blocks, connector)
-        self._loads = PeerLoads(limits, self._places, blocks, self._answers, connector)
-        self._preemption = Preemption(self._places, blocks)
-        self.speculation = Speculation(limits, blocks)
+        self._queues = RequestQueues()
+        self._outputs = OutputProcessor(limits, self._queues, blocks, connector)
+        self._remote_kv = RemoteKVQueue(limits, self._queues, blocks, self._outputs, connector)
+        self._preemption = Preemption(self._queues, blocks)
+        self.speculation = DraftScheduler(limits, blocks)
         self._delay = AdmissionDelay(limits.delay_factor)
         self._watermark_blocks = ceil(limits.watermark * blocks.pool.num_blocks)
         self._step = 0
-        self._flights: deque[_Flight] = deque()
-        self._awaits_landing = False
+        self._in_flight: deque[_InFlightStep] = deque()
+        self._waits_for_steps = False
 
     @property
     def num_running(self) -> int:
         """Requests that take part in steps."""
-        return len(self._places.running)
+        return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait: for their turn, for blocks, or for KV."""
-        return len(self._places.requests) - len(self._places.running)
+        return len(self._queues.requests) - len(self._queues.running)
 
     @property
     def num_swapped(self) -> int:
         """Those of them whose KV is in host memory."""
-        return len(self._places.swapped)
+        return len(self._queues.swapped)
 
     @property
     def num_loading(self) -> int:
         """Those that wait while a peer's KV comes in."""
-        return len(self._places.transferring)
+        return len(self._queues.transferring)
 
     @property
     def num_preemptions(self) -> int:
@@ -102,46 +141,46 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether ``schedule`` might plan something or ``update`` might report something."""
-        places = self._places
-        is_queued = len(places.requests) > len(places.transferring)
-        has_rest = self._answers.has_updates or bool(places.retired)
-        return is_queued or has_rest or bool(self._flights)
+        queues = self._queues
+        is_queued = len(queues.requests) > len(queues.transferring)
+        has_rest = self._outputs.has_updates or bool(queues.removed)
+        return is_queued or has_rest or bool(self._in_flight)
 
     @property
     def num_held_tables(self) -> int:
-        """Block tables that outlive their requests: see ``Answers.held_tables``."""
-        return len(self._answers.held_tables)
+        """Block tables that outlive their requests: see ``OutputProcessor.held_tables``."""
+        return len(self._outputs.held_tables)
 
     # --- requests come and go ------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Take a request in. Its id is not in use, its prompt fits the model."""
-        self._places.enter(request)
-        self._answers.watch(request)
+        self._queues.add(request)
+        self._outputs.track(request)
         if request.loads_kv:
-            self._loads.expect(request)
+            self._remote_kv.expect(request)
             return
         if request.sends_kv:
             assert self._connector is not None, "a request that sends its KV needs a connector"
-            self._connector.announce(request)
-        self._places.wait(request)
+            self._connector.on_new_request(request)
+        self._queues.wait(request)
         if leader := _prefilling(request):
-            self._places.follow(request, leader)
+            self._queues.follow(request, leader)
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is, or what is still held for it. Idempotent."""
-        request = self._places.requests.get(request_id)
+        request = self._queues.requests.get(request_id)
         if request is None:
-            self._answers.withdraw(request_id)
+            self._outputs.cancel_send(request_id)
         else:
-            self._answers.finish(request, TokenUpdate(request_id, finish=FinishReason.ABORT))
+            self._outputs.finish(request, TokenUpdate(request_id, finish=FinishReason.ABORT))
 
     def expire(self, now: float) -> None:
         """End the requests whose time is up; fail those that waited too long for blocks to load
         KV into. To be called before every step: ``now`` is when it begins."""
-        self._places.now = now
-        self._answers.end_overdue()
-        self._loads.expire()
+        self._queues.now = now
+        self._outputs.end_overdue()
+        self._remote_kv.expire()
 
     def load_ended(
         self,
@@ -157,14 +196,14 @@ class Scheduler:
             request_id: whose load; unknown ones are normal.
             error: why it failed.
             first_token: the peer's token, if it comes with the KV.
-            is_drained: False if the peer may still write into the blocks: they are kept apart
+            is_drained: False if the peer may still write into the blocks: they are reserved
                 until this is called again, drained.
         """
-        self._loads.ended(request_id, error, first_token=first_token, is_drained=is_drained)
+        self._remote_kv.ended(request_id, error, first_token=first_token, is_drained=is_drained)
 
     def release(self, request_id: str) -> None:
         """A peer has read what was held for it, or never will: the blocks are free. Idempotent."""
-        self._answers.release(request_id)
+        self._outputs.release(request_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; refused, with False, while any block is in use."""
@@ -173,37 +212,39 @@ class Scheduler:
     # --- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; the plan may be empty: then nobody has to run it.
+        """Plan the next step; an empty plan need not be run.
 
         Else it is in flight until ``update`` is called with it.
         """
         step = StepBuilder(self.limits.max_num_batched_tokens)
-        self._awaits_landing = self._awaits_landing and bool(self._flights)
-        if not self._awaits_landing:
-            self._fill(step)
+        self._waits_for_steps = self._waits_for_steps and bool(self._in_flight)
+        if not self._waits_for_steps:
+            self._schedule_requests(step)
         if self.limits.num_speculative_tokens:
-            self.speculation.plan(step, self._places.requests)
-        arrived = self._loads.arrivals.take() if step.requests else ()
-        plan = step.build(self._step, self._places.take_retired(), arrived)
+            self.speculation.plan(step, self._queues.requests)
+        arrived = self._remote_kv.received.take() if step.requests else ()
+        plan = step.build(self._step, self._queues.take_removed(), arrived)
         self._step += 1
         if not plan.is_empty:
-            self._flights.append(_Flight(plan, step.requests))
+            self._in_flight.append(_InFlightStep(plan, step.requests))
         return plan
 
-    def _fill(self, step: StepBuilder) -> None:
-        self._delay.begin_step(self._places.now)
-        if not self._continue_running(step):
+    def _schedule_requests(self, step: StepBuilder) -> None:
+        self._delay.begin_step(self._queues.now)
+        if not self._schedule_running(step):
             return
-        self._admit(step)
-        is_queued = len(self._places.waiting) or len(self._places.swapped)
+        self._schedule_new(step)
+        is_queued = len(self._queues.waiting) or len(self._queues.swapped)
         # a peer writes at any time, also before blocks that were given up have been copied
-        if not is_queued and not any(self._reaches_freed(flight.plan) for flight in self._flights):
-            self._loads.start(self._watermark_blocks)
+        if not is_queued and not any(
+            self._reaches_freed(flight.plan) for flight in self._in_flight
+        ):
+            self._remote_kv.start(self._watermark_blocks)
 
     def _reaches_freed(self, plan: StepPlan) -> bool:
         """Whether a plan in flight works on blocks that may have been given up since."""
         references = self.blocks.pool.references
-        return plan.reads_freed_blocks or not all(map(references, plan.arrived_blocks))
+        return plan.reads_freed_blocks or not all(map(references, plan.received_blocks))
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
         """Take in what came of a step; returns what happened to each request since the last call.
@@ -213,118 +254,159 @@ class Scheduler:
             result: its.
         """
         if not plan.is_empty:
-            flight = self._flights.popleft()
+            flight = self._in_flight.popleft()
             assert flight.plan is plan, f"step {plan.step} is over before {flight.plan.step}"
             requests = iter(flight.requests)
             for sequence in plan.sequences:
-                self._land(next(requests), sequence, result)
+                self._complete(next(requests), sequence, result)
                 if sequence.siblings:
                     for _ in sequence.siblings:
-                        self._land(next(requests), sequence, result)
-        return self._answers.take_updates()
+                        self._complete(next(requests), sequence, result)
+        return self._outputs.take_updates()
 
     def take_updates(self) -> list[TokenUpdate]:
         """What happened outside steps: aborts, failures, first tokens from a peer."""
-        return self._answers.take_updates()
+        return self._outputs.take_updates()
 
     def check_integrity(self) -> None:
         """Prove that every block is owned by exactly the tables that list it."""
-        self._places.check()
-        requests = self._places.requests.values()
+        self._queues.check()
+        requests = self._queues.requests.values()
         tables = [request.block_ids for request in requests]
-        self.blocks.pool.check_integrity([*tables, *self._answers.held_tables])
+        self.blocks.pool.check_integrity([*tables, *self._outputs.held_tables])
         self.blocks.host_pool.check_integrity([request.host_block_ids for request in requests])
-        for request in self._places.swapped:
+        for request in self._queues.swapped:
             assert request.host_block_ids, f"{request.request_id} is swapped out to nowhere"
 
-    def _land(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
+    def _complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """A request's share of a step is over; the request itself may have ended meanwhile."""
         stop = sequence.start + sequence.count
         request.num_in_flight -= stop - request.num_computed
         request.num_computed = stop
-        if request.state is not RequestState.RUNNING:
+        if request.state is not RequestStatus.RUNNING:
             if not request.num_in_flight:
-                self._answers.settle(request)
+                self._outputs.complete(request)
             return
         self.blocks.publish(request)
         if result.prompt_logprobs:
             scores = result.prompt_logprobs.get(request.request_id, ())
-            self._answers.report_scores(request, sequence.start, scores)
+            self._outputs.report_scores(request, sequence.start, scores)
         if sequence.is_sampling:
-            request.num_promised -= 1
+            request.num_output_placeholders -= 1
             name = request.spec.request_id
             if name in result.failed:
-                self._answers.fail(request, result.failed[name])
+                self._outputs.fail(request, result.failed[name])
             else:
-                self._answers.append(request, result.tokens[name])
-            if sequence.num_guesses:
-                self.speculation.settle(request, sequence, result)
+                self._outputs.append(request, result.tokens[name])
+            if sequence.num_draft_tokens:
+                self.speculation.complete(request, sequence, result)
 
     # --- running ---------------------------------------------------------------------------
 
-    def _continue_running(self, step: StepBuilder) -> bool:
-        """Give running requests their tokens; False if blocks ran out: some gave way, or have to
-        when nothing is in flight any more."""
+    def _schedule_running(self, step: StepBuilder) -> bool:
+        """Give running requests their tokens, decodes first (as Sarathi-Serve and vLLM v1 do): one
+        long prompt, whatever its priority, must not hold up the next token of all others.
+
+        Returns:
+            False if blocks ran out: a group was preempted, or has to be when no step is in flight
+            any more.
+        """
         before = self._preemption.num_preemptions
-        for group, members in groupby(list(self._places.running), _group_of):
+        prompts: list[Request] = []
+        for group, members in groupby(list(self._queues.running), _group_of):
             if len(group.members) == 1:
-                self._continue_single(next(members), step)
+                self._schedule_single(next(members), step, prompts)
             else:
-                self._continue_group(group, list(members), step)
-            if self._awaits_landing:
+                self._schedule_group(group, list(members), step, prompts)
+            if self._waits_for_steps:
+                return False
+        for request in prompts:
+            if not self._schedule_prompt(request, step):
                 return False
         return self._preemption.num_preemptions == before
 
-    def _continue_single(self, request: Request, step: StepBuilder) -> None:
+    def _schedule_single(self, request: Request, step: StepBuilder, prompts: list[Request]) -> None:
+        """Schedule a request without siblings if it decodes; else put it off to ``prompts``."""
         # as _count does, without a call: this runs for every decode
         start = request.num_computed + request.num_in_flight
-        num_promised = request.num_promised
-        count = min(len(request.token_ids) + num_promised - start, step.budget)
-        if not count or (num_promised and not self._runs_ahead(request)):
+        num_output_placeholders = request.num_output_placeholders
+        num_pending = len(request.token_ids) + num_output_placeholders - start
+        if num_pending > 1:
+            prompts.append(request)
             return
-        if request.state is not RequestState.RUNNING:
+        count = min(num_pending, step.budget)
+        if not count or (num_output_placeholders and not self._may_run_ahead(request)):
+            return
+        if request.state is not RequestStatus.RUNNING:
             return
         while (growth := self.blocks.grow(request, start + count)) is None:
-            if not self._make_room_for(request.group, step):
+            if not self._preempt_for(request.group, step):
                 return
-            if request.state is not RequestState.RUNNING:
+            if request.state is not RequestStatus.RUNNING:
                 return
         step.add(request, count, growth)
 
+    def _schedule_prompt(self, request: Request, step: StepBuilder) -> bool:
+        """Run the next tokens of a prompt in what the decodes have left; False to plan no more.
+
+        Its blocks are there since it was first scheduled, but for one: the copy of a block that it
+        shares and is about to write to. A request that is in the step already can't be preempted
+        for that: then the prompt waits for a step.
+        """
+        count = self._count(request, step.budget)
+        if not count:
+            return True
+        if self.blocks.num_missing(request, request.num_scheduled + count) > (
+            self.blocks.pool.num_free
+        ):
+            return bool(step.requests) or self._preempt_for(request.group, step)
+        self._schedule_tokens(request, count, step)
+        return True
+
     def _count(self, request: Request, budget: int) -> int:
         """How many tokens of a request run next."""
-        is_ready = not request.num_promised or self._runs_ahead(request)
-        if not is_ready or request.state is not RequestState.RUNNING:
+        is_ready = not request.num_output_placeholders or self._may_run_ahead(request)
+        if not is_ready or request.state is not RequestStatus.RUNNING:
             return 0
         return min(request.num_pending, budget)
 
-    def _runs_ahead(self, request: Request) -> bool:
-        """Whether a request runs on before it is known what a step in flight samples: not where the
-        workers don't know it themselves, nor after the token that certainly is its last."""
-        return self.limits.feeds_forward and request.num_tokens < request.max_num_tokens
+    def _may_run_ahead(self, request: Request) -> bool:
+        """Whether a request is scheduled again before its last token is known here.
 
-    def _make_room_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Have somebody give way, whom no step in flight runs: else nothing is planned until all of
-        them are over."""
-        if self._flights:
-            self._awaits_landing = True
+        Async scheduling: the next step is planned with a placeholder, which the workers fill on the
+        device with the token that the step in flight samples. Not without async scheduling, as the
+        workers would not know the token either, nor after the token that is certainly the last."""
+        return self.limits.uses_async_scheduling and request.num_tokens < request.max_num_tokens
+
+    def _preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
+        """Preempt a group, which no step in flight may run: else plan nothing until all of them
+        have completed, and return False."""
+        if self._in_flight:
+            self._waits_for_steps = True
             return False
-        self._preemption.make_room_for(group, step)
+        self._preemption.preempt_for(group, step)
         return True
 
-    def _continue_group(
-        self, group: SequenceGroup, members: list[Request], step: StepBuilder
+    def _schedule_group(
+        self,
+        group: SequenceGroup,
+        members: list[Request],
+        step: StepBuilder,
+        prompts: list[Request],
     ) -> None:
-        """All members that can run do, or the group gives way."""
+        """All members that decode run, or the group is preempted; the others are put off to
+        ``prompts``."""
+        prompts += [member for member in members if member.num_pending > 1]
+        decodes = [member for member in members if member.num_pending <= 1]
         pool = self.blocks.pool
         while True:
-            shares, wanted = self._shares(members, step.budget)
+            shares, wanted = self._shares(decodes, step.budget)
             if wanted <= pool.num_free:
                 break
-            if not self._make_room_for(group, step):
+            if not self._preempt_for(group, step):
                 return
         for request, count in shares:
-            self._run_on(request, count, step)
+            self._schedule_tokens(request, count, step)
 
     def _shares(self, members: list[Request], budget: int) -> tuple[list[tuple[Request, int]], int]:
         """How many tokens each running member gets, and how many blocks that takes."""
@@ -332,91 +414,91 @@ class Scheduler:
         for request in members:
             if count := self._count(request, budget):
                 shares.append((request, count))
-                wanted += self.blocks.lacking(request, request.num_scheduled + count)
+                wanted += self.blocks.num_missing(request, request.num_scheduled + count)
                 budget -= count
         return shares, wanted
 
-    def _run_on(self, request: Request, count: int, step: StepBuilder) -> None:
+    def _schedule_tokens(self, request: Request, count: int, step: StepBuilder) -> None:
         growth = self.blocks.grow(request, request.num_scheduled + count)
         assert growth is not None, "blocks were counted before they were taken"
         followers: list[Request] = []
         if request.shares_first_token and count == request.num_pending:
-            followers = self._take_followers(request, step)
+            followers = self._schedule_followers(request, step)
         step.add(request, count, growth, followers)
 
-    def _take_followers(self, leader: Request, step: StepBuilder) -> list[Request]:
+    def _schedule_followers(self, leader: Request, step: StepBuilder) -> list[Request]:
         """Siblings that get the prompt's blocks and sample from its logits, while there is room."""
-        followers = self._places.followers(leader)
-        taken = followers[: self.limits.max_num_seqs - len(self._places.running)]
+        followers = self._queues.followers(leader)
+        taken = followers[: self.limits.max_num_seqs - len(self._queues.running)]
         for follower in taken:
-            self._places.leave(follower)
+            self._queues.dequeue(follower)
             self.blocks.fork(follower, leader)
-            self._places.run(follower)
-            step.admit(follower)
-        self._places.disperse(leader)
+            self._queues.run(follower)
+            step.add_new_request(follower)
+        self._queues.release_followers(leader)
         return taken
 
     # --- admitting -------------------------------------------------------------------------
 
-    def _admit(self, step: StepBuilder) -> None:
+    def _schedule_new(self, step: StepBuilder) -> None:
         """Those with blocks go first; then the most urgent one, swapped out or without blocks."""
-        places = self._places
-        while step.budget and len(places.running) < self.limits.max_num_seqs:
-            if request := places.ready.peek():
-                is_admitted = self._run_ready(request, step)
-            elif request := self._most_urgent():
-                is_admitted = self._bring_in(request, step)
+        queues = self._queues
+        may_start = not queues.running or self._delay.has_passed(queues.waiting)
+        while step.budget and len(queues.running) < self.limits.max_num_seqs:
+            if request := queues.ready.peek():
+                is_scheduled = self._schedule_ready(request, step)
+            elif request := self._highest_priority():
+                is_scheduled = self._schedule_waiting(request, step, may_start=may_start)
             else:
                 return
-            if not is_admitted:
+            if not is_scheduled:
                 return
 
-    def _most_urgent(self) -> Request | None:
-        heads = (self._places.swapped.peek(), self._places.waiting.peek())
-        return min((head for head in heads if head is not None), key=urgency, default=None)
+    def _highest_priority(self) -> Request | None:
+        heads = (self._queues.swapped.peek(), self._queues.waiting.peek())
+        return min((head for head in heads if head is not None), key=priority_key, default=None)
 
-    def _run_ready(self, request: Request, step: StepBuilder) -> bool:
+    def _schedule_ready(self, request: Request, step: StepBuilder) -> bool:
         growth = self.blocks.grow(request, len(request.token_ids))
         if growth is not None:
             step.copy(growth)
             self._run(request, step)
-        elif not self._places.running and not self._flights:
-            self._preemption.start_over(self._places.ready.least_urgent() or request)
+        elif not self._queues.running and not self._in_flight:
+            self._preemption.recompute(self._queues.ready.lowest_priority() or request)
         else:
             return False
         return True
 
-    def _bring_in(self, request: Request, step: StepBuilder) -> bool:
-        """Swap a group in, or begin a request; False if it has to wait."""
-        is_alone = not self._places.running
+    def _schedule_waiting(self, request: Request, step: StepBuilder, *, may_start: bool) -> bool:
+        """Swap a group in, or begin a request if new ones may start; False if it has to wait."""
+        is_alone = not self._queues.running
         # room for those that run, and for the request's siblings to part from it
         reserve = 0 if is_alone else self._watermark_blocks + len(request.group.members) - 1
-        if request.state is RequestState.SWAPPED:
-            return self._preemption.bring_back(request, step, reserve)
-        has_passed = is_alone or self._delay.has_passed(request.arrival)
-        if not has_passed or not self._place(request, reserve, step):
+        if request.state is RequestStatus.SWAPPED:
+            return self._preemption.resume(request, step, reserve)
+        if not may_start or not self._allocate(request, reserve, step):
             return False
-        self._delay.note_admission()
+        self._delay.note_prefill()
         if request.shares_first_token:
-            self._places.gather(request)
+            self._queues.follow_leader(request)
         self._run(request, step)
         return True
 
-    def _place(self, request: Request, reserve: int, step: StepBuilder) -> bool:
+    def _allocate(self, request: Request, reserve: int, step: StepBuilder) -> bool:
         """Blocks for all the tokens that the request has now, a sibling's where it has the same."""
         sibling = request.group.find_prompt()
         if sibling is not None and request.shares_prompt:
             return self._fork(request, sibling, reserve, step)
         num_tokens = len(request.token_ids)
         cacheable = 0 if request.awaits_scores else num_tokens - 1
-        if not self.blocks.begin(request, num_tokens, cacheable=cacheable, reserve=reserve):
+        if not self.blocks.allocate(request, num_tokens, cacheable=cacheable, reserve=reserve):
             return False
         if not request.num_output_tokens:
             request.num_cached_tokens = request.num_computed
         return True
 
     def _fork(self, request: Request, sibling: Request, reserve: int, step: StepBuilder) -> bool:
-        """Go on from a sibling's prompt; its last token runs again if there is no later one."""
+        """Continue from a sibling's prompt; its last token runs again if there is no later one."""
         num_tokens, prompt = len(request.token_ids), request.num_prompt_tokens
         wanted = self.blocks.blocks_for(num_tokens) - self.blocks.blocks_for(prompt) + 1
         if wanted + reserve > self.blocks.pool.num_free:
@@ -430,10 +512,10 @@ class Scheduler:
 
     def _run(self, request: Request, step: StepBuilder) -> None:
         """A request that has all its blocks takes part from now on."""
-        self._places.leave(request)
-        self._places.run(request)
-        step.admit(request)
-        self._run_on(request, min(request.num_pending, step.budget), step)
+        self._queues.dequeue(request)
+        self._queues.run(request)
+        step.add_new_request(request)
+        self._schedule_tokens(request, min(request.num_pending, step.budget), step)
 
 
 def _prefilling(request: Request) -> Request | None:
@@ -441,6 +523,6 @@ def _prefilling(request: Request) -> Request | None:
     if not request.shares_first_token:
         return None
     for member in request.group.members:
-        if member.state is RequestState.RUNNING and member.shares_first_token:
+        if member.state is RequestStatus.RUNNING and member.shares_first_token:
             return member
     return None

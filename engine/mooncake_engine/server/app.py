@@ -1,36 +1,71 @@
-"""The ASGI application: what is served where."""
+"""The ASGI application: routes, middleware, and the endpoints that do not generate."""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import importlib.metadata
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from typing import Any
 
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake_engine.errors import EngineError
-from mooncake_engine.server.access import AccessLog, KeyCheck
-from mooncake_engine.server.answering import Answerer
-from mooncake_engine.server.endpoints import GenerationEndpoint, PlainEndpoints
-from mooncake_engine.server.errors import ApiError, to_api_error
-from mooncake_engine.server.forms import ChatForm, CompletionForm
-from mooncake_engine.server.metrics import ServerMetrics
-from mooncake_engine.server.options import ServerOptions
-from mooncake_engine.server.planning import Planner
-from mooncake_engine.server.protocol import ChatRequest, CompletionRequest
-from mooncake_engine.server.request_ids import LiveRequests
-from mooncake_engine.server.tracing import Tracing
-from mooncake_engine.text.generation import Engine
+from mooncake_engine.errors import EngineDead, EngineError, InvalidRequest
+from mooncake_engine.server.generation_handler import (
+    GenerationEndpoint,
+    GenerationHandler,
+    read_body,
+)
+from mooncake_engine.server.input_processor import (
+    InputProcessor,
+    check_chat_size,
+    encode,
+    render_chat,
+)
+from mooncake_engine.server.live_requests import (
+    LiveRequests,
+    ShuttingDown,
+)
+from mooncake_engine.server.openai_protocol import (
+    AbortBody,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode_request,
+    to_api_error,
+)
+from mooncake_engine.server.request_metrics import ServerMetrics
+from mooncake_engine.server.request_tracing import Tracing
+from mooncake_engine.server.response_builders import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+)
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.server.tool_choice import shown_tools
+from mooncake_engine.text.completion_output import EngineClient
+from mooncake_engine.text.limits import check_text_size
 from mooncake_engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = ServerOptions()
 _MODEL_PATH = "/v1/models/"
+_MAX_DETOKENIZED = 1 << 20
+_LONG_DETOKENIZED = 10_000
+"""More ids take milliseconds to decode: other requests should not wait for them."""
 _COUNTED = frozenset(
     {
         "/v1/completions",
@@ -45,7 +80,7 @@ _COUNTED = frozenset(
 
 
 def create_app(
-    engine: Engine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     options: ServerOptions = _DEFAULTS,
     tracing: Tracing | None = None,
@@ -55,20 +90,20 @@ def create_app(
     caller's, and so is closing ``live`` when no more requests shall be taken."""
     tool_format = options.tool_format(tokenizer)
     names = (engine.config.model_name, *options.model_aliases)
-    planner = Planner(names, engine.facts, tokenizer, tool_format)
+    processor = InputProcessor(names, engine.info, tokenizer, tool_format)
     metrics = ServerMetrics(engine)
-    answerer = Answerer(engine, tokenizer, metrics, tracing)
+    handler = GenerationHandler(engine, tokenizer, metrics, tracing)
     live = LiveRequests() if live is None else live
-    plain = PlainEndpoints(planner, answerer, live, started=int(time.time()))
+    plain = PlainEndpoints(processor, handler, live, started=int(time.time()))
     return Starlette(
-        routes=[*_generation_routes(planner, answerer, live), *_plain_routes(plain)],
+        routes=[*_generation_routes(processor, handler, live), *_plain_routes(plain)],
         middleware=_middleware(options, metrics),
         exception_handlers={EngineError: _engine_error, HTTPException: _http_error},
     )
 
 
 def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middleware]:
-    around = [Middleware(_Counted, count=metrics.answered)]
+    around = [Middleware(_CountResponses, count=metrics.count_response)]
     if options.access_log != "off":
         around.append(Middleware(AccessLog, level=options.access_log))
     if options.api_keys:
@@ -76,8 +111,8 @@ def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middlewa
     return around
 
 
-class _Counted:
-    """Counts answers by path and status; what is asked of every server all the time is left out."""
+class _CountResponses:
+    """Counts responses by path and status; health checks and scrapes are left out."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]) -> None:
         self._app = app
@@ -98,12 +133,20 @@ class _Counted:
         return self._app(scope, receive, counted)
 
 
-def _generation_routes(planner: Planner, answerer: Answerer, live: LiveRequests) -> list[Route]:
-    token_bytes = planner.tokenizer.token_bytes
+def _generation_routes(
+    processor: InputProcessor, handler: GenerationHandler, live: LiveRequests
+) -> list[Route]:
+    token_bytes = processor.tokenizer.token_bytes
     completions = GenerationEndpoint(
-        CompletionRequest, planner.completion, CompletionForm(token_bytes), answerer, live
+        CompletionRequest,
+        processor.completion,
+        CompletionResponseBuilder(token_bytes),
+        handler,
+        live,
     )
-    chat = GenerationEndpoint(ChatRequest, planner.chat, ChatForm(token_bytes), answerer, live)
+    chat = GenerationEndpoint(
+        ChatRequest, processor.chat, ChatResponseBuilder(token_bytes), handler, live
+    )
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -137,3 +180,221 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     words = HTTPStatus(exc.status_code).phrase
     message = f"{request.method} {request.url.path}: {words}"
     return ApiError(exc.status_code, message, "invalid_request_error").response()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainEndpoints:
+    """Everything that does not generate."""
+
+    processor: InputProcessor
+    handler: GenerationHandler
+    live: LiveRequests
+    started: int
+
+    async def models(self, _: Request) -> Response:
+        """``GET /v1/models``."""
+        cards = [self._card(name) for name in self.processor.model_names]
+        return _json({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        """``GET /v1/models/NAME``; names may hold slashes."""
+        name = request.path_params["model"]
+        self.processor.check_model(name)
+        return _json(self._card(name))
+
+    async def version(self, _: Request) -> Response:
+        """``GET /version``."""
+        return _json({"version": importlib.metadata.version("mooncake-engine")})
+
+    async def refuse_adapter(self, _: Request) -> Response:
+        """``POST /v1/load_lora_adapter`` and its counterpart: 501."""
+        message = "LoRA adapters are not served: merge the adapter into the model's weights"
+        return ApiError(501, message, "not_implemented_error", code="lora_not_served").response()
+
+    async def topology(self, _: Request) -> Response:
+        """``GET /kv/topology``: where peers reach this instance; 404 if it works alone."""
+        topology = self.handler.engine.topology()
+        if topology is None:
+            message = "this instance works alone: it has no KV connector"
+            return ApiError(404, message, "not_found_error").response()
+        return Response(msgspec.json.encode(topology), media_type="application/json")
+
+    async def health(self, _: Request) -> Response:
+        """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason;
+        a proxy learns here which pairs of instances to leave alone."""
+        try:
+            self.handler.engine.check_health()
+            self.live.check_open()
+        except (EngineDead, ShuttingDown) as exc:
+            return to_api_error(exc).response()
+        engine = self.handler.engine
+        pairing = engine.pairing()
+        peers = {} if pairing is None else msgspec.structs.asdict(pairing)
+        return _json({"status": "ok", "role": engine.config.role.value, **peers})
+
+    async def metrics(self, _: Request) -> Response:
+        """``GET /metrics``."""
+        exposition = self.handler.metrics.exposition()
+        return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def abort(self, request: Request) -> Response:
+        """``POST /abort``: 200 whether or not anything was left to abort."""
+        wanted = decode_request(await read_body(request), AbortBody)
+        self.live.abort(wanted.request_id)
+        self.handler.engine.abort(wanted.request_id)
+        return _json({})
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """``POST /reset_prefix_cache``: 200, or 409 while requests use the KV cache."""
+        if await self.handler.engine.reset_prefix_cache():
+            return _json({})
+        message = "the prefix cache can't be reset while requests use the KV cache; try again later"
+        return ApiError(409, message, "invalid_request_error").response()
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``."""
+        wanted = decode_request(await read_body(request), TokenizeRequest)
+        self.processor.check_model(wanted.model)
+        tokenizer = self.processor.tokenizer
+        text, adds_special = await self._text(wanted)
+        ids = await encode(tokenizer, text, add_special_tokens=adds_special)
+        body: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self.processor.info.max_model_len,
+            "tokens": ids,
+        }
+        if wanted.return_token_strs:
+            names = [tokenizer.token_bytes(token_id) for token_id in ids]
+            body["token_strs"] = [name.decode(errors="replace") for name in names]
+        return _json(body)
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``."""
+        wanted = decode_request(await read_body(request), DetokenizeRequest)
+        self.processor.check_model(wanted.model)
+        size = self.processor.info.vocab_size
+        if len(wanted.tokens) > _MAX_DETOKENIZED:
+            raise InvalidRequest(
+                f"tokens must hold at most {_MAX_DETOKENIZED} ids, got {len(wanted.tokens)}",
+                param="tokens",
+            )
+        for token_id in (min(wanted.tokens, default=0), max(wanted.tokens, default=0)):
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    f"tokens must be in [0, {size}), got {token_id}", param="tokens"
+                )
+        decode = partial(self.processor.tokenizer.decode, skip_special_tokens=False)
+        is_long = len(wanted.tokens) > _LONG_DETOKENIZED
+        text = await asyncio.to_thread(decode, wanted.tokens) if is_long else decode(wanted.tokens)
+        return _json({"prompt": text})
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "mooncake-engine",
+            "max_model_len": self.processor.info.max_model_len,
+        }
+
+    async def _text(self, wanted: TokenizeRequest) -> tuple[str, bool]:
+        """Text, and whether special tokens are added by default: not around a chat template."""
+        adds_special = wanted.add_special_tokens
+        if (wanted.prompt is None) == (wanted.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        info = self.processor.info
+        if wanted.prompt is not None:
+            check_text_size(len(wanted.prompt), info, param="prompt")
+            return wanted.prompt, adds_special is not False
+        check_chat_size(wanted, info)
+        tools = shown_tools(wanted.tools or ())
+        text = await render_chat(wanted, self.processor.tokenizer, tools)
+        check_text_size(len(text), info, param="messages")
+        return text, bool(adds_special)
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+_CLIENT_LEFT = 499
+"""Status that is logged where the client left before a response began; as nginx does."""
+_GUARDED = ("/v1/", "/tokenize", "/detokenize")
+
+
+class KeyCheck:
+    """Requires an API key to generate. Health, metrics and requests between instances and the proxy
+    need none, as in vLLM.
+
+    Args:
+        app: what is behind it.
+        keys: that are good.
+    """
+
+    def __init__(self, app: ASGIApp, keys: frozenset[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or respond with 401."""
+        if not scope.get("path", "").startswith(_GUARDED) or self._is_known(HTTPConnection(scope)):
+            await self._app(scope, receive, send)
+            return
+        message = "wrong or missing API key: send Authorization: Bearer KEY"
+        error = ApiError(401, message, "authentication_error", code="invalid_api_key")
+        response = error.response()
+        response.headers["WWW-Authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _is_known(self, asked: HTTPConnection) -> bool:
+        scheme, _, token = asked.headers.get("authorization", "").partition(" ")
+        given = token.strip().encode()
+        # Every key is compared, each in constant time: timing reveals nothing about any of them.
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class AccessLog:
+    """One JSON line per request on standard error, when it is over; the proxy's have these fields,
+    too.
+
+    Args:
+        app: what is behind it.
+        level: ``errors``, which leaves statuses below 400 out, or ``all``.
+    """
+
+    def __init__(self, app: ASGIApp, level: str) -> None:
+        self._app = app
+        self._lowest = 400 if level == "errors" else 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and write down how it ended."""
+        began = time.monotonic()
+        start: Message = {"status": _CLIENT_LEFT, "headers": []}
+
+        def watched(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                start.update(message)
+            return send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            if start["status"] >= self._lowest:
+                _write_line(scope, start, time.monotonic() - began)
+
+
+def _write_line(scope: Scope, start: Message, elapsed_s: float) -> None:
+    host, port = scope.get("client") or ("local", 0)
+    request_id = dict(start["headers"]).get(b"x-request-id", b"").decode("latin-1")
+    info = {
+        "time": round(time.time(), 3),
+        "request_id": request_id or None,
+        "client": f"{host}:{port}",
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": start["status"],
+        "ms": round(elapsed_s * 1000, 3),
+    }
+    sys.stderr.write(msgspec.json.encode(info).decode() + "\n")
+    sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, incremental detokenizer, stop strings, text of an answer."""
+"""Between text and tokens: tokenizer, detokenizer, stop strings, tool calls, text of a choice."""

@@ -1,4 +1,4 @@
-"""Grammars that answers follow, through llguidance (an extra: ``mooncake-engine[structured]``).
+"""Grammars that outputs follow, through llguidance (an extra: ``mooncake-engine[structured]``).
 
 A ``Vocabulary`` knows the bytes of every token; it is built once per tokenizer and process, which
 takes a second for 150,000 tokens. Compiled grammars are kept, and copied for each request. Both
@@ -27,18 +27,18 @@ JSON_STYLE = {"whitespace_pattern": r"[ \t\n]{0,20}"}
 
 
 class GrammarMatcher:
-    """Where one answer stands in its grammar."""
+    """The position of one output in its grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def accept(self, token_id: int) -> None:
-        """The answer goes on with this token."""
+        """The output continues with this token."""
         if not self._matcher.is_stopped():  # afterwards only an end may come
             self._matcher.consume_token(token_id)
 
     def copy(self) -> GrammarMatcher:
-        """A matcher of its own in the same place."""
+        """An independent matcher at the same position."""
         return GrammarMatcher(self._matcher.deep_copy())
 
     def allowed(self) -> bytes:
@@ -60,7 +60,7 @@ class Vocabulary:
     Args:
         tokenizer: the model's.
         size: of the model's vocabulary.
-        eos_token_ids: tokens that may end an answer whose grammar is complete.
+        eos_token_ids: tokens that may end an output whose grammar is complete.
 
     Raises:
         InvalidRequest: llguidance is not installed.
@@ -76,7 +76,7 @@ class Vocabulary:
         )
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of an answer.
+        """A matcher at the beginning of an output.
 
         Raises:
             InvalidRequest: the grammar is wrong, or too complex.
@@ -112,7 +112,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """A tokenizer as llguidance wants it."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> None:
         if not eos_token_ids:

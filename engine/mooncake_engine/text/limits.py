@@ -1,4 +1,4 @@
-"""What an engine's facts mean for one prompt and its answers."""
+"""Limits of one prompt and its choices on a given engine."""
 
 from __future__ import annotations
 
@@ -6,36 +6,51 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mooncake_engine.errors import InvalidRequest, PromptTooLong
-from mooncake_engine.messages import EngineFacts
+from mooncake_engine.messages import EngineInfo
 from mooncake_engine.sampling_params import SamplingParams
 
 _SEED_SPACE = 2**63
+_ALWAYS_READ_CHARACTERS = 64 << 10
+_CHARACTERS_PER_TOKEN = 32
+"""More than any text has on average: English has 4 to 5, indented code up to 10. Tokenising takes
+some 200 bytes of memory per character, so what can't fit is refused before."""
 
 
-def check_prompt(token_ids: Sequence[int], facts: EngineFacts, *, param: str) -> None:
+def check_text_size(num_characters: int, info: EngineInfo, *, param: str) -> None:
+    """Raises PromptTooLong for a text that is too long for the context however it is tokenised."""
+    limit = max(_ALWAYS_READ_CHARACTERS, _CHARACTERS_PER_TOKEN * info.max_model_len)
+    if num_characters > limit:
+        raise PromptTooLong(
+            f"{param} has {num_characters} characters; the context of {info.max_model_len} tokens "
+            f"leaves room for at most {limit}: shorten it",
+            param=param,
+        )
+
+
+def check_prompt(token_ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
     """Raises InvalidRequest or PromptTooLong for a prompt that the engine can't continue."""
     if not token_ids:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
-    if len(token_ids) >= facts.max_model_len:
+    if len(token_ids) >= info.max_model_len:
         raise PromptTooLong(
-            f"{param} has {len(token_ids)} tokens; the context of {facts.max_model_len} leaves "
-            f"room for prompts of at most {facts.max_model_len - 1}: shorten it",
+            f"{param} has {len(token_ids)} tokens; the context of {info.max_model_len} leaves "
+            f"room for prompts of at most {info.max_model_len - 1}: shorten it",
             param=param,
         )
     low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= facts.vocab_size:
+    if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(
-            f"{param} must be token ids in [0, {facts.vocab_size}), got {wrong}", param=param
+            f"{param} must be token ids in [0, {info.vocab_size}), got {wrong}", param=param
         )
 
 
-def answer_sampling(
-    sampling: SamplingParams, index: int, num_prompt_tokens: int, facts: EngineFacts
+def choice_sampling(
+    sampling: SamplingParams, index: int, num_prompt_tokens: int, info: EngineInfo
 ) -> SamplingParams:
-    """For one of a prompt's answers: its own seed, a limit that ends with the context, and the log
+    """Of one of a prompt's choices: its own seed, a limit that ends with the context, and the log
     probabilities that it is ranked by."""
-    room = facts.max_model_len - num_prompt_tokens
+    room = info.max_model_len - num_prompt_tokens
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     seed = sampling.seed
     if seed is not None and index > 0:

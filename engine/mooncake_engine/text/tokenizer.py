@@ -1,17 +1,74 @@
-"""The model's tokenizer and chat template, read from its directory and from nowhere else."""
+"""A model directory's tokenizer: ids, bytes of each token, chat template, fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from mooncake_engine.errors import CheckpointError, InvalidRequest
-from mooncake_engine.text.token_bytes import TokenToBytes, token_to_bytes
+
+TokenToBytes = Callable[[str], bytes]
+
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "▁"
+
+
+def token_to_bytes(decoder: dict[str, Any] | None) -> TokenToBytes:
+    """The function for a tokenizer's ``decoder`` section (``tokenizer.json``).
+
+    Raises:
+        CheckpointError: the decoder is of neither family.
+    """
+    kinds = _decoder_kinds(decoder)
+    if "ByteLevel" in kinds:
+        return _byte_level
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return _sentencepiece
+    raise CheckpointError(
+        "the tokenizer must decode with ByteLevel, Metaspace or ByteFallback to be streamed, "
+        f"found {sorted(kinds) or 'no decoder'}; convert it to a byte-level tokenizer.json"
+    )
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    if decoder["type"] == "Sequence":
+        return {part["type"] for part in decoder["decoders"]}
+    return {decoder["type"]}
+
+
+@lru_cache(maxsize=1)
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's map of bytes to printable characters, inverted (Radford et al. 2019, encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+def _byte_level(token: str) -> bytes:
+    table = _byte_of_character()
+    try:
+        return bytes([table[character] for character in token])
+    except KeyError:  # an added token is written as it is
+        return token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    fallback = _FALLBACK_BYTE.fullmatch(token)
+    if fallback:
+        return bytes([int(fallback[1], 16)])
+    return token.replace(_SPACE_MARK, " ").encode()
+
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -1,1 +1,1 @@
-"""How one request travels: the two flows with a hand-over, and the plain one."""
+"""The path of one request: pull and push between P and D, and plain on one instance."""

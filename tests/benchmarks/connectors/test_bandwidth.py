@@ -21,8 +21,8 @@ from support.figures import Figure, record
 from support.pd import Instance, ask, pair, prefill
 
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_hal.bench.limits import memcpy_mover, stream_mover
-from mooncake_hal.bench.measure import Shape
+from mooncake_hal.bench.machine_limits import memcpy_mover, stream_mover
+from mooncake_hal.bench.transfer_speed import TransferShape
 
 TOKENS = 2048
 ROUNDS = 16
@@ -81,7 +81,7 @@ def measure(model: Path, transport: str, sizes: tuple[int, int]) -> tuple[float,
 
     limit = memcpy_mover if transport == "shm" else stream_mover
     with limit(KV_BYTES, 2) as mover:
-        move = mover.prepare(Shape(KV_BYTES, KV_BYTES), "read")
+        move = mover.prepare(TransferShape(KV_BYTES, KV_BYTES), "read")
         move()
         times = asyncio.run(scenario(move))
     loads, moves = (quantiles(column, n=4)[0] for column in zip(*times, strict=True))

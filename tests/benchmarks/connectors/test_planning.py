@@ -9,7 +9,7 @@ from support.figures import Figure, record
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import make_layout
-from mooncake_hal.kv.plan import KVPlacement, Movement, plan_transfer
+from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 
 SPANS = 100_000
 TOKENS = 1_600
@@ -17,10 +17,10 @@ GEOMETRY = KVGeometry(AttentionKind.GQA, 4, 8, (128, 128), "bfloat16", 2)
 ROUNDS = 9
 
 
-def placement(tp_size: int, layout: str, block_size: int) -> KVPlacement:
+def placement(tp_size: int, layout: str, block_size: int) -> KVShardSpec:
     shard = shard_of(GEOMETRY, tp_size, 0)
     num_blocks = TOKENS // block_size + 1
-    return KVPlacement(shard, make_layout(layout, GEOMETRY, shard, num_blocks, block_size))
+    return KVShardSpec(shard, make_layout(layout, GEOMETRY, shard, num_blocks, block_size))
 
 
 def test_a_plan_of_100_000_spans(benchmark) -> None:
@@ -28,7 +28,7 @@ def test_a_plan_of_100_000_spans(benchmark) -> None:
     here, there = placement(1, "BHLPT", 16), placement(1, "LPBTH", 128)
     local, remote = (list(range(TOKENS // size + 1)) for size in (16, 128))
     random.Random(0).shuffle(local)
-    movement = Movement(local, remote, (0, TOKENS))
+    movement = BlockTransfer(local, remote, (0, TOKENS))
     times, found = [], 0
 
     def plan() -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.testing.backends_data import Case, Shape, make_case
-from mooncake_hal_cpu.backend import CpuBackend
-from mooncake_hal_cpu.ops import NativeOps
+from mooncake_hal_cpu.cpu_backend import CpuBackend
+from mooncake_hal_cpu.cpu_ops import NativeOps
 from mooncake_hal_cpu.torch_ops import TorchOps
 
 ROUNDS = 7

@@ -10,8 +10,8 @@ import torch
 from support.figures import Figure, record
 from torch.utils.benchmark import Timer
 
-from mooncake_hal_cpu.backend import CpuBackend
-from mooncake_hal_cpu.ops import NativeOps
+from mooncake_hal_cpu.cpu_backend import CpuBackend
+from mooncake_hal_cpu.cpu_ops import NativeOps
 from mooncake_hal_cpu.torch_ops import TorchOps
 
 BACKEND = CpuBackend()

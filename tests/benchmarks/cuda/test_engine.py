@@ -16,6 +16,7 @@ from support.figures import Figure, record
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import InProcessExecutor
 from mooncake_hal.backend import Backend
 
@@ -69,7 +70,7 @@ def executor_of(directory: Path, backend: Backend) -> InProcessExecutor:
     config = EngineConfig(
         directory, backend=backend.name, dtype="bfloat16", num_kv_blocks=1024, max_num_seqs=1
     )
-    executor = InProcessExecutor(config, backend)
+    executor = InProcessExecutor(make_plan(config, backend), backend)
     executor.warm_up()
     return executor
 

@@ -135,7 +135,7 @@ def test_prefill_attention(
     paged = Paged.make(cuda, heads, 1, (PROMPT, PROMPT))
     query = torch.randn(PROMPT, heads.query, heads.dim, **BFLOAT16)
     caches = (paged.key, paged.value)
-    with caplog.at_level(logging.INFO, "mooncake_hal_cuda.choosing"):
+    with caplog.at_level(logging.INFO, "mooncake_hal_cuda.attention_libraries"):
         ours = seconds_of(
             cuda, lambda: cuda.ops.prefill_attention(query, *caches, paged.batch, SCALE)
         )

@@ -18,9 +18,10 @@ from support.figures import Figure, record
 from transformers import PreTrainedModel
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
+from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 from mooncake_hal.registry import Registry
 
 ROUNDS = 5
@@ -43,7 +44,10 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
     model = random_model("llama", **MEDIUM)
     directory = write_checkpoint(model, tmp_path_factory.mktemp("llama"))
     config = EngineConfig(directory, num_kv_blocks=1024, block_size=BLOCK_SIZE)
-    executor = InProcessExecutor(config, Registry.discover().select_backend("cpu"))
+    executor = InProcessExecutor(
+        make_plan(config, Registry.discover().select_backend("cpu")),
+        Registry.discover().select_backend("cpu"),
+    )
     executor.warm_up()
     yield Sides(executor, model)
     executor.close()
@@ -66,16 +70,16 @@ def prompts(batch: int, length: int) -> list[tuple[int, ...]]:
 def start_requests(executor: Executor, tokens: list[tuple[int, ...]], room: int) -> list[str]:
     """Run the prompts in one step; returns the ids, of which earlier ones are replaced."""
     blocks = -(-(len(tokens[0]) + room) // BLOCK_SIZE)
-    admitted = tuple(
-        AdmittedRequest(
+    new_requests = tuple(
+        NewRequest(
             f"r{index}", prompt, len(prompt), GREEDY, 0,
             tuple(range(index * blocks, (index + 1) * blocks)),
         )
         for index, prompt in enumerate(tokens)
     )  # fmt: skip
-    sequences = tuple(ScheduledSequence(a.request_id, 0, len(a.token_ids)) for a in admitted)
-    executor.execute(StepPlan(0, admitted=admitted, sequences=sequences))
-    return [request.request_id for request in admitted]
+    sequences = tuple(ScheduledSequence(a.request_id, 0, len(a.token_ids)) for a in new_requests)
+    executor.execute(StepPlan(0, new_requests=new_requests, sequences=sequences))
+    return [request.request_id for request in new_requests]
 
 
 def decode(executor: Executor, names: list[str]) -> None:

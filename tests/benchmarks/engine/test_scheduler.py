@@ -14,13 +14,13 @@ from typing import Any
 
 from support.figures import Figure, record
 
+from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.limits import SchedulerLimits
-from mooncake_engine.scheduling.plan import SampledToken, StepPlan, StepResult
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
+from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
 
 RUNNING = 256
 BLOCKS = 10_000

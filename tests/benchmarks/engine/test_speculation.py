@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cores(checkpoint: Path) -> Iterator[tuple[EngineCore, EngineCore]]:
-    """Without guesses, and with them."""
+    """Without draft tokens, and with them."""
     plain = EngineConfig(checkpoint, num_kv_blocks=1024, prefix_caching=False)
     speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, NUM_DRAFTS)
     both = [build_engine(c).core for c in (plain, replace(plain, speculative_config=speculation))]
@@ -74,13 +74,13 @@ def serve(core: EngineCore, batch: int) -> tuple[float, Outcome]:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_prompt_lookup(batch: int, benchmark: Any, cores: tuple[EngineCore, EngineCore]) -> None:
     rounds = [[serve(core, batch) for core in cores] for _ in range(ROUNDS)]
-    plain, guessed = (min(took for took, _ in turns) for turns in zip(*rounds, strict=True))
+    plain, drafted = (min(took for took, _ in turns) for turns in zip(*rounds, strict=True))
     (_, without), (_, found) = rounds[-1]
     assert list(found.answers.values()) == list(without.answers.values())
     num_steps = max(len(updates) for updates in found.updates.values())
     benchmark.pedantic(serve, (cores[1], batch), rounds=1)
     name = f"engine: prompt lookup, batch {batch}"
     context = (
-        f"{OUTPUT_TOKENS / num_steps:.1f} tokens per step; {guessed:.2f} s, without {plain:.2f}"
+        f"{OUTPUT_TOKENS / num_steps:.1f} tokens per step; {drafted:.2f} s, without {plain:.2f}"
     )
-    record(benchmark, Figure(name, plain / guessed, 1.5, "times", context=context))
+    record(benchmark, Figure(name, plain / drafted, 1.5, "times", context=context))

@@ -95,4 +95,4 @@ async def _prefill_s(of: Pair, prompt: tuple[int, ...]) -> float:
 async def _own_token_s(ask: Ask, prompt: tuple[int, ...]) -> float:
     began = monotonic()
     answer = await ask(prompt)
-    return answer.arrivals[1] - began
+    return answer.arrived_at[1] - began

@@ -8,12 +8,18 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 from support.figures import Figure, record
 
-from mooncake_hal.bench.limits import memcpy_mover, readv_mover, stream_mover
-from mooncake_hal.bench.measure import Mover, Shape, compare, latency, transport_mover
-from mooncake_hal.bench.posting import posting_us, wireless
+from mooncake_hal.bench.machine_limits import memcpy_mover, readv_mover, stream_mover
+from mooncake_hal.bench.transfer_speed import (
+    Mover,
+    TransferShape,
+    compare,
+    latency,
+    transport_mover,
+)
+from mooncake_hal.bench.verbs_posting import posting_us, wireless
 
 TOTAL = 128 << 20
-RANGE, BLOCKS, SMALL = (Shape(TOTAL, size) for size in (TOTAL, 64 << 10, 4 << 10))
+RANGE, BLOCKS, SMALL = (TransferShape(TOTAL, size) for size in (TOTAL, 64 << 10, 4 << 10))
 ROUNDS = 7
 
 
@@ -22,7 +28,9 @@ def shm(*, mappable: bool) -> AbstractContextManager[Mover]:
 
 
 @pytest.mark.parametrize(("shape", "wanted"), [(RANGE, 0.9), (BLOCKS, 0.9), (SMALL, 0.8)], ids=str)
-def test_shm_against_memcpy(benchmark: BenchmarkFixture, shape: Shape, wanted: float) -> None:
+def test_shm_against_memcpy(
+    benchmark: BenchmarkFixture, shape: TransferShape, wanted: float
+) -> None:
     with memcpy_mover(TOTAL, 2) as limit, shm(mappable=True) as mover:
         found = compare([limit, mover], shape, "read", ROUNDS)
         benchmark(mover.prepare(shape, "read"))
@@ -50,12 +58,12 @@ def test_tcp_against_plain_streams(benchmark: BenchmarkFixture) -> None:
 def test_one_small_read(benchmark: BenchmarkFixture, name: str, wanted: float) -> None:
     with transport_mover(name, 1 << 20, 2, mappable=True) as mover:
         found = latency(mover, 4096, 2000)
-        benchmark(mover.prepare(Shape(4096, 4096), "read"))
+        benchmark(mover.prepare(TransferShape(4096, 4096), "read"))
     record(benchmark, Figure(f"{name} read of 4 KiB p50", found.p50_us, wanted, "us", False))
 
 
-@pytest.mark.parametrize("shape", [SMALL, Shape(TOTAL // 2, 64 << 10)], ids=str)
-def test_posting_to_an_rdma_nic(benchmark: BenchmarkFixture, shape: Shape) -> None:
+@pytest.mark.parametrize("shape", [SMALL, TransferShape(TOTAL // 2, 64 << 10)], ids=str)
+def test_posting_to_an_rdma_nic(benchmark: BenchmarkFixture, shape: TransferShape) -> None:
     cost = posting_us(shape, ROUNDS)
     with wireless(shape.total_bytes) as (opened, here, there):
         spans = shape.spans(here, there)

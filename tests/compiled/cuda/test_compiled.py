@@ -9,10 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cuda_compiler import CompiledKernel, compiling
-from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, copy_pieces, draw_rows
+from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, copy_pieces, sample_rows
 
-from mooncake_hal_cuda.ops import CudaOps
-from mooncake_hal_cuda.tuning import SHARED_BYTES, Tuning
+from mooncake_hal_cuda.cuda_ops import CudaOps
+from mooncake_hal_cuda.launch_tuning import SHARED_BYTES, Tuning
+from mooncake_hal_cuda.transports.device_copier import compile_copies
 
 GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 """Processors of A100, H100 and B200."""
@@ -138,11 +139,21 @@ def test_spans(generation: str) -> None:
         copy_pieces(aligned=True)
         copy_pieces(aligned=False)
     check(generation, kernels, {"copy_spans"})
+    aligned, odd = kernels
+    assert (aligned.widest_access, odd.widest_access) == (16, 8)
+
+
+def test_spans_are_compiled_before_the_first_transfer(generation: str) -> None:
+    with compiling(generation) as kernels:
+        compile_copies()
+        assert [kernel.name for kernel in kernels] == ["copy_spans"] * 2
+        copy_pieces(aligned=True)
+        copy_pieces(aligned=False)
     assert len(kernels) == 2
 
 
 def test_drawing(generation: str) -> None:
     """Sampling, over a large vocabulary."""
     with compiling(generation) as kernels:
-        draw_rows()
-    check(generation, kernels, {"draw_tokens"})
+        sample_rows()
+    check(generation, kernels, {"sample_tokens"})

@@ -34,7 +34,7 @@ EVERYDAY = {
     "tests/emulated/cuda/test_staged.py": (
         "(TestStaged and not Hosts) and (one_range or odd_sizes or any_order)"
     ),
-    "tests/emulated/cuda/test_handover.py": "BHLPT and ranks0",
+    "tests/emulated/cuda/test_kv_transfer.py": "BHLPT and ranks0",
     "tests/emulated/cuda/test_engine.py": (
         "cuda-to-cpu-pulled-llama or (two_ranks and cuda-to-cpu-pushed)"
     ),

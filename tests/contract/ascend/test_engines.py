@@ -13,10 +13,10 @@ import pytest
 from support import fake_hccs
 from support.engine_signatures import GOLDEN, OPERATIONS, Signature, check_calls
 
-from mooncake_hal_ascend.hccs import vendor
+from mooncake_hal_ascend.hccs import vendor_engines
 
 ENGINES = json.loads(GOLDEN.read_text())
-SOURCE = Path(vendor.__file__).read_text()
+SOURCE = Path(vendor_engines.__file__).read_text()
 CASES = [
     ("mooncake", "MooncakeVendor", fake_hccs.HixlEngine),
     ("memfabric", "MemfabricVendor", fake_hccs.MemfabricEngine),

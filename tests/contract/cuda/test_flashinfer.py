@@ -21,10 +21,10 @@ pytest.importorskip("triton", reason="needs triton: ci/install dev installs it o
 from support.cuda_flashinfer import planned
 from support.cuda_shapes import Shapes
 
-from mooncake_hal_cuda.attention import Attention
-from mooncake_hal_cuda.libraries import by_flashinfer
-from mooncake_hal_cuda.ops import CudaOps
-from mooncake_hal_cuda.tuning import Tuning
+from mooncake_hal_cuda.attention_launch import AttentionCall
+from mooncake_hal_cuda.attention_libraries import by_flashinfer
+from mooncake_hal_cuda.cuda_ops import CudaOps
+from mooncake_hal_cuda.launch_tuning import Tuning
 
 SIGNATURES = json.loads(Path(__file__).with_name("flashinfer.json").read_text())
 WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
@@ -64,15 +64,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.fixture
-def call() -> Attention:
+def call() -> AttentionCall:
     """Three decodes of 64 tokens in blocks of 16."""
     shapes = Shapes(CudaOps(Tuning("sm_90", 132)), torch.bfloat16, "cpu", make=torch.zeros)
     query, cache = shapes.new(3, 8, 64), shapes.new(12, 16, 2, 64)
     batch = shapes.batch(1, 4, sequences=3)
-    return Attention.of_decodes(query, (cache, cache), batch, 0.125, (1.0, 1.0))
+    return AttentionCall.of_decodes(query, (cache, cache), batch, 0.125, (1.0, 1.0))
 
 
-def test_decode_fits(calls: Calls, call: Attention) -> None:
+def test_decode_fits(calls: Calls, call: AttentionCall) -> None:
     by_flashinfer(call)
     given = calls["trtllm_batch_decode_with_kv_cache"]
     assert given["kv_layout"] == "NHD"
@@ -84,7 +84,7 @@ def test_decode_fits(calls: Calls, call: Attention) -> None:
     assert given["workspace_buffer"].numel() > SEMAPHORE_BYTES
 
 
-def test_the_way_that_is_planned_fits(calls: Calls, call: Attention) -> None:
+def test_the_way_that_is_planned_fits(calls: Calls, call: AttentionCall) -> None:
     """What the benchmark compares with."""
     way = planned((call.query, *call.caches), call.batch, call.scale, with_tensor_cores=True)
     way()

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from mooncake_proxy import openai
-from mooncake_proxy.call import Call, decode_body, prefill_body
-from mooncake_proxy.flows.pull import understand
-from mooncake_proxy.flows.push import decode_body as push_decode_body
-from mooncake_proxy.http1.connection import ClientContext
-from mooncake_proxy.http1.origin import Origin
-from mooncake_proxy.instances import Instance, InstanceSpec, Role
-from mooncake_proxy.openai import Endpoint
+from mooncake_proxy.api import openai_bodies
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
+from mooncake_proxy.api.proxied_request import RequestContext, prefill_body, pull_decode_body
+from mooncake_proxy.flows.pull_flow import parse_prefill_answer
+from mooncake_proxy.flows.push_flow import push_decode_body
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.pool.instances import Instance, InstanceSpec, Role
 
 HERE = Path(__file__).parent
 
@@ -31,10 +31,10 @@ def golden(name: str) -> dict[str, Any]:
     return content
 
 
-def call_of(body: dict[str, Any]) -> Call:
-    ask, fields = openai.parse_request(json.dumps(body).encode())
-    endpoint = Endpoint.CHAT if "messages" in body else Endpoint.COMPLETION
-    return Call(None, endpoint, ask, fields, "r", 0.0, 1.0, 1)  # type: ignore[arg-type]  # no socket
+def context_of(body: dict[str, Any]) -> RequestContext:
+    parsed, fields = openai_bodies.parse_request(json.dumps(body).encode())
+    endpoint = OpenAIEndpoint.CHAT if "messages" in body else OpenAIEndpoint.COMPLETION
+    return RequestContext(None, endpoint, parsed, fields, "r", 0.0, 1.0, 1)  # type: ignore[arg-type]  # no socket
 
 
 def events_of(stream: bytes) -> list[Any]:
@@ -43,7 +43,7 @@ def events_of(stream: bytes) -> list[Any]:
 
 
 @pytest.fixture
-def context() -> Iterator[ClientContext]:
+def client() -> Iterator[ClientContext]:
     """For instances that nothing is sent to: the loop never runs."""
     loop = asyncio.new_event_loop()
     yield ClientContext(loop=loop)
@@ -53,12 +53,12 @@ def context() -> Iterator[ClientContext]:
 @pytest.mark.parametrize("name", ["pull_completion", "pull_chat"])
 def test_pull(name: str) -> None:
     case = golden(name)
-    call = call_of(case["client"])
-    assert json.loads(prefill_body(call)) == case["to_prefill"]
-    answer = openai.answer_decoder.decode(json.dumps(case["prefill_answer"]).encode())
-    events = openai.first_token_events(call.endpoint, answer, call.ask)
+    context = context_of(case["client"])
+    assert json.loads(prefill_body(context)) == case["to_prefill"]
+    answer = openai_bodies.answer_decoder.decode(json.dumps(case["prefill_answer"]).encode())
+    events = openai_bodies.first_token_events(context.endpoint, answer, context.parsed)
     assert events_of(events) == case["first_events"]
-    sent = decode_body(call, answer.kv_transfer_params, delivered=True)
+    sent = pull_decode_body(context, answer.kv_transfer_params, delivered=True)
     assert json.loads(sent) == case["to_decode"]
     # D writes `created` of its own chunks from the parameters: one answer, one time.
     created = json.loads(sent)["kv_transfer_params"]["created"]
@@ -66,31 +66,31 @@ def test_pull(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pull_vllm_ascend", "pull_vllm_nixl"])
-def test_pull_in_front_of_others(name: str, context: ClientContext) -> None:
+def test_pull_in_front_of_others(name: str, client: ClientContext) -> None:
     """Their parameters reach their D untouched; it sends the first token itself."""
     case = golden(name)
-    call = call_of(case["client"])
-    assert json.loads(prefill_body(call)) == case["to_prefill"]
-    instance = Instance(InstanceSpec(Origin.parse("http://p:1"), Role.PREFILL), context)
-    prefilled = understand(instance, json.dumps(case["prefill_answer"]).encode())
-    assert not prefilled.is_final
-    assert prefilled.params is not None
-    sent = decode_body(call, prefilled.params, delivered=False)
+    context = context_of(case["client"])
+    assert json.loads(prefill_body(context)) == case["to_prefill"]
+    instance = Instance(InstanceSpec(Origin.parse("http://p:1"), Role.PREFILL), client)
+    prefill = parse_prefill_answer(instance, json.dumps(case["prefill_answer"]).encode())
+    assert not prefill.is_final
+    assert prefill.params is not None
+    sent = pull_decode_body(context, prefill.params, delivered=False)
     assert json.loads(sent) == case["to_decode"]
 
 
 def test_finished_on_prefill() -> None:
     case = golden("pull_finished_on_prefill")
-    call = call_of(case["client"])
-    answer = openai.answer_decoder.decode(json.dumps(case["prefill_answer"]).encode())
-    events = openai.final_answer_events(call.endpoint, answer, call.ask)
+    context = context_of(case["client"])
+    answer = openai_bodies.answer_decoder.decode(json.dumps(case["prefill_answer"]).encode())
+    events = openai_bodies.final_answer_events(context.endpoint, answer, context.parsed)
     assert events_of(events) == case["events"]
 
 
 def test_push() -> None:
     case = golden("push_completion")
-    call = call_of(case["client"])
+    context = context_of(case["client"])
     metaserver = case["to_decode"]["kv_transfer_params"]["metaserver"]
-    assert json.loads(push_decode_body(call, metaserver)) == case["to_decode"]
+    assert json.loads(push_decode_body(context, metaserver)) == case["to_decode"]
     posted = Raw(json.dumps(case["decode_posts"]).encode())
-    assert json.loads(prefill_body(call, posted)) == case["to_prefill"]
+    assert json.loads(prefill_body(context, posted)) == case["to_prefill"]

@@ -10,12 +10,12 @@ from support.npu import ON_NPU, write_family
 from torch import Tensor
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.execution.kv_pool import KVPool
-from mooncake_engine.execution.setup import plan_execution
-from mooncake_engine.execution.weights import load_weights
+from mooncake_engine.execution.engine_plan import make_plan
+from mooncake_engine.execution.weight_loader import load_weights
+from mooncake_engine.kv_cache.kv_pool import KVPool
 from mooncake_engine.models.catalog import build_model
-from mooncake_engine.models.context import ForwardContext
-from mooncake_engine.models.layers import Placement
+from mooncake_engine.models.layers import ParallelContext
+from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.kv.geometry import shard_of
 from mooncake_hal.testing.backends import load_backend
@@ -48,8 +48,8 @@ class Decoder:
 
     def __init__(self, folder: Path) -> None:
         self.backend = load_backend("ascend")
-        setup = plan_execution(EngineConfig(folder, **ON_NPU), self.backend)
-        placement = Placement(self.backend.ops, self.backend.runtime.device(0), setup.dtype)
+        setup = make_plan(EngineConfig(folder, **ON_NPU), self.backend)
+        placement = ParallelContext(self.backend.ops, self.backend.runtime.device(0), setup.dtype)
         self.model = build_model(setup.model, placement, setup.max_model_len)
         load_weights(self.model, folder)
         shard, size = shard_of(setup.geometry, 1, 0), setup.pool_size

@@ -15,8 +15,8 @@ from torch import Tensor
 from mooncake_engine.config import Role
 from mooncake_engine.errors import ConfigError, PortTaken
 from mooncake_hal.port_range import PortRange
-from mooncake_hal_ascend.hccs.runs import U64
-from mooncake_hal_ascend.hccs.spreading import Spreader, Wait
+from mooncake_hal.transports.staging import U64
+from mooncake_hal_ascend.hccs.hccs_staging import Scatterer, Wait
 
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 FAMILIES = ("llama", "mixtral", "deepseek_v3")
@@ -118,15 +118,15 @@ def test_prefill_and_decode_apart(
 
 @pytest.mark.parametrize("how", WAYS)
 def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks' heads become one's: not a token crosses by itself, the NPU spreads them all."""
+    """Two ranks' heads become one's: no token is moved by itself, the NPU scatters them all."""
     num_tokens: list[int] = []
-    spread = Spreader.spread
+    scatter = Scatterer.scatter
 
-    def counted(spreader: Spreader, buffer: Tensor, places: U64, sizes: U64, base: int) -> Wait:
-        num_tokens.append(len(places))
-        return spread(spreader, buffer, places, sizes, base)
+    def counted(scatterer: Scatterer, buffer: Tensor, targets: U64, sizes: U64, base: int) -> Wait:
+        num_tokens.append(len(targets))
+        return scatter(scatterer, buffer, targets, sizes, base)
 
-    monkeypatch.setattr(Spreader, "spread", counted)
+    monkeypatch.setattr(Scatterer, "scatter", counted)
     make, send = WAYS[how]
 
     async def main() -> None:

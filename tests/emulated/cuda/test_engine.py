@@ -23,8 +23,8 @@ from support.pd import (
 from support.push import WAYS, PushPair
 
 from mooncake_hal.specs import Availability
-from mooncake_hal_cuda import plugin
-from mooncake_hal_cuda.staged import plugin as staged_plugin
+from mooncake_hal_cuda import cuda_plugin
+from mooncake_hal_cuda.transports import staged_plugin
 
 FEW = replace(GREEDY, max_tokens=4)
 DRAWN = replace(FEW, temperature=0.9, top_k=40, top_p=0.95, seed=7)
@@ -37,9 +37,9 @@ KINDS = pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plugin finds the emulated device."""
-    monkeypatch.setattr(plugin, "probe", lambda: Availability(True, "emulated"))
-    monkeypatch.setattr(plugin, "load", emulated_backend)
-    monkeypatch.setattr(plugin, "load_ipc", load_ipc)
+    monkeypatch.setattr(cuda_plugin, "probe", lambda: Availability(True, "emulated"))
+    monkeypatch.setattr(cuda_plugin, "load", emulated_backend)
+    monkeypatch.setattr(cuda_plugin, "load_ipc", load_ipc)
     monkeypatch.setattr(staged_plugin, "load", load_staged)
 
 

@@ -18,7 +18,7 @@ from support.cuda_emulation import emulated_library
 from mooncake_hal.errors import RegionRevoked, TransportUnavailable
 from mooncake_hal.testing.transports import (
     MIB,
-    Pieces,
+    ScatteredPieces,
     TransportConformance,
     TransportKit,
     one_span,
@@ -28,10 +28,10 @@ from mooncake_hal.testing.transports_buffers import load_transport
 from mooncake_hal.testing.transports_peer import PeerProcess
 from mooncake_hal.testing.transports_process import TransportProcessConformance
 from mooncake_hal.transport import EndpointOptions
-from mooncake_hal_cuda.ipc import peer as ipc_peer
-from mooncake_hal_cuda.ipc.facts import RegionName
-from mooncake_hal_cuda.ipc.mappings import Mappings
-from mooncake_hal_cuda.sharing.virtual import Mapped
+from mooncake_hal_cuda.memory.virtual_memory import Mapped
+from mooncake_hal_cuda.transports import ipc_peer
+from mooncake_hal_cuda.transports.ipc_peer import PeerMappings
+from mooncake_hal_cuda.transports.ipc_protocol import IpcRegionInfo
 
 
 class Emulated(TransportKit):
@@ -60,15 +60,15 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
 
     def revoke_when_asked(self, child: PeerProcess, times: int) -> None:
         """The child revokes its region when it is about to be asked for it that many times."""
-        ask, asked = Mappings._open_descriptor, []
+        ask, asked = PeerMappings._open_descriptor, []
 
-        def revoke_and_ask(mappings: Mappings, key: int, name: RegionName) -> Mapped:
+        def revoke_and_ask(mappings: PeerMappings, key: int, name: IpcRegionInfo) -> Mapped:
             asked.append(key)
             if len(asked) == times:
                 child.ask(do="revoke")
             return ask(mappings, key, name)
 
-        self.patch.setattr(Mappings, "_open_descriptor", revoke_and_ask)
+        self.patch.setattr(PeerMappings, "_open_descriptor", revoke_and_ask)
 
     @pytest.mark.parametrize("times", [1, 2], ids=["in the handshake", "in a transfer"])
     def test_a_region_that_is_revoked_while_its_descriptor_is_asked_for(self, times: int) -> None:
@@ -91,7 +91,9 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
 
     def test_a_part_is_prepared_while_the_one_before_it_is_copied(self) -> None:
         self.patch.setattr(ipc_peer, "PIECE_BYTES", MIB // 8)
-        self.check_moves(self.pair(), Pieces(*(np.array([n], np.int64) for n in (0, 0, MIB))))
+        self.check_moves(
+            self.pair(), ScatteredPieces(*(np.array([n], np.int64) for n in (0, 0, MIB)))
+        )
 
 
 class TestNames(Emulated, TransportProcessConformance):

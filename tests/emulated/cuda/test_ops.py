@@ -16,7 +16,7 @@ from mooncake_hal.testing.backends_ops import MakeCase, OpsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 from mooncake_hal.testing.backends_sampling import SamplingSuite
 from mooncake_hal.testing.backends_scaled_kv import ScaledKVSuite
-from mooncake_hal_cuda.tuning import Tuning
+from mooncake_hal_cuda.launch_tuning import Tuning
 
 
 class TestKernels(OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, SamplingSuite, ScaledKVSuite):

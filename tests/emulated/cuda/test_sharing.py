@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from support.cuda_emulation import (
+    InterpretedCopier,
     emulated_driver,
     emulated_library,
     emulated_memory,
@@ -16,10 +18,13 @@ from support.cuda_emulation import (
 )
 
 from mooncake_hal.errors import CapabilityError, DeviceError, PeerLost, TransferTimeout
-from mooncake_hal_cuda.ipc.descriptors import Mailbox, send_descriptor
-from mooncake_hal_cuda.sharing import virtual
-from mooncake_hal_cuda.sharing.choice import MemoryKind
-from mooncake_hal_cuda.sharing.virtual import Attribute, HandleType, VirtualMemory
+from mooncake_hal.transport import EndpointOptions
+from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
+from mooncake_hal_cuda.memory import virtual_memory
+from mooncake_hal_cuda.memory.memory_kinds import MemoryKind
+from mooncake_hal_cuda.memory.virtual_memory import Attribute, HandleType, VirtualMemory
+from mooncake_hal_cuda.transports.ipc_peer import DescriptorMailbox, send_descriptor
+from mooncake_hal_cuda.transports.staged_peer import Gpu, StagingBuffer
 
 MIB = 1 << 20
 DESCRIPTOR = HandleType.POSIX_FILE_DESCRIPTOR
@@ -44,7 +49,7 @@ def channels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Location", "AccessDesc", "AllocationProp", "FabricHandle"])
 def test_structures_are_as_large_as_in_the_header(name: str) -> None:
-    assert ctypes.sizeof(getattr(virtual, name)) == header_fact(f"{name}.size")
+    assert ctypes.sizeof(getattr(virtual_memory, name)) == header_fact(f"{name}.size")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,7 @@ def test_structures_are_as_large_as_in_the_header(name: str) -> None:
 )
 def test_fields_lie_where_the_header_has_them(field: str) -> None:
     structure, _, name = field.partition(".")
-    assert getattr(getattr(virtual, structure), name).offset == header_fact(field)
+    assert getattr(getattr(virtual_memory, structure), name).offset == header_fact(field)
 
 
 def test_numbers_are_those_of_the_header() -> None:
@@ -127,6 +132,12 @@ def test_other_memory_has_no_handle(memory: VirtualMemory) -> None:
         ("", "none", MemoryKind.DESCRIPTOR, "no fabric: the GPU has not joined its NVLink fabric"),
         ("fd", "9", MemoryKind.IPC, "no fd: the device exports no descriptors"),
         ("vmm", "9", MemoryKind.IPC, "no fd: the device has no virtual memory management"),
+        (
+            "export",
+            "0",
+            MemoryKind.IPC,
+            "no fd: cuMemExportToShareableHandle failed",
+        ),
     ],
 )
 @pytest.mark.usefixtures("channels")
@@ -142,6 +153,41 @@ def test_the_longest_reach_is_taken(
     assert emulated_library().emulated_leftovers() == 0
 
 
+def test_memory_that_can_not_be_pinned_for_nics_is_shared_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in sandboxes whose driver has the attribute, and refuses such memory."""
+    monkeypatch.setenv("EMULATED_CUDA_LACKS", "pinning")
+    found = emulated_sharing().of(0)
+    assert (found.kind, found.is_rdma) == (MemoryKind.DESCRIPTOR, False)
+    allocation = emulated_memory().allocate(1, 0)
+    allocation.free()
+    assert emulated_library().emulated_leftovers() == 0
+
+
+def test_what_needs_a_device_is_refused_in_a_thread_without_one() -> None:
+    """As the driver does: code that frees memory binds the device first."""
+    driver = emulated_driver()
+    driver.bind(0)
+    address = driver.allocate_host(4096)
+    refused = pytest.raises(DeviceError, match="cuMemFreeHost failed: invalid device context")
+    with ThreadPoolExecutor(1) as thread, refused:
+        thread.submit(driver.free_host, address).result()
+    driver.free_host(address)
+
+
+def test_staging_is_given_back_by_any_thread() -> None:
+    """A connection's reader, for example, which never had a device."""
+    gpu = Gpu(emulated_driver(), 0, InterpretedCopier)
+    inner = load_tcp().open(EndpointOptions(host="127.0.0.1", secret=b"secret"))
+    buffer, copier = StagingBuffer.allocate(gpu, inner), gpu.copier()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(copier.drain).result()
+        thread.submit(copier.close).result()
+        thread.submit(buffer.close).result()
+    inner.close()
+
+
 def test_without_a_channel_there_is_no_fabric() -> None:
     assert "no IMEX channel can be read" in emulated_sharing().of(0).reason
 
@@ -153,7 +199,7 @@ def test_a_kind_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_descriptor_goes_to_who_knows_the_token() -> None:
-    with closing(Mailbox()) as mailbox, open(os.devnull) as file:
+    with closing(DescriptorMailbox()) as mailbox, open(os.devnull) as file:
         send_descriptor(mailbox.name, bytes(32), file.fileno())
         send_descriptor(mailbox.name, mailbox.token, file.fileno())
         received = mailbox.receive(5.0)
@@ -162,7 +208,7 @@ def test_a_descriptor_goes_to_who_knows_the_token() -> None:
 
 
 def test_a_descriptor_that_never_comes() -> None:
-    mailbox = Mailbox()
+    mailbox = DescriptorMailbox()
     with pytest.raises(TransferTimeout, match="no descriptor of the peer's memory came within"):
         mailbox.receive(0.01)
     mailbox.close()

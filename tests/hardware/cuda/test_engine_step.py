@@ -14,6 +14,7 @@ from support.decoding import Decoder
 from support.pd import prompt_of, write_model
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import InProcessExecutor
 from mooncake_hal.backend import Backend
 
@@ -30,7 +31,7 @@ def executor(
 ) -> Iterator[InProcessExecutor]:
     model = write_model(tmp_path_factory.mktemp("model"), request.param)
     config = EngineConfig(model, dtype="bfloat16", num_kv_blocks=256, max_num_seqs=4)
-    with closing(InProcessExecutor(config, cuda)) as loaded:
+    with closing(InProcessExecutor(make_plan(config, cuda), cuda)) as loaded:
         loaded.warm_up()
         yield loaded
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, draw_rows
+from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, sample_rows
 
 from mooncake_hal.backend import Backend
-from mooncake_hal_cuda.copying.copier import WITHIN, launch_copy
+from mooncake_hal_cuda.transports.device_copier import WITHIN, launch_copy
 
 pytestmark = pytest.mark.cuda
 
@@ -50,7 +50,7 @@ def test_narrow_kv(cuda: Backend) -> None:
 
 
 def test_drawing(cuda: Backend) -> None:
-    draw_rows(device="cuda:0")
+    sample_rows(device="cuda:0")
     torch.cuda.synchronize()
 
 
@@ -62,6 +62,6 @@ def test_spans(cuda: Backend, nbytes: int) -> None:
     offsets = np.arange(8, dtype=np.uint64) * np.uint64(4096)
     starts = (offsets + np.uint64(tensor.data_ptr()) for tensor in (target, source))
     pieces = (*starts, np.full(8, nbytes, np.uint64))
-    launch_copy(source.device, pieces, WITHIN.programs)
+    launch_copy(source.device, *pieces, WITHIN.programs)
     copied, wanted = (tensor.view(8, 4096)[:, :nbytes] for tensor in (target, source))
     assert torch.equal(copied, wanted)

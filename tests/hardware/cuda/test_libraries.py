@@ -10,9 +10,9 @@ from mooncake_hal.backend import Backend
 from mooncake_hal.errors import CapabilityError
 from mooncake_hal.testing.backends_data import Case, Shape, make_case
 from mooncake_hal.testing.backends_ops import assert_same, oracle
-from mooncake_hal_cuda.choosing import NAMES
-from mooncake_hal_cuda.ops import CudaOps
-from mooncake_hal_cuda.tuning import Tuning
+from mooncake_hal_cuda.attention_libraries import NAMES
+from mooncake_hal_cuda.cuda_ops import CudaOps
+from mooncake_hal_cuda.launch_tuning import Tuning
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]  # libraries have their own
 PROCESSORS = 132

@@ -22,8 +22,8 @@ from support.pd_processes import Served, body_of, serving
 from support.push import LAYERWISE, WAYS
 
 from mooncake_engine.config import Role
-from mooncake_engine.messages import KVTransferParams
 from mooncake_hal.backend import Backend
+from mooncake_kv.params import KVTransferDict
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(600)]
 LENGTHS = (5, 64, 300)
@@ -51,7 +51,7 @@ async def ask_both(
     if connector == PULL:
         return (await ask(decode, prompt, params=await prefill.prefill(prompt))).tokens
 
-    async def dispatch(key: str, params: KVTransferParams) -> None:
+    async def dispatch(key: str, params: KVTransferDict) -> None:
         await prefill.complete(body_of(prompt, replace(GREEDY, max_tokens=1), params))
 
     async with metaserver(dispatch) as server:

@@ -9,12 +9,12 @@ from uuid import UUID
 
 import pytest
 
-from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.libcuda import CudaDriver
 
 pytestmark = pytest.mark.cuda
 SCRIPT = """
 from mooncake_hal.registry import Registry
-from mooncake_hal_cuda.driver import CudaDriver
+from mooncake_hal_cuda.libcuda import CudaDriver
 backend = Registry.discover().select_backend("cuda")
 print(len(backend.runtime.devices()), CudaDriver().uuid(0).hex())
 """

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mooncake_hal.transports.rdma import plugin
+from mooncake_hal.transports.rdma import rdma_plugin
 
 REQUIRED = "RDMA_REQUIRED"
 """Environment variable that ci/test-rdma sets: a skipped test would prove nothing."""
@@ -14,7 +14,7 @@ REQUIRED = "RDMA_REQUIRED"
 
 def pytest_runtest_setup() -> None:
     """Skip, or fail, with the transport's own reason."""
-    found = plugin.probe()
+    found = rdma_plugin.probe()
     if found.ok:
         return
     if os.environ.get(REQUIRED):

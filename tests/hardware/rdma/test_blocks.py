@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.kv_reader import GEOMETRY, Handover, Side, pull_elsewhere
+from support.kv_reader import GEOMETRY, KVTransferCase, Side, pull_elsewhere
 
-from mooncake_engine.execution.kv_pool import KVPool, PoolSize
+from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import shard_of
 from mooncake_hal.registry import Registry
@@ -23,7 +23,7 @@ from mooncake_hal.transport import EndpointOptions, MemoryRegion
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
-LOADER = "mooncake_hal.transports.rdma.plugin:load"
+LOADER = "mooncake_hal.transports.rdma.rdma_plugin:load"
 NUM_TOKENS = 301
 PREFILL_SEED = 99
 CASES = [
@@ -52,14 +52,14 @@ def test_every_byte_arrives(backend: Backend, tmp_path: Path, prefill: Side, dec
             pool = filled_pool(backend, prefill, rank, PREFILL_SEED)
             stack.callback(pool.close)
             write(backend, pool, prefill_blocks, written)
-            endpoint = load_transport(LOADER).open(EndpointOptions(secret=b"handover"))
+            endpoint = load_transport(LOADER).open(EndpointOptions(secret=b"secret"))
             stack.callback(endpoint.close)
             endpoint.register(pool.region)
             addresses.append(endpoint.address.hex())
             bases.append(pool.region.address)
         tokens = (0, NUM_TOKENS)
         found = pull_elsewhere(
-            Handover(
+            KVTransferCase(
                 LOADER, prefill, decode, addresses, bases, prefill_blocks, decode_blocks, tokens
             ),
             tmp_path,

@@ -9,7 +9,7 @@ from mooncake_hal.testing.transports_process import TransportProcessConformance
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
-LOADER = "mooncake_hal.transports.rdma.plugin:load"
+LOADER = "mooncake_hal.transports.rdma.rdma_plugin:load"
 LARGE = 16 * MIB
 """A third of a second on soft-RoCE on an emulated processor."""
 

@@ -13,11 +13,11 @@ import pytest
 
 from mooncake_hal.errors import PeerLost
 from mooncake_hal.testing.transports import MIB, Pair, TransportKit, one_span, raises
-from mooncake_hal.transports.rdma import lane
-from mooncake_hal.transports.rdma.ports import active_ports
+from mooncake_hal.transports.rdma import rdma_connection
+from mooncake_hal.transports.rdma.rdma_plugin import active_ports
 
 NETWORK_DEVICES = {"rxe0:1": "d0", "rxe1:1": "d1"}
-"""Port by network device, as ci/rdma-vm makes them: taking one down hurts nobody."""
+"""Port by network device, as ci/rdma-vm makes them: taking one down affects nothing else."""
 
 NBYTES = 32 * MIB
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 @contextmanager
 def down(*ports: str) -> Iterator[None]:
-    """Ports whose cable is out for the length of a block."""
+    """Ports that are down for the length of a block."""
     devices = [NETWORK_DEVICES[port] for port in ports]
     for device in devices:
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
@@ -47,7 +47,7 @@ def down(*ports: str) -> Iterator[None]:
 class TestFailover(TransportKit):
     """One endpoint reads from another one; both have two NICs."""
 
-    loader = "mooncake_hal.transports.rdma.plugin:load"
+    loader = "mooncake_hal.transports.rdma.rdma_plugin:load"
     timeout = 120.0
 
     @pytest.mark.parametrize("dead", sorted(NETWORK_DEVICES))
@@ -71,7 +71,7 @@ class TestFailover(TransportKit):
     def test_a_nic_that_comes_back_is_used_again(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(lane, "COOLDOWN_SECONDS", 0.1)
+        monkeypatch.setattr(rdma_connection, "COOLDOWN_SECONDS", 0.1)
         pair = self.pair(NBYTES)
         with down("rxe0:1"):
             self.read_until(pair, lambda: "on rxe0:1" in caplog.text)
@@ -90,7 +90,7 @@ class TestFailover(TransportKit):
             self.check_reads(pair)
 
     def check_reads(self, pair: Pair) -> None:
-        """Read fresh bytes in more transfers than there are lanes, so that each gets one."""
+        """Read fresh bytes in more transfers than there are connections, so that each gets one."""
         pair.there.put(self.rng.integers(0, 256, NBYTES, np.uint8))
         here, there = pair.here.region.address, pair.there.region.address
         for at in range(0, 4 * MIB, MIB):

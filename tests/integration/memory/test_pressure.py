@@ -1,4 +1,4 @@
-"""A real model with too little memory answers as it does with plenty, whatever gave way."""
+"""A real model with too little memory answers as it does with plenty, whatever was preempted."""
 
 from __future__ import annotations
 

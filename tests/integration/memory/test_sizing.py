@@ -11,7 +11,7 @@ from support.checkpoints import random_model, write_checkpoint
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.messages import EngineFacts
+from mooncake_engine.messages import EngineInfo
 from mooncake_hal.registry import Registry
 
 MIB = 1 << 20
@@ -22,10 +22,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
-def facts_of(config: EngineConfig) -> EngineFacts:
+def info_of(config: EngineConfig) -> EngineInfo:
     engine = build_engine(config)
     engine.core.close()
-    return engine.facts
+    return engine.info
 
 
 def utilization(extra_bytes: int, num_processes: int = 1) -> float:
@@ -42,7 +42,7 @@ def test_what_is_left_is_for_kv_and_the_log_says_how_much(
     options = {"max_num_batched_tokens": 512, "max_num_seqs": 32, "threads": 1}
     config = EngineConfig(checkpoint, memory_utilization=utilization(256 * MIB), **options)  # type: ignore[arg-type]  # fields by name
     with caplog.at_level(logging.INFO):
-        facts = facts_of(config)
+        facts = info_of(config)
     block_bytes = 3 * 2 * 2 * 16 * 16 * 4  # layers, planes, heads, tokens, dim, float32
     nbytes = facts.num_kv_blocks * block_bytes
     assert 16 * MIB < nbytes <= 256 * MIB
@@ -55,16 +55,16 @@ def test_what_is_left_is_for_kv_and_the_log_says_how_much(
 def test_ranks_agree(checkpoint: Path) -> None:
     share = min(1.0, utilization(600 * MIB, num_processes=2))
     config = EngineConfig(checkpoint, memory_utilization=share, tp_size=2, threads=1)
-    assert facts_of(config).num_kv_blocks > 0
+    assert info_of(config).num_kv_blocks > 0
 
 
 def test_too_little_is_refused_with_the_figures(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"memory_utilization 0\.001 allows .* GiB, but weights"):
-        facts_of(EngineConfig(checkpoint, memory_utilization=0.001, threads=1))
+        info_of(EngineConfig(checkpoint, memory_utilization=0.001, threads=1))
 
 
 def test_a_host_is_not_filled_unasked(checkpoint: Path) -> None:
-    facts = facts_of(EngineConfig(checkpoint, threads=1))
+    facts = info_of(EngineConfig(checkpoint, threads=1))
     assert facts.num_kv_blocks * 3 * 2 * 2 * 16 * 16 * 4 <= 1 << 30
 
 
@@ -72,7 +72,7 @@ def test_a_pool_shorter_than_the_models_sequences_is_told_once(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=1, tp_size=2, threads=1)
-    assert facts_of(config).max_model_len == 16
+    assert info_of(config).max_model_len == 16
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     [told] = [line for line in said if "limits prompt and answer together to 16 tokens" in line]
     assert "the model takes 512: give it more (--kv-cache-bytes, " in told
@@ -83,5 +83,5 @@ def test_a_pool_that_is_as_long_as_asked_for_is_not_complained_about(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=1, max_model_len=16, threads=1)
-    assert facts_of(config).max_model_len == 16
+    assert info_of(config).max_model_len == 16
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -12,6 +12,7 @@ from support.stepping import RunningRequest, Stepper
 from transformers import PreTrainedModel
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import InProcessExecutor
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.registry import Registry
@@ -102,7 +103,10 @@ def run(config: EngineConfig, chunk: int, vocab_size: int) -> list[RunningReques
         RunningRequest(f"r{index}", prompt, sampling)
         for index, prompt in enumerate(prompts(vocab_size))
     ]
-    executor = InProcessExecutor(config, Registry.discover().select_backend("cpu"))
+    executor = InProcessExecutor(
+        make_plan(config, Registry.discover().select_backend("cpu")),
+        Registry.discover().select_backend("cpu"),
+    )
     try:
         Stepper(executor, chunk).generate(requests)
     finally:

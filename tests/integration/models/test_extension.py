@@ -11,8 +11,10 @@ import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.stepping import GREEDY, RunningRequest, Stepper
 
+from mooncake_engine.assembly import start_executor
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_hal.backend import Backend
@@ -37,20 +39,19 @@ def inbox() -> Inbox:
     return queue.Queue()
 
 
-@pytest.fixture(params=[InProcessExecutor, ProcessExecutor])
+@pytest.fixture(params=[1, 2], ids=["InProcessExecutor", "ProcessExecutor"])
 def executor(
     request: pytest.FixtureRequest, checkpoint: Path, backend: Backend, inbox: Inbox
 ) -> Iterator[Executor]:
-    tp_size = 1 if request.param is InProcessExecutor else 2
-    config = EngineConfig(checkpoint, num_kv_blocks=8, tp_size=tp_size)
+    config = EngineConfig(checkpoint, num_kv_blocks=8, tp_size=request.param)
     options = ExecutorOptions(EXTENSION, lambda rank, message: inbox.put((rank, message)))
-    executor: Executor = request.param(config, backend, options)
+    executor = start_executor(make_plan(config, backend), backend, options)
     yield executor
     executor.close()
 
 
 def test_messages_reach_every_rank_and_answers_come_back(executor: Executor, inbox: Inbox) -> None:
-    ranks = len(executor.facts.ranks)
+    ranks = len(executor.info.ranks)
     Stepper(executor).generate([RunningRequest("r", (1, 2, 3))])
     executor.send(b"report")
     answers = dict(inbox.get(timeout=10) for _ in range(ranks))
@@ -81,7 +82,7 @@ def test_a_handler_that_raises_ends_the_instance(checkpoint: Path, backend: Back
         raise RuntimeError(f"no room for {message!r} of rank {rank}")
 
     config = EngineConfig(checkpoint, num_kv_blocks=8)
-    executor = ProcessExecutor(config, backend, ExecutorOptions(EXTENSION, refuse))
+    executor = ProcessExecutor(make_plan(config, backend), ExecutorOptions(EXTENSION, refuse))
     try:
         executor.send(b"report")
         with pytest.raises(EngineDead, match=r"messages on died: no room for .* of rank 0"):
@@ -94,7 +95,7 @@ def test_an_unknown_extension_is_refused(checkpoint: Path, backend: Backend) -> 
     config = EngineConfig(checkpoint, num_kv_blocks=8)
     for name in ("support.nothing:make", "support.recording_extension:absent", "nonsense"):
         with pytest.raises(ConfigError, match="can't be loaded"):
-            InProcessExecutor(config, backend, ExecutorOptions(name))
+            InProcessExecutor(make_plan(config, backend), backend, ExecutorOptions(name))
 
 
 def check_until(executor: Executor, deadline: float) -> None:

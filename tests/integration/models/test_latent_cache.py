@@ -9,6 +9,7 @@ from support.checkpoints import random_model, write_checkpoint
 from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import InProcessExecutor
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.layout import KV_LAYOUTS
@@ -35,7 +36,7 @@ def alone(checkpoint: Path, backend: Backend) -> list[int]:
 
 def answer(config: EngineConfig, backend: Backend, *noise: int, chunk: int = 64) -> list[int]:
     """Tokens of the prompt's answer among prompts of these lengths."""
-    executor = InProcessExecutor(config, backend)
+    executor = InProcessExecutor(make_plan(config, backend), backend)
     try:
         executor.warm_up()
         others = [RunningRequest(f"noise{length}", tuple(range(length))) for length in noise]

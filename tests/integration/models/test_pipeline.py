@@ -21,15 +21,15 @@ from support.stepping import RunningRequest, Stepper
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AddRequest, EngineCore
 from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
-from mooncake_engine.kv_transfer.params import Handoff
+from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.scheduling.block_manager import BlockManager
-from mooncake_engine.scheduling.limits import SchedulerLimits
-from mooncake_engine.scheduling.plan import AdmittedRequest, ScheduledSequence, StepPlan
 from mooncake_engine.scheduling.scheduler import Scheduler
+from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
 
@@ -67,7 +67,11 @@ def generate(executor: InProcessExecutor | ProcessExecutor) -> list[list[int]]:
 def expected(checkpoints: dict[str, Path], backend: Backend) -> Answers:
     answers: Answers = {}
     for family, checkpoint in checkpoints.items():
-        with closing(InProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32), backend)) as one:
+        with closing(
+            InProcessExecutor(
+                make_plan(EngineConfig(checkpoint, num_kv_blocks=32), backend), backend
+            )
+        ) as one:
             answers[family] = generate(one)
     return answers
 
@@ -84,10 +88,10 @@ def test_stages_choose_the_tokens_of_one_rank(
     expected: Answers,
 ) -> None:
     config = EngineConfig(checkpoints[family], num_kv_blocks=32, pp_size=pp_size)
-    with closing(ProcessExecutor(config, backend)) as executor:
+    with closing(ProcessExecutor(make_plan(config, backend))) as executor:
         executor.warm_up()
         assert generate(executor) == expected[family]
-        shards = [rank.shard for rank in executor.facts.ranks]
+        shards = [rank.shard for rank in executor.info.ranks]
         assert len(shards) == pp_size
         assert (shards[0].layer_start, shards[-1].layer_stop) == (0, 3)
         assert all(shard.layers < 3 for shard in shards)
@@ -99,7 +103,7 @@ def slowed(checkpoint: Path, backend: Backend, how: bytes) -> Iterator[ProcessEx
     inbox: queue.Queue[bytes] = queue.Queue()
     options = ExecutorOptions("support.stage_extension:make", lambda _, message: inbox.put(message))
     config = replace(IN_TWO_STAGES, model=checkpoint)
-    with closing(ProcessExecutor(config, backend, options)) as executor:
+    with closing(ProcessExecutor(make_plan(config, backend), options)) as executor:
         executor.send(how)
         assert [inbox.get(timeout=60) for _ in executor.rank_pids] == [b"ready", b"ready"]
         yield executor
@@ -107,7 +111,7 @@ def slowed(checkpoint: Path, backend: Backend, how: bytes) -> Iterator[ProcessEx
 
 def serve(executor: Executor, steps_in_flight: int) -> dict[str, list[int]]:
     """Answers to LONG_PROMPTS, as an instance schedules them."""
-    facts = executor.facts
+    facts = executor.info
     limits = SchedulerLimits(8, CHUNK, facts.max_model_len, frozenset(facts.eos_token_ids))
     blocks = BlockManager(facts.num_blocks, facts.block_size, prefix_caching=True)
     scheduler = Scheduler(limits, blocks)
@@ -115,7 +119,7 @@ def serve(executor: Executor, steps_in_flight: int) -> dict[str, list[int]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     answers: dict[str, list[int]] = {name: [] for name in LONG_PROMPTS}
     for name, prompt in LONG_PROMPTS.items():
-        core.post(AddRequest(EngineRequest(name, prompt, sampling), Handoff()))
+        core.post(AddRequest(EngineRequest(name, prompt, sampling)))
     while any(len(tokens) < 4 for tokens in answers.values()):
         for update in core.step():
             answers[update.request_id] += update.token_ids
@@ -128,7 +132,7 @@ def test_a_stage_begins_a_chunk_while_the_next_is_at_the_one_before(
 ) -> None:
     """No chunk gets to the end of the last stage before the next has begun on the first."""
     alone = EngineConfig(checkpoints["llama"], num_kv_blocks=64)
-    with closing(InProcessExecutor(alone, backend)) as one:
+    with closing(InProcessExecutor(make_plan(alone, backend), backend)) as one:
         expected = serve(one, alone.steps_in_flight)
     with slowed(checkpoints["llama"], backend, str(tmp_path).encode()) as executor:
         assert serve(executor, IN_TWO_STAGES.steps_in_flight) == expected
@@ -148,15 +152,15 @@ def test_an_end_in_the_midst_of_steps_is_an_orderly_one(
 
 def prompt_plans(executor: Executor) -> list[StepPlan]:
     """A prompt in three chunks."""
-    size, blocks = executor.facts.block_size, (1, 2, 3)
+    size, blocks = executor.info.block_size, (1, 2, 3)
     prompt = tuple(range(3, 3 + 3 * size))
     sampling = SamplingParams(temperature=0.0)
-    admitted = AdmittedRequest("r", prompt, len(prompt), sampling, 0, blocks)
+    new_request = NewRequest("r", prompt, len(prompt), sampling, 0, blocks)
     chunks = [
         ScheduledSequence("r", start * size, size, is_sampling=start == 2) for start in range(3)
     ]
     return [
-        StepPlan(step, admitted=(admitted,) if step == 0 else (), sequences=(chunk,))
+        StepPlan(step, new_requests=(new_request,) if step == 0 else (), sequences=(chunk,))
         for step, chunk in enumerate(chunks)
     ]
 
@@ -166,7 +170,7 @@ def test_a_killed_stage_ends_the_instance_with_its_reason(
     rank: int, checkpoints: dict[str, Path], backend: Backend
 ) -> None:
     config = EngineConfig(checkpoints["llama"], num_kv_blocks=32, pp_size=2)
-    with closing(ProcessExecutor(config, backend)) as executor:
+    with closing(ProcessExecutor(make_plan(config, backend))) as executor:
         os.kill(executor.rank_pids[rank], signal.SIGKILL)
         with pytest.raises(EngineDead, match=f"rank {rank} of 2 died: killed by SIGKILL"):
             generate(executor)
@@ -179,10 +183,10 @@ def test_the_pool_has_as_many_blocks_as_the_stage_with_least_room(
     config = EngineConfig(
         checkpoints["llama"], pp_size=2, memory_utilization=0.05, max_model_len=64, threads=1
     )
-    with closing(ProcessExecutor(config, backend)) as executor:
-        counts = {rank.layout.num_blocks for rank in executor.facts.ranks}
-        assert counts == {executor.facts.num_blocks}
-        assert [rank.shard.layers for rank in executor.facts.ranks] == [2, 1]
+    with closing(ProcessExecutor(make_plan(config, backend))) as executor:
+        counts = {rank.layout.num_blocks for rank in executor.info.ranks}
+        assert counts == {executor.info.num_blocks}
+        assert [rank.shard.layers for rank in executor.info.ranks] == [2, 1]
 
 
 def test_more_stages_than_layers_are_refused_before_anything_starts(
@@ -190,4 +194,4 @@ def test_more_stages_than_layers_are_refused_before_anything_starts(
 ) -> None:
     config = EngineConfig(checkpoints["llama"], num_kv_blocks=32, pp_size=4)
     with pytest.raises(ConfigError, match="pp_size 4 was asked for, the model has 3 layers"):
-        ProcessExecutor(config, backend)
+        ProcessExecutor(make_plan(config, backend))

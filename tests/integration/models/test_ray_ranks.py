@@ -15,9 +15,10 @@ from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
-from mooncake_engine.execution.ray_ranks import RayLauncher
+from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
 
@@ -57,7 +58,7 @@ def executor(
         ray_address=cluster,
         threads=1,
     )
-    executor = ProcessExecutor(config, backend, launcher=RayLauncher(config))
+    executor = ProcessExecutor(make_plan(config, backend), launcher=RayLauncher(config))
     yield executor
     executor.close()
 
@@ -71,7 +72,9 @@ def answers(executor: Executor) -> list[list[int]]:
 def test_ranks_on_two_nodes_choose_the_tokens_of_one_rank(
     executor: ProcessExecutor, checkpoint: Path, backend: Backend
 ) -> None:
-    alone = InProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32), backend)
+    alone = InProcessExecutor(
+        make_plan(EngineConfig(checkpoint, num_kv_blocks=32), backend), backend
+    )
     expected = answers(alone)
     alone.close()
     executor.warm_up()
@@ -96,7 +99,7 @@ def test_a_killed_rank_ends_the_instance_with_its_reason(executor: ProcessExecut
 def test_a_cluster_without_room_says_so(
     cluster: str, checkpoint: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mooncake_engine.execution.ray_ranks._PLACE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("mooncake_engine.execution.ray_launcher._PLACE_TIMEOUT_S", 0.5)
     config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=3, ray_address=cluster, threads=1)
     with pytest.raises(ConfigError, match="no room for 3 ranks"):
-        ProcessExecutor(config, backend, launcher=RayLauncher(config))
+        ProcessExecutor(make_plan(config, backend), launcher=RayLauncher(config))

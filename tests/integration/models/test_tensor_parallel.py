@@ -16,9 +16,10 @@ from support.stepping import RunningRequest, Stepper
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import Executor, ExecutorOptions, InProcessExecutor
 from mooncake_engine.execution.process_executor import ProcessExecutor
-from mooncake_engine.execution.weights import LoadProgress
+from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
@@ -58,7 +59,9 @@ def check_until(executor: Executor, deadline: float) -> None:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path, backend: Backend) -> Iterator[list[list[int]]]:
-    executor = InProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32), backend)
+    executor = InProcessExecutor(
+        make_plan(EngineConfig(checkpoint, num_kv_blocks=32), backend), backend
+    )
     yield [request.output for request in generate(executor)]
     executor.close()
 
@@ -69,11 +72,13 @@ def test_ranks_in_processes_choose_the_tokens_of_one_rank(
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=tp_size)
     progress: list[LoadProgress] = []
-    executor = ProcessExecutor(config, backend, ExecutorOptions(progress=progress.append))
+    executor = ProcessExecutor(
+        make_plan(config, backend), ExecutorOptions(progress=progress.append)
+    )
     try:
         executor.warm_up()
         assert [request.output for request in generate(executor)] == expected
-        heads = [(r.shard.head_start, r.shard.head_stop) for r in executor.facts.ranks]
+        heads = [(r.shard.head_start, r.shard.head_stop) for r in executor.info.ranks]
         assert (heads[0][0], heads[-1][1]) == (0, 4)
         assert progress[-1].fraction == 1.0
     finally:
@@ -84,7 +89,7 @@ def test_a_killed_rank_ends_the_instance_with_its_reason(
     checkpoint: Path, backend: Backend
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2)
-    executor = ProcessExecutor(config, backend)
+    executor = ProcessExecutor(make_plan(config, backend))
     try:
         os.kill(executor.rank_pids[1], signal.SIGKILL)
         started = time.monotonic()
@@ -98,7 +103,9 @@ def test_a_killed_rank_ends_the_instance_with_its_reason(
 
 
 def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backend) -> None:
-    executor = ProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
+    executor = ProcessExecutor(
+        make_plan(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
+    )
     try:
         executor.check()
         os.kill(executor.rank_pids[0], signal.SIGKILL)
@@ -112,7 +119,9 @@ def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backe
 def test_what_asks_everybody_to_end_leaves_ranks_to_their_parent(
     number: signal.Signals, checkpoint: Path, backend: Backend, expected: list[list[int]]
 ) -> None:
-    executor = ProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
+    executor = ProcessExecutor(
+        make_plan(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
+    )
     try:
         for pid in executor.rank_pids:
             os.kill(pid, number)
@@ -125,10 +134,11 @@ def test_ranks_end_when_their_parent_is_killed(checkpoint: Path) -> None:
     script = f"""
 import pathlib, sys
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_hal.registry import Registry
 config = EngineConfig(pathlib.Path({str(checkpoint)!r}), num_kv_blocks=32, tp_size=2)
-executor = ProcessExecutor(config, Registry.discover().select_backend("cpu"))
+executor = ProcessExecutor(make_plan(config, Registry.discover().select_backend("cpu")))
 print(*executor.rank_pids, flush=True)
 sys.stdin.read()
 """
@@ -164,11 +174,11 @@ def test_a_damaged_shard_is_a_checkpoint_error_from_the_rank(
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="damaged"):
-        ProcessExecutor(EngineConfig(tmp_path, num_kv_blocks=32, tp_size=2), backend)
+        ProcessExecutor(make_plan(EngineConfig(tmp_path, num_kv_blocks=32, tp_size=2), backend))
 
 
 def test_more_ranks_than_the_heads_allow_are_refused_before_anything_starts(
     checkpoint: Path, backend: Backend
 ) -> None:
     with pytest.raises(ConfigError, match="use at most 12 ranks"):
-        ProcessExecutor(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=16), backend)
+        ProcessExecutor(make_plan(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=16), backend))

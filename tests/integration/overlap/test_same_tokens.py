@@ -12,7 +12,7 @@ from support.core_runs import run_load
 from support.pd import ask, ask_pair, instance, pair, prompt_of
 from support.push import ask_pushed, push_pair
 
-from mooncake_engine.execution.feed_forward import FeedForwardRunner, TokenFeed
+from mooncake_engine.execution.async_model_runner import AsyncModelRunner, SampledTokenBuffer
 from mooncake_engine.llm import LLM
 from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
@@ -60,18 +60,18 @@ def load(ways: dict[str, SamplingParams]) -> list[EngineRequest]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many tokens were fed forward, and how many steps had to wait for the host."""
     counts: Counter[str] = Counter()
-    fill, settle = TokenFeed.fill, FeedForwardRunner._settle
+    fill, settle = SampledTokenBuffer.fill, AsyncModelRunner._complete
 
-    def count_fed(feed: TokenFeed, tokens: Any, at: Any, states: Any) -> None:
+    def count_fed(feed: SampledTokenBuffer, tokens: Any, at: Any, states: Any) -> None:
         counts["fed"] += len(states)
         fill(feed, tokens, at, states)
 
-    def count_waits(runner: FeedForwardRunner, num_left: int) -> None:
+    def count_waits(runner: AsyncModelRunner, num_left: int) -> None:
         counts["waits"] += num_left == 0
         settle(runner, num_left)
 
-    monkeypatch.setattr(TokenFeed, "fill", count_fed)
-    monkeypatch.setattr(FeedForwardRunner, "_settle", count_waits)
+    monkeypatch.setattr(SampledTokenBuffer, "fill", count_fed)
+    monkeypatch.setattr(AsyncModelRunner, "_complete", count_waits)
     return counts
 
 

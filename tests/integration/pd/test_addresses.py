@@ -15,8 +15,8 @@ from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import Role
 from mooncake_engine.errors import PortTaken
 from mooncake_hal.port_range import PortRange
-from mooncake_hal.transports import handshake
-from mooncake_hal.transports.tcp import wire
+from mooncake_hal.session import authentication
+from mooncake_hal.transports.tcp import tcp_sockets
 
 PROMPT = prompt_of(100)
 OVER_TCP: dict[str, Any] = {"transports": ("tcp",)}
@@ -28,7 +28,9 @@ def check_told(of: Instance, host: str, ports: PortRange) -> None:
     assert topology is not None
     told = [(topology.host, topology.port)]
     for rank in topology.ranks:
-        address = handshake.decode_address(rank.endpoints["tcp"], wire.Address, "tcp")
+        address = authentication.decode_address(
+            rank.endpoints["tcp"], tcp_sockets.TcpAddress, "tcp"
+        )
         told.append((address.host, address.port))
     assert {host} == {name for name, _ in told}
     assert len({port for _, port in told} & set(ports)) == len(told)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.pd import ask, pair, prefill, prompt_of
 
-from mooncake_engine.config import LoadFailurePolicy
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import FinishReason
+from mooncake_kv.config import LoadFailurePolicy
 
 PROMPT = prompt_of(50)
 

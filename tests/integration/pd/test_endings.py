@@ -32,10 +32,12 @@ from support.pd import (
 from support.pd_relay import Relay, losing, relay, unreliable
 from support.pd_transport import Gate
 
-from mooncake_engine.config import LoadFailurePolicy, Role
+from mooncake_engine.config import Role
 from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
-from mooncake_engine.kv_transfer import side_channel
-from mooncake_engine.messages import FinishReason, KVTransferParams
+from mooncake_engine.messages import FinishReason
+from mooncake_kv import side_channel
+from mooncake_kv.config import LoadFailurePolicy
+from mooncake_kv.params import KVTransferDict
 
 PROMPT = prompt_of(100)
 LEASE_S = 1.0
@@ -179,7 +181,7 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatience")
-@pytest.mark.parametrize("lost", [("done",), ("status",), ("hello",), ("welcome",)], ids=str)
+@pytest.mark.parametrize("lost", [("done",), ("leasereply",), ("hello",), ("welcome",)], ids=str)
 def test_a_kind_of_message_that_never_arrives(
     model: Path, gate: Gate, lost: tuple[str, ...]
 ) -> None:
@@ -194,7 +196,7 @@ def test_a_kind_of_message_that_never_arrives(
     run(model, scenario)
 
 
-# --- other incarnations ------------------------------------------------------------------------
+# --- other epochs ------------------------------------------------------------------------
 
 
 def test_a_restarted_holder_is_another_one(model: Path, gate: Gate) -> None:
@@ -245,28 +247,28 @@ def test_another_models_kv_is_refused_with_both_named(
     model: Path, gate: Gate, tmp_path: Path
 ) -> None:
     other = write_model(tmp_path / "other", seed=5)
-    check_misfit(model, other, {}, {}, "model differs")
+    check_mismatch(model, other, {}, {}, "model differs")
 
 
 def test_another_secret_is_no_peer(model: Path, gate: Gate) -> None:
-    check_misfit(
+    check_mismatch(
         model, model, {"secret": "one"}, {"secret": "two"}, "has another secret", is_heard=False
     )
 
 
 def test_another_dtype_is_refused_with_both_named(model: Path, gate: Gate) -> None:
-    reason = check_misfit(model, model, {}, {"dtype": "bfloat16"}, "KV geometry differs")
+    reason = check_mismatch(model, model, {}, {"dtype": "bfloat16"}, "KV geometry differs")
     assert "float32" in reason
     assert "bfloat16" in reason
 
 
 def test_another_type_of_kv_is_refused_with_both_named(model: Path, gate: Gate) -> None:
-    reason = check_misfit(model, model, {}, {"kv_cache_dtype": "fp8"}, "KV geometry differs")
+    reason = check_mismatch(model, model, {}, {"kv_cache_dtype": "fp8"}, "KV geometry differs")
     assert "float32" in reason
     assert "float8_e4m3fn" in reason
 
 
-def check_misfit(
+def check_mismatch(
     model: Path,
     other: Path,
     prefill_options: Any,
@@ -315,7 +317,7 @@ def test_an_unknown_transport_ends_the_start(model: Path) -> None:
 
 
 def test_malformed_params_are_refused_and_hurt_nobody(model: Path, gate: Gate) -> None:
-    bad: list[KVTransferParams] = [
+    bad: list[KVTransferDict] = [
         {"do_remote_prefill": True},
         {"do_remote_prefill": "yes"},
         {"do_remote_prefill": True, "do_remote_decode": True},

@@ -24,9 +24,10 @@ from support.pd import (
 from support.pd_processes import Served, body_of, serving
 from support.pd_transport import NAME, Gate
 
-from mooncake_engine.config import LoadFailurePolicy, Role
-from mooncake_engine.kv_transfer import side_channel
+from mooncake_engine.config import Role
 from mooncake_engine.messages import FinishReason
+from mooncake_kv import side_channel
+from mooncake_kv.config import LoadFailurePolicy
 
 LEASE_S = 1.5
 OPTIONS = ("--transport", NAME, "--lease-seconds", str(LEASE_S))

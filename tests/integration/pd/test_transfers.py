@@ -22,10 +22,11 @@ from support.pd import (
 )
 from support.pd_transport import Gate
 
-from mooncake_engine.config import LoadFailurePolicy, Role
-from mooncake_engine.kv_transfer.pull.worker import PullWorker
+from mooncake_engine.config import Role
+from mooncake_engine.kv_connector import ConnectorExtension
 from mooncake_engine.messages import FinishReason
-from mooncake_engine.scheduling.plan import StepPlan
+from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_kv.config import LoadFailurePolicy
 
 GATED = {"transports": (pd_transport.NAME,)}
 PROMPT = prompt_of(100)
@@ -67,11 +68,11 @@ def test_the_decode_side_computes_no_token_of_the_prompt(
 ) -> None:
     plans: list[StepPlan] = []
 
-    def remember(worker: PullWorker, plan: StepPlan) -> None:
-        if worker.context.config.role is Role.DECODE:
+    def remember(extension: ConnectorExtension, plan: StepPlan) -> None:
+        if extension.context.config.role is Role.DECODE:
             plans.append(plan)
 
-    monkeypatch.setattr(PullWorker, "begin_step", remember)
+    monkeypatch.setattr(ConnectorExtension, "begin_step", remember)
 
     async def scenario(both: Pair, expected: list[int]) -> None:
         plans.clear()

@@ -11,7 +11,7 @@ import uvloop
 from support.proxy_fakes import Stand, stand
 from support.proxy_fakes_client import BODY, post
 
-from mooncake_proxy.tokenizing import load_tokenizer
+from mooncake_proxy.routing.prefix_index import load_tokenizer
 
 MODEL = str(Path(__file__).parents[3] / "examples" / "tiny-llama")
 PAGE = (Path(MODEL) / "page.txt").read_text("utf-8")

@@ -9,8 +9,8 @@ import uvloop
 from support.proxy_fakes import FakeInstance, Stand, stand, text_of
 from support.proxy_fakes_client import BODY, STREAM, events_of, post, streamed_text
 
-from mooncake_proxy.http1.origin import Origin
-from mooncake_proxy.instances import InstanceSpec, Role
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 @asynccontextmanager
@@ -23,7 +23,7 @@ async def stand_with_bootstrap(num_prefills: int = 1) -> AsyncIterator[tuple[Sta
         for fake in s.prefills:
             fake.behaviour.has_params = False
             spec = InstanceSpec(Origin.parse(fake.url), Role.PREFILL, bootstrap_port=port)
-            s.app.router.fleet.add(spec)
+            s.app.router.pool.add(spec)
         yield s, bootstrap
     await bootstrap.kill()
 
@@ -68,9 +68,9 @@ def test_a_prefiller_that_failed_is_asked_for_its_name_again() -> None:
     async def main() -> None:
         async with stand_with_bootstrap() as (s, bootstrap):
             await post(s, BODY)
-            s.prefill.behaviour.drops = True
+            s.prefill.behaviour.status = 500
             assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
-            s.prefill.behaviour.drops = False
+            s.prefill.behaviour.status = 200
             await post(s, BODY)
             assert len(bootstrap.seen) == 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import httpx
 import pytest
 import uvloop
 from support.proxy_fakes import Stand, stand, text_of
-from support.proxy_fakes_client import BODY, events_of, post, streamed_text
+from support.proxy_fakes_client import BODY, events_of, make_certificate, post, streamed_text
 
 from mooncake_proxy.config import AdmissionConfig, TlsConfig
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.http1.origin import Origin
-from mooncake_proxy.http1.server import ServerLimits
-from mooncake_proxy.instances import InstanceSpec, Role
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.server_connection import ServerLimits
+from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 async def raw(s: Stand, data: bytes) -> bytes:
@@ -195,7 +194,7 @@ def test_a_prefill_that_took_all_the_time_is_not_repeated_on_the_decoder() -> No
 def test_tls_and_ipv6(tmp_path: Path) -> None:
     async def main() -> None:
         certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-        _make_certificate(certificate, key)
+        make_certificate(certificate, key)
         tls = TlsConfig(str(certificate), str(key))
         async with stand(host="::1", tls=tls) as s:
             trust = ssl.create_default_context(cafile=str(certificate))
@@ -213,7 +212,7 @@ def test_instances_behind_tls(tmp_path: Path, is_trusted: bool) -> None:
 
     async def main() -> None:
         certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-        _make_certificate(certificate, key)
+        make_certificate(certificate, key)
         behind = TlsConfig(str(certificate), str(key))
         trust = TlsConfig(upstream_ca=str(certificate) if is_trusted else None)
         async with (
@@ -221,7 +220,7 @@ def test_instances_behind_tls(tmp_path: Path, is_trusted: bool) -> None:
             stand(num_prefills=0, num_decodes=0, tls=trust) as front,
         ):
             origin = Origin("https", "::1", s.app.port)
-            front.app.router.fleet.add(InstanceSpec(origin, Role.BOTH))
+            front.app.router.pool.add(InstanceSpec(origin, Role.BOTH))
             answer = await post(front, BODY)
             if is_trusted:
                 assert answer.json()["choices"][0]["text"] == text_of(5)
@@ -230,13 +229,6 @@ def test_instances_behind_tls(tmp_path: Path, is_trusted: bool) -> None:
                 assert "certificate" in answer.json()["error"]["message"]
 
     uvloop.run(main())
-
-
-def _make_certificate(certificate: Path, key: Path) -> None:
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    command += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:::1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
@@ -272,5 +264,23 @@ def test_the_openai_client() -> None:
             )
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
             assert "".join(pieces) == text_of(4)
+
+    uvloop.run(main())
+
+
+def test_the_admin_port_takes_what_operators_look_at() -> None:
+    async def main() -> None:
+        async with stand(admin_port=0) as s:
+            admin = f"http://127.0.0.1:{s.app.admin_port}"
+            async with httpx.AsyncClient() as client:
+                for path in ("/", "/view", "/metrics", "/instances"):
+                    assert (await client.get(f"{s.url}{path}")).status_code == 404
+                for path in ("/", "/view", "/metrics"):
+                    assert (await client.get(f"{admin}{path}")).status_code == 200
+                assert "instances" not in (await client.get(f"{s.url}/health")).json()
+                assert len((await client.get(f"{admin}/health")).json()["instances"]) == 2
+                assert (await client.get(f"{s.url}/ready")).status_code == 200
+                assert (await client.post(f"{admin}/v1/completions", json=BODY)).status_code == 404
+                assert (await client.post(f"{s.url}/v1/completions", json=BODY)).is_success
 
     uvloop.run(main())

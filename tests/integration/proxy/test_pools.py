@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import uvloop
 from support.proxy_fakes import FakeInstance, Stand, stand, text_of
-from support.proxy_fakes_client import BODY, events_of, post, streamed_text
+from support.proxy_fakes_client import BODY, STREAM, events_of, post, streamed_text
 
-from mooncake_proxy.instances import Role
-from mooncake_proxy.poolfile import PoolFileWatch
+from mooncake_proxy.pool.instances import Role
+from mooncake_proxy.pool.pool_file import PoolFileWatch
 
 ADMIN = {"authorization": "Bearer secret"}
 
@@ -78,8 +78,8 @@ def test_a_drained_instance_finishes_what_it_has_and_gets_no_more_under_load() -
             assert {answer.status_code for answer in others} == {200}
             assert streamed_text(events_of((await running).text)) == text_of(5)
             assert len(s.decodes[0].generated) == 1
-            assert [i.name for i in s.app.router.fleet.live(Role.DECODE)] == [s.decodes[1].url]
-            assert len(s.app.router.fleet) == 2
+            assert [i.name for i in s.app.router.pool.live(Role.DECODE)] == [s.decodes[1].url]
+            assert len(s.app.router.pool) == 2
 
     uvloop.run(main())
 
@@ -102,7 +102,7 @@ def test_only_an_idle_instance_switches_its_role() -> None:
             refused = await change(s, operation="role", url=busy.url, role="prefill")
             assert refused.status_code == 409
             assert (await change(s, operation="role", url=idle.url, role="prefill")).is_success
-            assert len(s.app.router.fleet.live(Role.PREFILL)) == 2
+            assert len(s.app.router.pool.live(Role.PREFILL)) == 2
             running.cancel()
             await asyncio.wait({running})
 
@@ -113,21 +113,21 @@ def test_a_pool_file_is_followed(tmp_path: Path) -> None:
     async def main() -> None:
         async with stand(num_decodes=2) as s:
             for fake in s.decodes:
-                s.app.router.fleet.remove(fake.url)
+                s.app.router.pool.remove(fake.url)
             path = tmp_path / "pools.yaml"
-            watch = PoolFileWatch(str(path), s.app.router.fleet)
+            watch = PoolFileWatch(str(path), s.app.router.pool)
             path.write_text(f"decode:\n  - {s.decodes[0].url}\n")
-            watch.look()
-            assert [i.name for i in s.app.router.fleet.live(Role.DECODE)] == [s.decodes[0].url]
+            watch.poll_once()
+            assert [i.name for i in s.app.router.pool.live(Role.DECODE)] == [s.decodes[0].url]
             path.write_text(f"decode:\n  - url: {s.decodes[1].url}\n    emits_first_token: true\n")
-            watch.look()
-            [instance] = s.app.router.fleet.live(Role.DECODE)
+            watch.poll_once()
+            [instance] = s.app.router.pool.live(Role.DECODE)
             assert instance.name == s.decodes[1].url
             assert instance.spec.emits_first_token
             path.write_text("decode: [")
-            watch.look()
-            assert len(s.app.router.fleet.live(Role.DECODE)) == 1
-            assert len(s.app.router.fleet.live(Role.PREFILL)) == 1, "flags keep theirs"
+            watch.poll_once()
+            assert len(s.app.router.pool.live(Role.DECODE)) == 1
+            assert len(s.app.router.pool.live(Role.PREFILL)) == 1, "flags keep theirs"
 
     uvloop.run(main())
 
@@ -139,7 +139,7 @@ def test_labelled_pods_are_followed() -> None:
         url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
         settings = {"kubernetes": "serving/app=llm", "kubernetes_api": url}
         async with stand(num_prefills=0, num_decodes=0, **settings) as s:
-            names = [i.name for i in s.app.router.fleet]
+            names = [i.name for i in s.app.router.pool]
             assert names == ["http://127.0.0.1:8101"]
         api.close()
 
@@ -190,3 +190,63 @@ def test_without_checks_an_ejected_instance_stays_out_until_told_back(operation:
             assert len(broken.generated) > 2
 
     uvloop.run(main())
+
+
+def test_a_busy_instance_is_drained_before_the_file_changes_its_role(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with stand(num_decodes=2) as s:
+            pool = s.app.router.pool
+            for fake in s.decodes:
+                pool.remove(fake.url)
+            path = tmp_path / "pools.yaml"
+            watch = PoolFileWatch(str(path), pool)
+            first, second = (fake.url for fake in s.decodes)
+            path.write_text(f"decode:\n  - {first}\n")
+            watch.poll_once()
+            s.decodes[0].behaviour.token_delay_s = 0.05
+            running = asyncio.ensure_future(post(s, STREAM))
+            await s.decodes[0].wait_for(lambda: bool(s.decodes[0].generated))
+            path.write_text(f"prefill:\n  - {first}\ndecode:\n  - {second}\n")
+            watch.poll_once()
+            s.app.poll()
+            assert [i.name for i in pool.live(Role.DECODE)] == [second], "the other entry is added"
+            assert pool.get(first).state.value == "draining"
+            assert streamed_text(events_of((await running).text)) == text_of(5)
+            while len(pool.live(Role.PREFILL)) < 2:  # noqa: ASYNC110  # of the sweep
+                await asyncio.sleep(0.01)
+            assert pool.get(first).spec.role is Role.PREFILL
+
+    uvloop.run(main())
+
+
+def test_a_silent_cluster_neither_hangs_the_start_nor_freezes_the_pool(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("mooncake_proxy.pool.kubernetes.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("mooncake_proxy.pool.kubernetes.POLL_S", 0.05)
+
+    async def main() -> None:
+        pods = [_pod("decode", 8101, ready=True)]
+        answers = _api(pods)
+        is_silent = True
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if is_silent:
+                await reader.read()
+                writer.close()
+            else:
+                await answers(reader, writer)
+
+        api = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
+        settings = {"kubernetes": "serving/app=llm", "kubernetes_api": url}
+        async with stand(num_prefills=0, num_decodes=0, **settings) as s:
+            assert not list(s.app.router.pool)
+            is_silent = False
+            while not list(s.app.router.pool):  # noqa: ASYNC110  # of the watch
+                await asyncio.sleep(0.01)
+            s.app.poll()
+        api.close()
+
+    uvloop.run(main())
+    assert "cannot list pods" in caplog.text

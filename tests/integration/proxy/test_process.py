@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import ssl
+import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import httpx
+import pytest
 from support.proxy_fakes import Behaviour, FakeInstance, text_of
-from support.proxy_fakes_client import BODY
+from support.proxy_fakes_client import BODY, make_certificate
 
 
 @asynccontextmanager
@@ -96,7 +101,8 @@ def test_a_stop_that_reaches_the_workers_too_lets_streams_end() -> None:
                     )
                     await d.wait_for(lambda: bool(d.generated))
                     for pid in (process.pid, *_children(process.pid)):  # as systemd does
-                        os.kill(pid, signal.SIGTERM)
+                        with suppress(ProcessLookupError):  # the idle worker may have ended
+                            os.kill(pid, signal.SIGTERM)
                     assert (await asked).text.endswith("data: [DONE]\n\n")
 
     asyncio.run(main())
@@ -242,5 +248,192 @@ def test_bad_flags_are_explained() -> None:
             assert process.returncode == 2
             assert message in stderr.decode()
             assert stderr.count(b"\n") == 1, "one line"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["full", "blocked"])
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_standard_error_that_takes_nothing_stops_nothing(kind: str, workers: str) -> None:
+    """A full disk under it, and a pipe that nothing reads."""
+
+    async def main() -> None:
+        reader, writer = (
+            os.pipe() if kind == "blocked" else (None, os.open("/dev/full", os.O_WRONLY))
+        )
+        flags = ("--backend-url", "http://127.0.0.1:1", "--health-interval", "0")
+        flags += ("--access-log", "all", "--workers", workers, "--eject-after", "0")
+        try:
+            async with (
+                proxy(*flags, stderr=writer) as (url, _),
+                httpx.AsyncClient(base_url=url, timeout=5.0) as client,
+            ):
+                for _ in range(400):
+                    answer = await client.post("/v1/completions", json=BODY)
+                    assert answer.status_code == 502
+                assert (await client.get("/health")).status_code == 200
+        finally:
+            for fd in (reader, writer):
+                if fd is not None:
+                    os.close(fd)
+
+    asyncio.run(main())
+
+
+def _listening_ports(pid: int) -> set[int]:
+    """TCP ports that a process and its children listen on, over IPv4."""
+    inodes: set[str] = set()
+    for member in (pid, *_children(pid)):
+        for name in os.listdir(f"/proc/{member}/fd"):
+            with suppress(OSError):
+                inodes.add(os.readlink(f"/proc/{member}/fd/{name}").removeprefix("socket:["))
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    return {
+        int(row[1].rpartition(":")[2], 16)
+        for row in rows
+        if row[3] == "0A" and f"{row[9]}]" in inodes
+    }
+
+
+def test_workers_of_the_pull_flow_share_one_port() -> None:
+    async def main() -> None:
+        async with proxy("--workers", "2", "--backend-url", "http://127.0.0.1:1") as (url, process):
+            await _ready(url)
+            assert _listening_ports(process.pid) == {int(url.rpartition(":")[2])}
+
+    asyncio.run(main())
+
+
+def test_a_workers_own_port_serves_the_metaserver_only() -> None:
+    async def main() -> None:
+        flags = ("--workers", "2", "--flow", "push", "--backend-url", "http://127.0.0.1:1")
+        async with proxy(*flags) as (url, process):
+            await _ready(url)
+            own = _listening_ports(process.pid) - {int(url.rpartition(":")[2])}
+            assert len(own) == 2
+            async with httpx.AsyncClient() as client:
+                for port in own:
+                    base = f"http://127.0.0.1:{port}"
+                    for path in ("/", "/health", "/metrics", "/v1/models"):
+                        assert (await client.get(f"{base}{path}")).status_code == 404
+                    posted = await client.post(f"{base}/v1/metaserver/guess", json={})
+                    assert "no such attempt" in posted.text
+
+    asyncio.run(main())
+
+
+def test_a_workers_own_port_speaks_tls(tmp_path: Path) -> None:
+    async def main() -> None:
+        certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+        make_certificate(certificate, key)
+        trust = ssl.create_default_context(cafile=str(certificate))
+        flags = ("--workers", "2", "--flow", "push", "--backend-url", "http://127.0.0.1:1")
+        flags += ("--tls-cert", str(certificate), "--tls-key", str(key))
+        async with proxy(*flags) as (url, process):
+            await asyncio.sleep(0.5)
+            own = _listening_ports(process.pid) - {int(url.rpartition(":")[2])}
+            assert len(own) == 2
+            async with httpx.AsyncClient(verify=trust) as client:
+                for port in own:
+                    posted = await client.post(f"https://127.0.0.1:{port}/v1/metaserver/x", json={})
+                    assert posted.status_code == 404
+
+    asyncio.run(main())
+
+
+def test_a_replaced_worker_knows_what_was_changed(tmp_path: Path) -> None:
+    async def main() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("secret\n")
+        async with pair() as (p, d):
+            flags = ("--workers", "2", "--admin-key-file", str(keys))
+            async with proxy(*flags, "--prefill", p.url, stderr=asyncio.subprocess.DEVNULL) as (
+                url,
+                process,
+            ):
+                await _ready(url)
+                headers = {"authorization": "Bearer secret"}
+                for body in (
+                    {"operation": "add", "url": d.url, "role": "decode"},
+                    {"operation": "drain", "url": p.url},
+                ):
+                    async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+                        assert (await client.post("/instances", json=body)).is_success
+                await asyncio.sleep(0.2)
+                before = _children(process.pid)
+                for pid in before:  # one after the other: the parent is what remembers
+                    os.kill(pid, signal.SIGKILL)
+                while len(now := _children(process.pid)) < 2 or set(now) & set(before):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                await _listening(url)
+                for _ in range(8):  # a connection each: both workers are asked
+                    async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+                        found = (await client.get("/instances")).json()["instances"]
+                    states = {one["name"]: one["state"] for one in found}
+                    assert states == {p.url: "draining", d.url: "up"}
+
+    asyncio.run(main())
+
+
+async def _listening(url: str) -> None:
+    """Until the workers that were started listen."""
+    for _ in range(100):
+        try:
+            await _ready(url)
+        except httpx.TransportError:
+            await asyncio.sleep(0.1)
+        else:
+            return
+    raise AssertionError("no worker listens")
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    async def main() -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "mooncake_proxy", "--port", "0", "--workers", "2"),
+            *("--backend-url", "http://127.0.0.1:1"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        assert process.stdout is not None
+        await process.stdout.readline()
+        workers = _children(process.pid)
+        assert len(workers) == 2
+        process.kill()
+        await process.wait()
+        while any(os.path.exists(f"/proc/{pid}/exe") for pid in workers):  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_taken_port_is_another_status_than_a_bad_flag(workers: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "mooncake_proxy", "--backend-url", "http://127.0.0.1:1"]
+        command += ["--port", port, "--workers", workers]
+        done = subprocess.run(command, capture_output=True, timeout=20)
+    assert done.returncode == 1
+    assert f"can't listen on 127.0.0.1:{port}".encode() in done.stderr
+
+
+def test_workers_share_what_they_know_of_deadly_requests() -> None:
+    async def main() -> None:
+        drops = FakeInstance(behaviour=Behaviour(drops=True))
+        await drops.start()
+        async with proxy("--workers", "2", "--backend-url", drops.url, "--eject-after", "0") as (
+            url,
+            _,
+        ):
+            await _ready(url)
+            statuses = []
+            for _ in range(10):  # a connection each: both workers are asked
+                async with httpx.AsyncClient(base_url=url) as client:
+                    statuses.append((await client.post("/v1/completions", json=BODY)).status_code)
+                await asyncio.sleep(0.05)
+            assert statuses == [502] * 2 + [422] * 8
+        await drops.kill()
 
     asyncio.run(main())

@@ -6,6 +6,8 @@ Named after the defects seen in the field's example proxies, each of which has a
 from __future__ import annotations
 
 import asyncio
+import errno
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,8 +23,8 @@ from support.proxy_fakes_client import (
     streamed_text,
 )
 
-from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.connection import ClientLimits
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.health_checks import HealthConfig
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
@@ -230,7 +232,7 @@ def test_missing_parameters_are_noticed_and_the_decoder_prefills() -> None:
             assert streamed_text(events_of(answer.text)) == text_of(5)
             assert "kv_transfer_params" not in s.decode.generated[0].body
             assert s.count("fallbacks", "no_params") == 1
-            [prefiller] = [i for i in s.app.router.fleet if i.name == s.prefill.url]
+            [prefiller] = [i for i in s.app.router.pool if i.name == s.prefill.url]
             assert prefiller.warned == {"no_params"}
 
     uvloop.run(main())
@@ -250,11 +252,11 @@ def test_a_dead_instance_goes_down_and_comes_back() -> None:
         health = HealthConfig(interval_s=0.02, timeout_s=0.5, rise=2, fall=2)
         async with stand(num_decodes=2, health=health) as s:
             await s.decodes[0].kill()
-            await _until(lambda: len(s.app.router.fleet.live(_decode())) == 1)
+            await _until(lambda: len(s.app.router.pool.live(_decode())) == 1)
             for _ in range(6):
                 assert (await post(s, BODY)).status_code == 200
             await s.decodes[0].start()
-            await _until(lambda: len(s.app.router.fleet.live(_decode())) == 2)
+            await _until(lambda: len(s.app.router.pool.live(_decode())) == 2)
 
     uvloop.run(main())
 
@@ -294,7 +296,7 @@ def test_chat_without_a_live_prefiller_still_answers() -> None:
 
 
 def _decode() -> Any:
-    from mooncake_proxy.instances import Role
+    from mooncake_proxy.pool.instances import Role
 
     return Role.DECODE
 
@@ -305,3 +307,29 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
     await asyncio.wait_for(wait(), 5)
+
+
+def test_the_proxys_own_lack_of_descriptors_is_no_fault_of_instances() -> None:
+    async def main() -> None:
+        health = HealthConfig(interval_s=0.02, timeout_s=0.5, rise=2, fall=1)
+        async with stand(num_prefills=2, health=health, eject_after=1) as s:
+            states = {i.name: i for i in s.app.router.pool}
+            for instance in states.values():
+                instance.connections.close()
+
+            async def refuse(*_: Any, **__: Any) -> None:
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            loop = s.app.client.loop
+            s.app.client.loop = SimpleNamespace(
+                time=loop.time, create_task=loop.create_task, create_connection=refuse
+            )
+            answer = await post(s, BODY)
+            assert answer.status_code == 503
+            assert error_of(answer)["code"] == "out_of_sockets"
+            await asyncio.sleep(0.1)
+            assert all(instance.is_up for instance in states.values())
+            s.app.client.loop = loop
+            assert (await post(s, BODY)).status_code == 200
+
+    uvloop.run(main())

@@ -9,7 +9,7 @@ import uvloop
 from support.proxy_fakes import Stand, stand
 from support.proxy_fakes_client import BODY, STREAM, post, send_raw
 
-from mooncake_proxy.openai import HandOver, hand_over_decoder
+from mooncake_proxy.api.openai_bodies import KVTransferParams, kv_transfer_params_decoder
 
 HELD = [f"p0:abc/{index}" for index in range(3)]
 
@@ -57,8 +57,8 @@ def test_whole_answers_release_nothing() -> None:
     uvloop.run(main())
 
 
-def facts(text: bytes) -> HandOver:
-    found = hand_over_decoder.decode(text)
+def facts(text: bytes) -> KVTransferParams:
+    found = kv_transfer_params_decoder.decode(text)
     assert found is not None
     return found
 

@@ -10,8 +10,8 @@ import uvloop
 from support.proxy_fakes import Json, Stand, stand, text_of
 from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
 
-from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.stopping import Stop
+from mooncake_proxy.ops.proxy_process import ShutdownSignals
+from mooncake_proxy.pool.health_checks import HealthConfig
 
 ENDING: Json = {"error": {"message": "it ends", "type": "server_error", "code": "shutting_down"}}
 
@@ -29,7 +29,8 @@ def test_an_instance_that_ends_is_asked_once(flow: str, name: str) -> None:
     """What it refuses another one takes, and no retry of the budget is spent."""
 
     async def main() -> None:
-        settings = {"retry_ratio": 0.0, "retry_reserve": 0, "max_attempts": 1}
+        settings: Json = {"retry_ratio": 0.0, "retry_reserve": 0, "max_attempts": 1}
+        settings |= {"prefill_policy": "round-robin", "decode_policy": "round-robin"}
         async with stand(num_prefills=2, num_decodes=2, flow=flow, **settings) as s:
             leave(s, name)
             for _ in range(12):
@@ -37,7 +38,7 @@ def test_an_instance_that_ends_is_asked_once(flow: str, name: str) -> None:
                 assert answer.json()["choices"][0]["text"] == text_of(5), answer.text
             [leaving] = [fake for fake in (*s.prefills, *s.decodes) if fake.name == name]
             assert len(leaving.generated) == 1
-            states = {i.name: i.state.value for i in s.app.router.fleet}
+            states = {i.name: i.state.value for i in s.app.router.pool}
             assert states.pop(leaving.url) == "down"
             assert set(states.values()) == {"up"}
 
@@ -68,13 +69,13 @@ def test_one_check_is_enough_where_the_instance_says_itself_that_it_ends() -> No
             leave(s, "d0")
             s.decodes[1].behaviour.health = 500
             await s.app.checker.check_all()
-            states = {i.name: i.state.value for i in s.app.router.fleet}
+            states = {i.name: i.state.value for i in s.app.router.pool}
             assert states[s.decodes[0].url] == "down"
             assert states[s.decodes[1].url] == "up"
-            assert "shutting_down" in s.app.router.fleet.get(s.decodes[0].url).error
+            assert "shutting_down" in s.app.router.pool.get(s.decodes[0].url).error
             s.decodes[0].behaviour.health = 200  # started again
             await s.app.checker.check_all()
-            assert s.app.router.fleet.get(s.decodes[0].url).is_up
+            assert s.app.router.pool.get(s.decodes[0].url).is_up
 
     uvloop.run(main())
 
@@ -114,7 +115,7 @@ def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_hurried: bool) ->
             whole = asyncio.ensure_future(post(s, BODY))
             s.decode.behaviour.hangs = True
             await s.decode.wait_for(lambda: len(s.decode.generated) == 2)
-            stop = Stop()
+            stop = ShutdownSignals()
             stop.signal(10.0)
             if is_hurried:
                 stop.signal(11.5)
@@ -128,7 +129,7 @@ def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_hurried: bool) ->
 
 
 def test_signals_at_once_are_one_stop() -> None:
-    stop = Stop()
+    stop = ShutdownSignals()
     assert not stop.asked.is_set()
     for now in (10.0, 10.2, 10.9):  # a worker gets the terminal's and its parent's
         stop.signal(now)

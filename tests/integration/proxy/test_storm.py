@@ -18,8 +18,8 @@ import uvloop
 from support.proxy_fakes import FakeInstance, Stand, stand, text_of
 from support.proxy_fakes_client import events_of, streamed_text
 
-from mooncake_proxy.health import HealthConfig
-from mooncake_proxy.http1.connection import ClientLimits
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.health_checks import HealthConfig
 
 NUM_STREAMS = 2000
 NUM_AT_ONCE = 64
@@ -165,9 +165,9 @@ def _judge(s: Stand, outcome: Outcome) -> None:
     assert sum(outcome.counts.values()) == NUM_STREAMS
     assert outcome.counts["left"] > NUM_STREAMS * DISCONNECTS / 2
     assert outcome.counts["whole"] > NUM_STREAMS * 0.7
-    assert [instance.num_running for instance in s.app.router.fleet] == [0] * 6
+    assert [instance.num_running for instance in s.app.router.pool] == [0] * 6
     assert not [c.name for c in s.app.client.connections if c.is_busy]
-    assert s.app.router.rendezvous.meetings == {}
+    assert s.app.router.metaserver.sessions == {}
     leaked = [held for fake in s.prefills for held in _never_fetched(fake, s.decodes)]
     aborts = s.app.router.metrics.aborts.values
     undelivered = sum(number for (status,), number in aborts.items() if status != "200")

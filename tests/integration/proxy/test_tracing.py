@@ -10,11 +10,11 @@ import pytest
 import uvloop
 from support.proxy_fakes import stand, text_of
 from support.proxy_fakes_client import BODY, CHAT, STREAM, post, send_raw
-from support.proxy_fakes_collector import collector, facts_of
+from support.proxy_fakes_collector import attributes_of, collector
 
 from mooncake_proxy.config import AdmissionConfig
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.tracing import load_tracing
+from mooncake_proxy.ops.proxy_tracing import load_tracing
 
 CLIENT_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CLIENT_SPAN = "00f067aa0ba902b7"
@@ -43,7 +43,7 @@ def test_a_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> 
                 ]
                 assert told[name]["traceparent"] == f"00-{CLIENT_TRACE}-{attempt.span_id.hex()}-01"
                 assert told[name]["tracestate"] == "a=b"
-            facts = facts_of(request)
+            facts = attributes_of(request)
             assert facts["gen_ai.operation.name"] == "text_completion"
             assert facts["gen_ai.request.model"] == "m"
             assert facts["gen_ai.request.max_tokens"] == 5
@@ -66,13 +66,13 @@ def test_every_attempt_leaves_a_span_that_says_what_became_of_it() -> None:
                     assert (await post(s, CHAT, "/v1/chat/completions")).status_code == 200
             assert len(collected.named("chat m")) == 2
             failed = [span for span in collected.named("attempt") if span.status.code == 2]
-            assert [facts_of(span)["error.type"] for span in failed] == ["rejected"]
+            assert [attributes_of(span)["error.type"] for span in failed] == ["rejected"]
             again = [
                 span
                 for span in collected.named("attempt")
                 if span.parent_span_id == failed[0].parent_span_id and span is not failed[0]
             ]
-            assert [facts_of(span)["http.request.resend_count"] for span in again] == [1]
+            assert [attributes_of(span)["http.request.resend_count"] for span in again] == [1]
 
     uvloop.run(main())
 
@@ -94,7 +94,7 @@ def test_waiting_for_a_place_and_leaving_early_show() -> None:
                 assert (await second).json()["choices"][0]["text"] == text_of(5)
                 del reader
             left, served = collected.named("text_completion m")
-            assert facts_of(left)["http.response.status_code"] == 499
+            assert attributes_of(left)["http.response.status_code"] == 499
             assert collected.children(left) == ["decode", "prefill"]
             assert collected.children(served) == ["decode", "prefill", "queue"]
 

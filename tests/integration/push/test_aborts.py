@@ -14,7 +14,8 @@ from support.pd import GREEDY, Answer, ask, instance, prompt_of, wait_until
 from support.pd_transport import NAME, Gate
 from support.push import PushPair, ask_pushed, push_pair
 
-from mooncake_engine.messages import FinishReason, KVTransferParams
+from mooncake_engine.messages import FinishReason
+from mooncake_kv.params import KVTransferDict
 
 PROMPT = prompt_of(150)
 GATED: dict[str, Any] = {"transports": (NAME,), "lease_s": 20.0}
@@ -76,7 +77,7 @@ def test_before_a_prefill_instance_has_come(model: Path, gate: Gate) -> None:
         has_left = asyncio.Event()
         is_over = asyncio.Event()
 
-        async def come_late(key: str, params: KVTransferParams) -> None:
+        async def come_late(key: str, params: KVTransferDict) -> None:
             await has_left.wait()
             await dispatch(key, params)
             is_over.set()
@@ -113,7 +114,7 @@ def test_a_prefill_that_waits_its_turn(model: Path, gate: Gate) -> None:
         busy = asyncio.create_task(ask(both.prefill, PROMPT, replace(GREEDY, max_tokens=300)))
         await wait_until(lambda: both.prefill.engine.stats().num_running == 1, SOON_S)
 
-        async def go_away(key: str, params: KVTransferParams) -> None:
+        async def go_away(key: str, params: KVTransferDict) -> None:
             waiting = asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params))
             await wait_until(lambda: both.prefill.engine.stats().num_waiting == 1, SOON_S)
             await leave(waiting)
@@ -133,7 +134,7 @@ def test_a_prefill_that_is_complete_and_still_written(model: Path, gate: Gate) -
         gate.close()
         names: list[str] = []
 
-        async def give_up(key: str, params: KVTransferParams) -> None:
+        async def give_up(key: str, params: KVTransferDict) -> None:
             one = replace(GREEDY, max_tokens=1)
             await ask(both.prefill, PROMPT, one, params, lambda u: names.append(u.request_id))
             await wait_until(lambda: gate.num_held > 0, SOON_S)
@@ -155,7 +156,7 @@ def test_both_sides_at_once(model: Path, gate: Gate) -> None:
         gate.close()
         prefills: list[asyncio.Task[Answer]] = []
 
-        async def begin(key: str, params: KVTransferParams) -> None:
+        async def begin(key: str, params: KVTransferDict) -> None:
             prefills.append(asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params)))
 
         both.metaserver.dispatch = begin

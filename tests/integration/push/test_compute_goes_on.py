@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.pd import ask, instance, prompt_of, wait_until
 from support.push import ask_pushed, push_pair
 
-from mooncake_hal_cpu.runtime import CpuRuntime
+from mooncake_kv.connector_worker import RankContext
 
 LAYERS = 2
 PROMPT = prompt_of(40)
@@ -26,7 +27,7 @@ class Device:
 
 
 class LateEvent:
-    """See ``mooncake_hal.backend.Event``; notes the threads that use it."""
+    """An ``Event`` that notes the threads that use it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -48,11 +49,15 @@ def test_a_layer_is_an_event_that_no_step_waits_for(
     """P has answered before its device is through with any layer; D waits for the KV."""
     device = Device()
 
+    def late_context(*args: Any, **options: Any) -> RankContext:
+        """The connector's events are late; those by which the engine ends a step are not."""
+        return RankContext(*args, **options | {"make_event": lambda: LateEvent(device)})
+
     async def main() -> None:
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens
+        monkeypatch.setattr("mooncake_engine.kv_connector.RankContext", late_context)
         async with push_pair(model, lease_s=60.0, transfer_timeout_s=60.0) as both:
-            monkeypatch.setattr(CpuRuntime, "event", lambda *_: LateEvent(device))
             try:
                 asking = asyncio.create_task(ask_pushed(both, PROMPT))
                 await wait_until(lambda: bool(both.prefills and device.waiting), 60.0)

@@ -27,9 +27,11 @@ from support.pd import (
 from support.pd_transport import Gate
 from support.push import LAYERWISE, PushPair, ask_pushed, push_pair
 
-from mooncake_engine.config import LoadFailurePolicy, Role
+from mooncake_engine.config import Role
 from mooncake_engine.errors import EngineDead, InvalidRequest
-from mooncake_engine.messages import FinishReason, KVTransferParams
+from mooncake_engine.messages import FinishReason
+from mooncake_kv.config import LoadFailurePolicy
+from mooncake_kv.params import KVTransferDict
 
 PROMPT = prompt_of(150)
 LONG = prompt_of(450)
@@ -53,7 +55,7 @@ def run(model: Path, scenario: Scenario, prompt: tuple[int, ...] = PROMPT, **opt
     asyncio.run(main())
 
 
-def params_of(metaserver: str) -> KVTransferParams:
+def params_of(metaserver: str) -> KVTransferDict:
     return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
 
 
@@ -85,7 +87,7 @@ def test_a_refusal_fails_the_request_where_nothing_is_recomputed(model: Path) ->
 def test_a_silent_metaserver_ends_at_its_deadline(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mooncake_engine.kv_transfer.push.metaserver.POST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mooncake_kv.metaserver_client.POST_TIMEOUT_S", 0.2)
 
     async def scenario(expected: list[int], both: PushPair) -> None:
         await expect_failure(both, "did not answer within 0.2 s", ask_pushed(both, PROMPT))
@@ -121,7 +123,7 @@ def test_a_prefill_that_never_comes_is_given_up(model: Path) -> None:
     run(model, scenario, decode={"lease_s": 0.5})
 
 
-async def drop(key: str, params: KVTransferParams) -> None:
+async def drop(key: str, params: KVTransferDict) -> None:
     """Send nothing."""
 
 
@@ -164,7 +166,7 @@ def test_an_aborted_request_keeps_its_blocks_until_nothing_is_written(
         await wait_until(lambda: gate.num_held > 0, 10)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await asyncio.sleep(1.0)  # signs of life go on: the peer has been told by now
+        await asyncio.sleep(1.0)  # keepalives go on: the peer knows by now
         assert both.decode.engine.stats().kv_cache_usage > 0
         both.decode.core.check_integrity()
         gate.open()
@@ -178,7 +180,7 @@ def test_an_aborted_prefill_tells_the_decode_instance(model: Path, gate: Gate) -
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
 
-        async def go_away(key: str, params: KVTransferParams) -> None:
+        async def go_away(key: str, params: KVTransferDict) -> None:
             """A proxy that asks for the prefill, and leaves before it is over."""
             asking = asyncio.create_task(ask(both.prefill, LONG, GREEDY, params))
             await wait_until(lambda: gate.num_held > 0, 10)
@@ -243,6 +245,18 @@ def test_a_prefill_instance_that_shuts_down_leaves_nothing_behind(model: Path, g
     asyncio.run(main())
 
 
+def end_side_channel(connector: Any) -> None:
+    """Close its sockets as the process' end does; its loop is over already."""
+    listener = connector._server._listener
+    clients = [entry.peer.client for entry in connector._peers._entries.values()]
+    asked = [client._opening.result() for client in clients if client._opening is not None]
+    listener._server.close()
+    for session in (*listener.sessions, *asked):
+        if session._transport._sock is not None:
+            session._transport._sock.close()
+            session._transport._sock = None  # or its end is a ResourceWarning
+
+
 @pytest.mark.filterwarnings(  # the thread that hung finds nobody to report to
     "ignore:Exception in thread kv-push:pytest.PytestUnhandledThreadExceptionWarning"
 )
@@ -250,7 +264,7 @@ def test_a_prefill_instance_that_can_not_stop_writing_is_not_taken_for_dead(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shutdown is over, a write is not: its port stays taken, so nobody frees the blocks."""
-    monkeypatch.setattr("mooncake_engine.kv_transfer.push.lane.JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("mooncake_kv.push_worker.JOIN_TIMEOUT_S", 0.1)
 
     async def main() -> None:
         async with push_pair(model, lease_s=0.5, transfer_timeout_s=0.5, **GATED) as both:
@@ -267,7 +281,7 @@ def test_a_prefill_instance_that_can_not_stop_writing_is_not_taken_for_dead(
             assert both.decode.stat("reservations") == 1
             gate.open()
             await wait_until(lambda: "kv-push-0" not in {t.name for t in enumerate_threads()}, 10)
-            both.prefill.core._connector._context.destroy(linger=0)  # as the process' end does
+            end_side_channel(both.prefill.core._connector._connector)
             await both.decode.check_clean()
 
     asyncio.run(main())
@@ -325,7 +339,7 @@ def test_another_prompt_of_the_same_length_is_refused(model: Path) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         dispatch = both.dispatch
 
-        async def mix_up(key: str, params: KVTransferParams) -> None:
+        async def mix_up(key: str, params: KVTransferDict) -> None:
             both.waiting[key] = replace(both.waiting[key], prompt=prompt_of(len(PROMPT), seed=1))
             with pytest.raises(InvalidRequest, match="given another prompt of 150 tokens"):
                 await dispatch(key, params)
@@ -358,7 +372,7 @@ def test_params_that_contradict_the_decode_instance_are_refused(model: Path) -> 
     async def scenario(expected: list[int], both: PushPair) -> None:
         dispatch = both.dispatch
 
-        async def lie(key: str, params: KVTransferParams) -> None:
+        async def lie(key: str, params: KVTransferDict) -> None:
             await dispatch(key, {**params, "remote_tp_size": 4})
 
         both.metaserver.dispatch = lie

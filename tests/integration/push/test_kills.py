@@ -18,7 +18,7 @@ from support.pd_transport import NAME, Gate
 from support.push import LAYERWISE
 
 from mooncake_engine.config import Role
-from mooncake_engine.messages import KVTransferParams
+from mooncake_kv.params import KVTransferDict
 
 LEASE_S = 1.5
 PATIENCE_S = 30.0
@@ -33,7 +33,7 @@ def plugins_for_children(plugin_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PYTHONPATH", f"{plugin_path}:{TESTS}", prepend=":")
 
 
-def params_of(metaserver_url: str) -> KVTransferParams:
+def params_of(metaserver_url: str) -> KVTransferDict:
     return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver_url}
 
 
@@ -41,7 +41,7 @@ def params_of(metaserver_url: str) -> KVTransferParams:
 async def sent_to(prefill: Served) -> AsyncIterator[Metaserver]:
     """A metaserver that sends every prefill of PROMPT there, and is not surprised by its end."""
 
-    async def dispatch(key: str, params: KVTransferParams) -> None:
+    async def dispatch(key: str, params: KVTransferDict) -> None:
         with contextlib.suppress(httpx.HTTPError):
             await prefill.complete(body_of(PROMPT, replace(GREEDY, max_tokens=1), params))
 
@@ -120,7 +120,7 @@ def test_a_decode_instance_that_is_killed_and_comes_back_is_not_written_to(
     async def main() -> None:
         async with instance(model, Role.PREFILL, **IN_PROCESS) as prefill:
 
-            async def dispatch(key: str, params: KVTransferParams) -> None:
+            async def dispatch(key: str, params: KVTransferDict) -> None:
                 await ask(prefill, PROMPT, replace(GREEDY, max_tokens=1), params)
 
             async with metaserver(dispatch) as server:
@@ -176,7 +176,7 @@ def test_a_killed_decode_instance(model: Path, gate: Gate) -> None:
     async def main() -> None:
         async with instance(model, Role.PREFILL, **IN_PROCESS) as prefill:
 
-            async def dispatch(key: str, params: KVTransferParams) -> None:
+            async def dispatch(key: str, params: KVTransferDict) -> None:
                 await ask(prefill, PROMPT, replace(GREEDY, max_tokens=1), params)
 
             async with metaserver(dispatch) as server:

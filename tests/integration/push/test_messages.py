@@ -12,8 +12,8 @@ from support.pd import ask, instance, prompt_of
 from support.pd_relay import Relay, losing, relay, unreliable
 from support.push import PushPair, ask_pushed, push_pair
 
-from mooncake_engine.kv_transfer import side_channel
-from mooncake_engine.messages import KVTransferParams
+from mooncake_kv import side_channel
+from mooncake_kv.params import KVTransferDict
 
 PROMPT = prompt_of(150)
 LEASE_S = 1.0
@@ -39,7 +39,7 @@ def run(model: Path, scenario: Scenario) -> None:
             async with relay(host, port) as between:
                 dispatch = both.dispatch
 
-                async def through(key: str, params: KVTransferParams) -> None:
+                async def through(key: str, params: KVTransferDict) -> None:
                     await dispatch(key, {**params, "remote_port": between.port})
 
                 both.metaserver.dispatch = through
@@ -60,7 +60,7 @@ def test_messages_lost_repeated_and_late(model: Path, seed: int) -> None:
     run(model, scenario)
 
 
-@pytest.mark.parametrize("lost", ["hello", "welcome", "pushopen", "status"])
+@pytest.mark.parametrize("lost", ["hello", "welcome", "pushopen", "leasereply"])
 def test_a_kind_of_message_that_never_arrives(model: Path, lost: str) -> None:
     """Without it nobody is let in, or knows it: the decode instance computes for itself."""
 

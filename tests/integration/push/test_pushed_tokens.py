@@ -11,8 +11,8 @@ import pytest
 from support.pd import GREEDY, Instance, ask, prompt_of
 from support.push import PushPair, ask_pushed, push_pair, run_beside_one
 
-from mooncake_engine.kv_transfer.push.worker import PushWorker
 from mooncake_engine.messages import FinishReason
+from mooncake_kv.push_worker import PushWorker
 
 slow = pytest.mark.slow
 CHUNK = 64

@@ -11,7 +11,7 @@ from support.pd import GREEDY, ask, instance, prompt_of
 from support.pd_transport import Gate
 from support.push import PushPair, ask_pushed, push_pair
 
-from mooncake_engine.messages import KVTransferParams
+from mooncake_kv.params import KVTransferDict
 
 NUM_REQUESTS = 150
 NUM_PROMPTS = 12
@@ -59,7 +59,7 @@ def _lose_some_prefills(both: PushPair, dice: random.Random) -> None:
     """One in ten is never sent, one in ten is broken off by a proxy that leaves."""
     dispatch = both.dispatch
 
-    async def sometimes(key: str, params: KVTransferParams) -> None:
+    async def sometimes(key: str, params: KVTransferDict) -> None:
         luck = dice.random()
         if luck < 0.1:
             return

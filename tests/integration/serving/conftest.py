@@ -11,8 +11,8 @@ from support.byte_tokenizer import write_byte_tokenizer
 from support.fake_engine import FakeEngine
 from support.programs import serving
 
+from mooncake_engine.server.api_server import bind
 from mooncake_engine.server.app import create_app
-from mooncake_engine.server.run import bind
 from mooncake_engine.text.tokenizer import Tokenizer
 
 

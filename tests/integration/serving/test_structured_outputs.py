@@ -104,7 +104,7 @@ def test_a_preempted_answer_keeps_its_place(model_dir: Path) -> None:
 
 
 def test_answers_to_one_prompt_keep_their_own_places(model_dir: Path) -> None:
-    """They share its blocks, give way together, and come back."""
+    """They share its blocks, are preempted together, and resume."""
     sampling = SamplingParams(
         n=3, seed=5, max_tokens=None, grammar=Grammar(GrammarKind.REGEX, "[a-z]{150}")
     )

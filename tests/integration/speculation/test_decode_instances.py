@@ -1,4 +1,4 @@
-"""A decode instance guesses ahead from the first token that it gets, whichever way its KV comes."""
+"""A decode instance drafts tokens from the first token that it gets, whichever way its KV comes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def speculations(model: Path) -> list[SpeculativeConfig]:
-    """The right guesses, and some that now and then are."""
+    """The right drafted, and some that now and then are."""
     return [
         SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model),
         SpeculativeConfig(SpeculativeMethod.NGRAM, 3, prompt_lookup_min=1),
@@ -48,7 +48,7 @@ def speculations(model: Path) -> list[SpeculativeConfig]:
 
 
 async def compare(single: Instance, both: Both, ask_both: Ask) -> SpeculationStats:
-    """Ask for prompts of many lengths, one by one and all at once; what D's guesses came to."""
+    """Ask for prompts of many lengths, one by one and all at once; what D's drafted came to."""
     cases = [(prompt_of(length), way) for length in LENGTHS for way in (GREEDY, SEEDED)]
     expected = [(await ask(single, *case)).tokens for case in cases]
     for case, tokens in zip(cases, expected, strict=True):

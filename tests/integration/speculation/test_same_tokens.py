@@ -1,4 +1,4 @@
-"""With tokens guessed ahead an engine says what it says without, in fewer steps."""
+"""With tokens drafted an engine says what it says without, in fewer steps."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def check_same(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "seeded"])
-def test_whatever_guesses(llama: Path, small: Path, sampling: SamplingParams) -> None:
-    """Seeds are the clients' own: what they say must not depend on how much is guessed."""
+def test_whatever_drafts(llama: Path, small: Path, sampling: SamplingParams) -> None:
+    """Seeds are the clients' own: what they say must not depend on how much is drafted."""
     requests = make_load(sampling, sizes=MIX)
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
     assert plain.stats.speculation is None
@@ -72,7 +72,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(llama: Path) -> None:
     assert max(len(updates) for updates in found.updates.values()) <= 1 + OUTPUT_TOKENS // 3
 
 
-def test_without_seeds_such_guesses_are_right_as_well(llama: Path) -> None:
+def test_without_seeds_such_drafts_are_right_as_well(llama: Path) -> None:
     """Drawn from the very distribution that they are tested against."""
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     requests = [EngineRequest(f"r{i}", random_prompt(i), sampling) for i in range(6)]
@@ -94,21 +94,19 @@ def test_latent_attention_and_experts(family: str, llama: Path, tmp_path: Path) 
     assert found.stats.speculation.num_accepted_tokens > 60
 
 
-@pytest.mark.parametrize("is_guessed_by_itself", [False, True])
-def test_memory_for_a_third_of_the_load(
-    llama: Path, small: Path, is_guessed_by_itself: bool
-) -> None:
-    """Groups are swapped, single sequences start over, and guesses take nobody's place."""
+@pytest.mark.parametrize("drafts_for_itself", [False, True])
+def test_memory_for_a_third_of_the_load(llama: Path, small: Path, drafts_for_itself: bool) -> None:
+    """Groups are swapped, single sequences start over, and draft tokens take nobody's place."""
     requests = make_load(GREEDY, sizes=(1, 3, 1, 2, 1, 3, 1, 2, 1))
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
-    speculation = draft(llama if is_guessed_by_itself else small)
+    speculation = draft(llama if drafts_for_itself else small)
     options = {"num_kv_blocks": THIRD, "speculative_config": speculation}
     found = check_same(llama, requests, plain, **options)
     assert found.stats.num_swap_outs > 0
     assert found.stats.num_preemptions > found.stats.num_swap_outs
 
 
-def test_every_rank_guesses_the_same(llama: Path) -> None:
+def test_every_rank_drafts_the_same(llama: Path) -> None:
     requests = make_load(RANDOM, sizes=(1, 2))
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
     found = check_same(llama, requests, plain, speculative_config=draft(llama), tp_size=2)
@@ -166,7 +164,7 @@ def test_to_the_end_of_the_context(llama: Path) -> None:
         assert len(found.answers["r"]) == 61 - len(random_prompt(1))
 
 
-def test_a_draft_model_of_short_sequences_guesses_for_those(llama: Path, tmp_path: Path) -> None:
+def test_a_draft_model_of_short_sequences_drafts_for_those(llama: Path, tmp_path: Path) -> None:
     short = write_checkpoint(random_model("llama", max_position_embeddings=50), tmp_path)
     requests = make_load(GREEDY, sizes=(1,))
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)

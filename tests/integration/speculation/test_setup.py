@@ -11,16 +11,11 @@ from support.byte_tokenizer import write_byte_tokenizer, write_fallback_tokenize
 from support.checkpoints import random_model, write_checkpoint
 
 from mooncake_engine.assembly import build_engine
-from mooncake_engine.config import (
-    EngineConfig,
-    KVTransferConfig,
-    Role,
-    SpeculativeConfig,
-    SpeculativeMethod,
-)
+from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.execution.setup import plan_execution
+from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_hal.registry import Registry
+from mooncake_kv.config import KVTransferConfig
 
 DRAFT, NGRAM = SpeculativeMethod.DRAFT, SpeculativeMethod.NGRAM
 
@@ -52,7 +47,7 @@ def test_one_bound_of_prompt_lookup_is_both() -> None:
     assert SpeculativeConfig(NGRAM, prompt_lookup_max=4).prompt_lookup == (4, 4)
 
 
-def test_a_pipeline_of_stages_does_not_guess() -> None:
+def test_a_pipeline_of_stages_does_not_draft() -> None:
     with pytest.raises(ConfigError, match="pp_size 2"):
         EngineConfig(Path("x"), pp_size=2, speculative_config=SpeculativeConfig(NGRAM))
 
@@ -66,7 +61,7 @@ def test_a_prefill_instance_leaves_it_to_its_decode_instances(model: Path) -> No
         speculative_config=SpeculativeConfig(DRAFT, model=model),
     )
     assert config.speculation is None
-    assert plan_execution(config, Registry.discover().select_backend("cpu")).draft is None
+    assert make_plan(config, Registry.discover().select_backend("cpu")).draft is None
 
 
 def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
@@ -96,8 +91,8 @@ def test_other_tokens_under_the_same_ids_are_refused(tmp_path: Path) -> None:
 def test_the_draft_models_kv_is_part_of_every_block(model: Path) -> None:
     backend = Registry.discover().select_backend("cpu")
     config = EngineConfig(model, kv_cache_bytes=6 << 20)
-    alone = plan_execution(config, backend)
-    both = plan_execution(
+    alone = make_plan(config, backend)
+    both = make_plan(
         replace(config, speculative_config=SpeculativeConfig(DRAFT, model=model)), backend
     )
     assert both.pool_size.num_blocks == alone.pool_size.num_blocks // 2
@@ -113,6 +108,6 @@ def test_a_profiling_run_sees_what_drafts_take(model: Path, method: SpeculativeM
     )
     engine = build_engine(config)
     try:
-        assert engine.facts.num_kv_blocks > 0
+        assert engine.info.num_kv_blocks > 0
     finally:
         engine.core.close()

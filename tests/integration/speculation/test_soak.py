@@ -1,6 +1,6 @@
 """Prompts that begin alike, groups, aborts, and too little memory, round after round.
 
-The draft model is the model itself, so every guess is right, and must be: one wrong entry in the
+The draft model is the model itself, so every draft is right, and must be: one wrong entry in the
 books of its KV would show.
 """
 
@@ -16,7 +16,6 @@ from support.core_runs import random_prompt, serve_all
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.core import AbortRequest, AddRequest, EngineCore
-from mooncake_engine.kv_transfer.params import Handoff
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -46,7 +45,7 @@ def random_round(numbers: random.Random, round_number: int) -> list[EngineReques
 def begin_and_abort(core: EngineCore, requests: list[EngineRequest], num_steps: int) -> None:
     """Leave requests in whatever state they are after some steps."""
     for request in requests:
-        core.post(AddRequest(request, Handoff()))
+        core.post(AddRequest(request))
     for _ in range(num_steps):
         core.step()
         core.check_integrity()
@@ -55,7 +54,7 @@ def begin_and_abort(core: EngineCore, requests: list[EngineRequest], num_steps: 
     core.step()
 
 
-def test_every_guess_stays_right(tmp_path: Path) -> None:
+def test_every_draft_stays_right(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(random_model("llama"), tmp_path)
     plenty = EngineConfig(checkpoint, num_kv_blocks=800, block_size=4, dtype="float32", threads=1)
     short = replace(

@@ -54,7 +54,7 @@ def test_stop_strings_end_an_answer_in_the_middle_of_a_step(model: Path) -> None
 
 
 @pytest.mark.parametrize("method", list(SpeculativeMethod))
-def test_grammars_hold_for_guesses(model: Path, method: SpeculativeMethod) -> None:
+def test_grammars_hold_for_drafts(model: Path, method: SpeculativeMethod) -> None:
     """Also where an answer is complete in the middle of a draft."""
     schema = '{"type":"array","items":{"enum":["tea","teapot","te"]},"minItems":2,"maxItems":4}'
     grammars = [

@@ -127,7 +127,7 @@ def test_a_peer_that_leaves_ends_what_stands_still(kit: Kit, pair: Pair) -> None
 def test_another_engine_at_the_peers_address_is_found_out(kit: Kit) -> None:
     near, far = kit.open(), kit.open()
     kit.world.is_misled = True
-    with pytest.raises(TransportUnavailable, match="another engine answers"):
+    with pytest.raises(TransportUnavailable, match="another engine replies"):
         near.connect(far.address, timeout=10)
     assert len(kit.world.agents) == 2, "an agent is left of the connection that was refused"
 

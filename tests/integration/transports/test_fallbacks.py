@@ -16,7 +16,7 @@ from mooncake_hal.testing.transports import TransportKit, random_pieces
 import numpy as np
 
 kit = TransportKit()
-kit.loader = "mooncake_hal.transports.{name}.transport:load"
+kit.loader = "mooncake_hal.transports.{name}.{name}_transport:load"
 kit.setup_method()
 pair = kit.pair(1 << 20)
 kit.check_moves(pair, random_pieces(kit.rng, np.full(500, 1000, np.int64), 1 << 20))
@@ -51,7 +51,7 @@ def test_without_a_compiler(name: str, said: str, tmp_path: Path) -> None:
 def test_loading_a_plugin_costs_nothing() -> None:
     """Discovery must not import numpy, torch or a transport."""
     names = ("shm", "tcp")
-    imports = "; ".join(f"import mooncake_hal.transports.{name}.plugin" for name in names)
+    imports = "; ".join(f"import mooncake_hal.transports.{name}.{name}_plugin" for name in names)
     program = (
         f"import sys; {imports}; print(sorted({{'numpy', 'torch', 'msgspec'}} & {{*sys.modules}}))"
     )

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from mooncake_hal.errors import TransferError
+from mooncake_hal.session import authentication, frames
+from mooncake_hal.session.listener import shake_hands
 from mooncake_hal.testing.transports import TransportKit, one_span
 from mooncake_hal.testing.transports_buffers import Buffer
 from mooncake_hal.transport import Endpoint
-from mooncake_hal.transports import handshake
-from mooncake_hal.transports.adapter import facts as adapter_facts
-from mooncake_hal.transports.control import messages
-from mooncake_hal.transports.shm import control
-from mooncake_hal.transports.tcp import wire
-from mooncake_hal.transports.tcp.streams import MAGIC, READ, REPLY, REQUEST, WRITE, Status
+from mooncake_hal.transports.adapters import adapter_messages
+from mooncake_hal.transports.session_endpoint import SessionAddress
+from mooncake_hal.transports.shm import shm_transport
+from mooncake_hal.transports.tcp import tcp_sockets
+from mooncake_hal.transports.tcp.native_streams import (
+    MAGIC,
+    READ,
+    REPLY,
+    REQUEST,
+    WRITE,
+    ReplyStatus,
+)
 
 KIB = 1024
 SECRET = b"conformance"
 LOADERS = {
-    "shm": "mooncake_hal.transports.shm.transport:load",
-    "tcp": "mooncake_hal.transports.tcp.transport:load",
-    "tcp interpreted": "mooncake_hal.transports.tcp.transport:load_interpreted",
-    "adapter": "support.adapter_engine:load",  # and rdma: they have one kind of control connection
+    "shm": "mooncake_hal.transports.shm.shm_transport:load",
+    "tcp": "mooncake_hal.transports.tcp.tcp_transport:load",
+    "tcp interpreted": "mooncake_hal.transports.tcp.tcp_transport:load_interpreted",
+    "adapter": "support.adapter_engine:load",  # and rdma: they have one kind of session
 }
 
 
@@ -74,32 +84,26 @@ def attack() -> Iterator[Callable[[str], Target]]:
 
 def dial(target: Target) -> socket.socket:
     """Connect to an endpoint below everything that would stop us from misbehaving."""
-    if target.endpoint.transport == "shm":
-        address = handshake.decode_address(target.endpoint.address, control.Address, "shm")
-        connection = control.new_socket(10)
-        connection.connect(f"\0{address.socket}")
-        return connection
-    kind = wire.Address if target.endpoint.transport == "tcp" else messages.ControlAddress
-    there = handshake.decode_address(target.endpoint.address, kind, target.endpoint.transport)
-    return socket.create_connection((there.host, there.port), 10)
-
-
-def prove(target: Target, connection: socket.socket) -> None:
-    """Shake hands as a member of the deployment."""
     name = target.endpoint.transport
-    if name == "shm":
-        deployment = handshake.Deployment(SECRET, name, control.VERSION)
-        challenge = handshake.decode(control.receive(connection)[0], handshake.Challenge)
-        control.send(connection, deployment.answer(challenge, challenge.epoch))
-        handshake.decode(control.receive(connection)[0], handshake.Welcome)
-        return
-    receive, send, version = wire.receive_message, wire.send_message, wire.VERSION
-    if name != "tcp":
-        receive, send, version = messages.receive, messages.send_frame, adapter_facts.VERSION
-    deployment = handshake.Deployment(SECRET, name, version)
-    challenge = receive(connection, handshake.Challenge)
-    send(connection, deployment.answer(challenge, challenge.epoch))
-    assert not receive(connection, handshake.Welcome).refusal
+    kind = tcp_sockets.TcpAddress if name == "tcp" else SessionAddress
+    there = authentication.decode_address(target.endpoint.address, kind, name)
+    if there.port:
+        return socket.create_connection((there.host, there.port), 10)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(f"\0{there.host}")
+    return connection
+
+
+def prove(target: Target, connection: socket.socket) -> frames.Seals:
+    """Shake hands as one that knows the secret."""
+    name = target.endpoint.transport
+    versions = {"tcp": tcp_sockets.VERSION, "shm": shm_transport.VERSION}
+    version = versions.get(name, adapter_messages.VERSION)
+    credentials = authentication.Credentials(SECRET, name, version)
+    proven = shake_hands(connection, credentials.connect(None), time.monotonic() + 10)
+    connection.settimeout(10)
+    return frames.Seals.of_client(proven)
 
 
 def until_closed(connection: socket.socket) -> bytes:
@@ -159,14 +163,14 @@ def test_frames_that_lie(name: str, attack: Callable[[str], Target]) -> None:
     hidden, before = target.secretly.region, target.secretly.get()
     shown = target.registered.region
     spans = [
-        (hidden.address, 64, Status.UNKNOWN),
-        (0, 64, Status.UNKNOWN),
-        (2**64 - 1, 1, Status.UNKNOWN),
-        (2**64 - 8, 64, Status.UNKNOWN),
-        (shown.address, 2**64 - 1, Status.UNKNOWN),
-        (shown.address, shown.nbytes + 1, Status.OUT_OF_BOUNDS),
-        (shown.address + shown.nbytes - 1, 2, Status.OUT_OF_BOUNDS),
-        (shown.address, 0, Status.MALFORMED),
+        (hidden.address, 64, ReplyStatus.UNKNOWN),
+        (0, 64, ReplyStatus.UNKNOWN),
+        (2**64 - 1, 1, ReplyStatus.UNKNOWN),
+        (2**64 - 8, 64, ReplyStatus.UNKNOWN),
+        (shown.address, 2**64 - 1, ReplyStatus.UNKNOWN),
+        (shown.address, shown.nbytes + 1, ReplyStatus.OUT_OF_BOUNDS),
+        (shown.address + shown.nbytes - 1, 2, ReplyStatus.OUT_OF_BOUNDS),
+        (shown.address, 0, ReplyStatus.MALFORMED),
     ]
     for address, nbytes, status in spans:
         with dial(target) as connection:
@@ -176,7 +180,7 @@ def test_frames_that_lie(name: str, attack: Callable[[str], Target]) -> None:
             )
             magic, found, _ = REPLY.unpack(until_closed(connection)[: REPLY.size])
             assert magic == MAGIC
-            refused = {status, Status.OUT_OF_BOUNDS} if nbytes > 2**63 else {status}
+            refused = {status, ReplyStatus.OUT_OF_BOUNDS} if nbytes > 2**63 else {status}
             assert found in refused, (hex(address), nbytes, found)
     target.check(before)
 
@@ -213,7 +217,7 @@ def test_a_write_whose_total_lies(name: str, attack: Callable[[str], Target]) ->
         prove(target, connection)
         connection.sendall(REQUEST.pack(MAGIC, WRITE, 1, 128) + span + b"\xee" * 128)
         _, status, _ = REPLY.unpack(until_closed(connection)[: REPLY.size])
-        assert status == Status.MALFORMED
+        assert status == ReplyStatus.MALFORMED
     assert (target.registered.get() == content).all()
     target.check(before)
 
@@ -243,53 +247,39 @@ def test_revoking_does_not_wait_for_a_member_who_stalls(
     target.check(target.secretly.get())
 
 
-def test_shm_messages_that_make_no_sense(attack: Callable[[str], Target]) -> None:
-    target = attack("shm")
-    before = target.secretly.get()
-    for message in (
-        control.Revoked(999),
-        control.Sync(5),
-        control.Offer(1, target.secretly.region.address, 4096),
-        control.Revoke(1),
-    ):
-        with dial(target) as connection:
-            prove(target, connection)
-            control.send(connection, message)
-            until_closed(connection)
-    target.check(before)
-
-
 @pytest.mark.parametrize(
-    "frames",
+    "messages",
     [
         [
-            messages.Registered(1, 4096, 64, "cpu", b""),
-            messages.Registered(2, 4100, 64, "cpu", b""),
+            frames.Registered(1, 4096, 64, "cpu", b""),
+            frames.Registered(2, 4100, 64, "cpu", b""),
         ],
-        [messages.Registered(1, 2**64 - 8, 64, "cpu", b"")],
-        [messages.Registered(1, 0, 0, "cpu", b"")],
-        [messages.Revoked(7)],
-        [messages.Call(1, b"describe yourself")],
-        [messages.Answer(12, b"to what nobody asked")],
-        [messages.Ping(2**63)] * 100,
+        [frames.Registered(1, 2**64 - 8, 64, "cpu", b"")],
+        [frames.Registered(1, 0, 0, "cpu", b"")],
+        [frames.Revoked(7)],
+        [frames.SessionRequest(1, b"describe yourself")],
+        [frames.SessionResponse(12, b"to what nobody asked")],
+        [frames.Ping(2**63)] * 100,
     ],
     ids=["overlap", "beyond", "empty", "unknown", "call", "answer", "pings"],
 )
-def test_control_messages_that_make_no_sense(
-    frames: list[messages.AnyMessage], attack: Callable[[str], Target]
+@pytest.mark.parametrize("name", ["shm", "adapter"])
+def test_messages_that_make_no_sense(
+    messages: list[frames.AnyMessage], name: str, attack: Callable[[str], Target]
 ) -> None:
-    target = attack("adapter")
+    target = attack(name)
     before = target.secretly.get()
     with dial(target) as connection:
-        prove(target, connection)
-        for frame in frames:
-            messages.send_frame(connection, frame)
+        seals = prove(target, connection)
+        for message in messages:
+            connection.sendall(seals.outgoing.seal(message))
         until_closed(connection)
     target.check(before)
 
 
-def test_a_control_frame_too_long_to_be_one(attack: Callable[[str], Target]) -> None:
-    target = attack("adapter")
+@pytest.mark.parametrize("name", ["shm", "adapter"])
+def test_a_frame_too_long_to_be_one(name: str, attack: Callable[[str], Target]) -> None:
+    target = attack(name)
     before = target.secretly.get()
     with dial(target) as connection:
         prove(target, connection)
@@ -300,34 +290,74 @@ def test_a_control_frame_too_long_to_be_one(attack: Callable[[str], Target]) -> 
     target.check(before)
 
 
+@pytest.mark.parametrize("name", ["shm", "adapter"])
+@pytest.mark.parametrize("attack_", ["replayed", "reflected", "unsealed"])
+def test_frames_on_the_line_end_the_session(
+    attack_: str, name: str, attack: Callable[[str], Target]
+) -> None:
+    target = attack(name)
+    before = target.secretly.get()
+    with dial(target) as connection:
+        seals = prove(target, connection)
+        ping = seals.outgoing.seal(frames.Ping(1))
+        sent = {
+            "replayed": ping + ping,
+            "reflected": connection.recv(65536),
+            "unsealed": frames.frame(authentication.encode(frames.Ping(1))),
+        }[attack_]
+        connection.sendall(sent)
+        connection.settimeout(10)
+        while connection.recv(65536):
+            pass  # it ends: no more than the region and the reply to the first ping comes
+    target.check(before)
+
+
+def test_descriptors_that_were_not_asked_for_are_closed(attack: Callable[[str], Target]) -> None:
+    target = attack("shm")
+    before, ours = target.secretly.get(), os.memfd_create("sent to whom did not want it")
+    num_open = len(os.listdir("/proc/self/fd"))
+    for key in range(1, 65):
+        with dial(target) as connection:
+            seals = prove(target, connection)
+            registered = frames.Registered(key, 4096, 64, "cpu", b"")
+            socket.send_fds(connection, [seals.outgoing.seal(registered)], [ours])
+            socket.send_fds(connection, [seals.outgoing.seal(frames.Ping(1))], [ours, ours])
+            connection.settimeout(10)
+            with suppress(ConnectionResetError):
+                while connection.recv(65536):
+                    pass
+    target.check(before)
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 8
+    os.close(ours)
+
+
 def test_a_server_that_lies_to_its_client(attack: Callable[[str], Target]) -> None:
     """The other direction: a fake tcp server that answers nonsense gets typed errors."""
     target = attack("tcp")
-    epoch = handshake.fresh_epoch()
-    deployment = handshake.Deployment(SECRET, "tcp", wire.VERSION)
+    epoch = authentication.fresh_epoch()
+    credentials = authentication.Credentials(SECRET, "tcp", tcp_sockets.VERSION)
     near, here = target.kit.open(), target.kit.buffer(64 * KIB)
     near.register(here.region)
-    ours = handshake.decode_address(near.address, wire.Address, "tcp")
+    ours = authentication.decode_address(near.address, tcp_sockets.TcpAddress, "tcp")
     for reply in (b"\0" * 16, REPLY.pack(MAGIC, 999, 2**64 - 1), REPLY.pack(MAGIC, 0, 0)[:7], b""):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            address = wire.Address(wire.VERSION, epoch, "127.0.0.1", port, ours.machine)
+            address = tcp_sockets.TcpAddress(
+                tcp_sockets.VERSION, epoch, "127.0.0.1", port, ours.machine
+            )
 
             def serve(listener: socket.socket = listener, reply: bytes = reply) -> None:
                 listener.settimeout(10)
                 connection, _ = listener.accept()
                 with connection:
                     connection.settimeout(10)
-                    challenge = deployment.challenge(epoch)
-                    wire.send_message(connection, challenge)
-                    hello = wire.receive_message(connection, handshake.Hello)
-                    wire.send_message(connection, deployment.check_client(challenge, hello))
+                    shake_hands(connection, credentials.accept(epoch), time.monotonic() + 10)
                     connection.recv(1000)
                     connection.sendall(reply)
 
             with ThreadPoolExecutor(1) as pool:
                 served = pool.submit(serve)
-                peer = near.connect(handshake.encode(address), timeout=10)
+                peer = near.connect(authentication.encode(address), timeout=10)
                 with pytest.raises(TransferError):
                     peer.read(one_span(here.region.address, 4096, 64), timeout=10).wait()
                 peer.close()

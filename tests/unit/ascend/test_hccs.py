@@ -22,12 +22,21 @@ from mooncake_hal.port_range import PortRange
 from mooncake_hal.specs import Availability
 from mooncake_hal.testing.transports import one_span
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
-from mooncake_hal.transports.adapter.transport import AdapterTransport
-from mooncake_hal_ascend.hccs import plugin
-from mooncake_hal_ascend.hccs.arena import ARENA_BYTES, Arena
-from mooncake_hal_ascend.hccs.codes import failure
-from mooncake_hal_ascend.hccs.shared import ALIGNMENT, MAX_REGIONS, SharedEngine
-from mooncake_hal_ascend.hccs.vendor import MemfabricVendor, MooncakeVendor, VendorEngine
+from mooncake_hal.transports.adapters.adapter_transport import AdapterTransport
+from mooncake_hal_ascend.hccs import hccs_plugin
+from mooncake_hal_ascend.hccs.hccs_engine import (
+    ALIGNMENT,
+    MAX_REGIONS,
+    WORKSPACE_BYTES,
+    SharedEngine,
+    WorkspacePool,
+)
+from mooncake_hal_ascend.hccs.vendor_engines import (
+    MemfabricVendor,
+    MooncakeVendor,
+    VendorEngine,
+    failure,
+)
 
 OPTIONS = EndpointOptions(device=DEVICE)
 ENGINES = {"mooncake": fake_hccs.mooncake_module, "memfabric": fake_hccs.memfabric_module}
@@ -77,7 +86,7 @@ def test_memory_of_elsewhere_is_refused(transport: AdapterTransport) -> None:
     endpoint = transport.open(OPTIONS)
     try:
         with pytest.raises(TransportUnavailable, match=r"memory of npu:0, not of npu:1"):
-            endpoint.register(MemoryRegion(ARENA_BYTES, 4096, "npu:1"))
+            endpoint.register(MemoryRegion(WORKSPACE_BYTES, 4096, "npu:1"))
     finally:
         endpoint.close()
 
@@ -87,7 +96,7 @@ def test_the_257th_region_is_refused_before_the_engine_does(transport: AdapterTr
     pages = memory.region.address
     endpoint = transport.open(OPTIONS)
     try:
-        for number in range(MAX_REGIONS - 1):  # the arena is one
+        for number in range(MAX_REGIONS - 1):  # the workspaces are one
             endpoint.register(MemoryRegion(pages + number * ALIGNMENT, 64, DEVICE))
         last = MemoryRegion(pages + (MAX_REGIONS - 1) * ALIGNMENT, 64, DEVICE)
         with pytest.raises(TransportUnavailable, match="takes 256 regions at most"):
@@ -238,7 +247,7 @@ def test_memory_that_is_not_registered_is_not_moved(engine: str, message: str) -
 
 def test_agents_share_an_engine_and_its_regions() -> None:
     started = []
-    arena = Arena(HostMemory().allocate(ARENA_BYTES, 0), ARENA_BYTES)
+    workspaces = WorkspacePool(HostMemory().allocate(WORKSPACE_BYTES, 0), WORKSPACE_BYTES)
     freed = []
 
     def start() -> MooncakeVendor:
@@ -247,7 +256,7 @@ def test_agents_share_an_engine_and_its_regions() -> None:
 
     shared = SharedEngine(
         start,
-        arena.region,
+        workspaces.region,
         DEVICE,
         lambda: HostRuntime().bind_thread(0),
         needs_pages=True,
@@ -283,14 +292,14 @@ def test_an_endpoint_closes_whatever_its_engine_says(
 
 
 def test_the_arena_gives_slots_back() -> None:
-    arena = Arena(HostMemory().allocate(1024, 0), 1024)
-    held = [arena.scratch(32), arena.scratch(32)]
+    workspaces = WorkspacePool(HostMemory().allocate(1024, 0), 1024)
+    held = [workspaces.workspace(32), workspaces.workspace(32)]
     held[0].put(b"a" * 32)
     assert held[0].get() == b"a" * 32
     with pytest.raises(TransportUnavailable, match="no NPU memory left for tokens"):
-        arena.scratch(32)
+        workspaces.workspace(32)
     held.pop()
-    assert arena.scratch(32).address % 512 == arena.region.address % 512
+    assert workspaces.workspace(32).address % 512 == workspaces.region.address % 512
 
 
 def test_return_codes_become_errors() -> None:
@@ -304,33 +313,37 @@ def test_return_codes_become_errors() -> None:
 
 
 def test_the_plugin_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = plugin.mooncake_hal_transport()
+    spec = hccs_plugin.mooncake_hal_transport()
     assert (spec.name, spec.priority) == ("hccs", 60)
-    absent = plugin.probe()
+    absent = hccs_plugin.probe()
     assert not absent.ok
     assert "no Ascend driver" in absent.reason
     ready = Availability(True, "8 Ascend devices")
-    monkeypatch.setattr(plugin.backend, "probe", lambda: ready)
-    assert "no transfer engine is installed: pip install" in plugin.probe().reason
+    monkeypatch.setattr(hccs_plugin.ascend_plugin, "probe", lambda: ready)
+    assert "no transfer engine is installed: pip install" in hccs_plugin.probe().reason
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: ModuleSpec(name, None) if name != "x" else None
     )
     monkeypatch.setattr(
-        plugin, "installed", lambda names: f"{names[0]} 9.9" if "memfabric" in names[0] else None
+        hccs_plugin,
+        "installed",
+        lambda names: f"{names[0]} 9.9" if "memfabric" in names[0] else None,
     )
-    assert plugin.probe() == Availability(True, "memfabric-hybrid 9.9; 8 Ascend devices")
+    assert hccs_plugin.probe() == Availability(True, "memfabric-hybrid 9.9; 8 Ascend devices")
 
 
 def test_the_plugin_says_what_its_engines_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are installed, or the one that is set; for all NPUs of the host."""
-    monkeypatch.setattr(plugin, "_installed", lambda: {"memfabric_hybrid": "memfabric-hybrid 9.9"})
-    monkeypatch.setattr(plugin, "_devices", lambda: [0, 1])
+    monkeypatch.setattr(
+        hccs_plugin, "_installed", lambda: {"memfabric_hybrid": "memfabric-hybrid 9.9"}
+    )
+    monkeypatch.setattr(hccs_plugin, "_devices", lambda: [0, 1])
     os.environ["MF_CONFIG_STORE_PORT_START"] = "18000"
-    [store] = plugin.mooncake_hal_transport().reserved_ports()
+    [store] = hccs_plugin.mooncake_hal_transport().reserved_ports()
     assert store.ports == PortRange(18000, 19000)
     os.environ["MOONCAKE_HAL_HCCS"] = "engine=mooncake"
-    links, handshakes = plugin.mooncake_hal_transport().reserved_ports()
+    links, handshakes = hccs_plugin.mooncake_hal_transport().reserved_ports()
     assert (links.ports, handshakes.ports) == (PortRange(20000, 22000), PortRange(15000, 17000))
     os.environ["MC_MAX_RPC_PORT"] = "many"
     with pytest.raises(HalError, match="MC_MAX_RPC_PORT='many' must be a port"):
-        plugin.mooncake_hal_transport().reserved_ports()
+        hccs_plugin.mooncake_hal_transport().reserved_ports()

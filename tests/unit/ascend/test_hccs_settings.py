@@ -6,11 +6,11 @@ import pytest
 
 from mooncake_hal.errors import HalError
 from mooncake_hal.port_range import PortRange, ReservedPorts, why_reserved
-from mooncake_hal_ascend.hccs.ports import engine_ports
-from mooncake_hal_ascend.hccs.settings import (
-    Deadlines,
+from mooncake_hal_ascend.hccs.hccs_settings import (
+    EngineDeadlines,
     HccsSettings,
     deadlines,
+    engine_ports,
     settings_of_endpoint as settings_of,
 )
 
@@ -43,7 +43,7 @@ def test_options_are_refused_as_values() -> None:
 
 def test_roce_waits_for_all_retransmissions() -> None:
     found = deadlines({}, "auto")
-    assert found == Deadlines(
+    assert found == EngineDeadlines(
         10_000,
         33_064,  # as vllm-ascend's connector derives it
         "connect: 10000 ms, as HCCL_CONNECT_TIMEOUT is not set; transfer: 4.096 us * 2^20 "

@@ -6,7 +6,6 @@ import pytest
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
 from mooncake_engine.core import AddRequest
-from mooncake_engine.kv_transfer.params import Handoff
 from mooncake_engine.messages import EngineRequest, StepSizes
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -25,7 +24,7 @@ def test_a_step_is_counted_by_the_next_power_of_two(num_tokens: int, entry: int)
 def test_the_core_counts_what_its_steps_run() -> None:
     core = scripted_engine(ScriptedExecutor()).core
     request = EngineRequest("a", tuple(b"tea"), SamplingParams(max_tokens=16))
-    core.post(AddRequest(request, Handoff()))
+    core.post(AddRequest(request))
     updates = []
     while not any(update.finish for update in updates):
         updates += core.step()

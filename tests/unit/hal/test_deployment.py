@@ -11,19 +11,19 @@ import pytest
 from mooncake_hal.backend import Capabilities, DeploymentConstraints
 from mooncake_hal.deployment import (
     BlockSize,
-    Deployment,
+    DeploymentPlan,
     Hardware,
+    InstanceInfo,
     InstancePlan,
-    PairFacts,
-    check_pair,
+    check_compatibility,
     default_block_size,
 )
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.port_range import PortRange, ReservedPorts
 from mooncake_hal.ports import Port, find_taken, holder_of
 
-FREE = PairFacts(Hardware("cpu", "x86_64"), 1, 16)
-STRICT = PairFacts(
+FREE = InstanceInfo(Hardware("cpu", "x86_64"), 1, 16)
+STRICT = InstanceInfo(
     Hardware(
         "vendor",
         "A2",
@@ -57,7 +57,7 @@ def test_a_block_size_that_nobody_named_suits_the_backend(
 
 
 def test_a_sound_deployment_has_no_problems() -> None:
-    assert Deployment((PREFILL, DECODE)).problems() == []
+    assert DeploymentPlan((PREFILL, DECODE)).problems() == []
 
 
 @pytest.mark.parametrize(
@@ -82,21 +82,21 @@ def test_a_sound_deployment_has_no_problems() -> None:
             "port 8100 on 127.0.0.1 is planned for p0 (HTTP) and d0 (side channel)",
         ),
         (
-            (replace(PREFILL, facts=replace(STRICT, tp_size=2)), replace(DECODE, facts=STRICT)),
+            (replace(PREFILL, info=replace(STRICT, tp_size=2)), replace(DECODE, info=STRICT)),
             "p0 and d0: tensor-parallel sizes are 2 for prefill and 4 for decode",
         ),
         (
-            (replace(PREFILL, facts=replace(STRICT, pp_size=0)), DECODE),
+            (replace(PREFILL, info=replace(STRICT, pp_size=0)), DECODE),
             "p0: tensor-parallel size 4, 0 pipeline stages, KV blocks of 128 tokens: each must be",
         ),
         (
-            (PREFILL, replace(DECODE, facts=replace(STRICT, tp_size=0))),
+            (PREFILL, replace(DECODE, info=replace(STRICT, tp_size=0))),
             "d0: tensor-parallel size 0",
         ),
     ],
 )
 def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str) -> None:
-    problems = Deployment(instances).problems()
+    problems = DeploymentPlan(instances).problems()
     assert any(message in problem for problem in problems), problems
 
 
@@ -114,23 +114,23 @@ def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused(
-    prefill: PairFacts, decode: PairFacts, message: str
+    prefill: InstanceInfo, decode: InstanceInfo, message: str
 ) -> None:
     with pytest.raises(DeploymentRefused, match=message):
-        check_pair(prefill, decode)
+        check_compatibility(prefill, decode)
 
 
 @pytest.mark.parametrize("tp_sizes", [(4, 4), (4, 2), (4, 1)])
 def test_the_default_ratio_rule_allows_multiples(tp_sizes: tuple[int, int]) -> None:
-    check_pair(replace(STRICT, tp_size=tp_sizes[0]), replace(STRICT, tp_size=tp_sizes[1]))
+    check_compatibility(replace(STRICT, tp_size=tp_sizes[0]), replace(STRICT, tp_size=tp_sizes[1]))
 
 
 def test_pipeline_stages_need_no_ratio() -> None:
-    check_pair(replace(STRICT, pp_size=3), replace(STRICT, pp_size=2))
+    check_compatibility(replace(STRICT, pp_size=3), replace(STRICT, pp_size=2))
 
 
 def test_hardware_that_moves_any_part_takes_any_ratio() -> None:
-    check_pair(replace(FREE, tp_size=2), replace(FREE, tp_size=3))
+    check_compatibility(replace(FREE, tp_size=2), replace(FREE, tp_size=3))
 
 
 def test_a_taken_port_names_its_holder() -> None:
@@ -138,7 +138,7 @@ def test_a_taken_port_names_its_holder() -> None:
         number = listener.getsockname()[1]
         plan = replace(PREFILL, ports=(Port("HTTP", "127.0.0.1", number),))
         with pytest.raises(DeploymentRefused, match=rf"port {number} .* is taken by .*pid"):
-            Deployment((plan, DECODE)).validate()
+            DeploymentPlan((plan, DECODE)).validate()
         assert f"(pid {os.getpid()})" in str(holder_of(number))
 
 
@@ -146,7 +146,7 @@ def test_ports_that_a_transport_may_take_below_are_left_to_it() -> None:
     engine = ReservedPorts("an engine", PortRange(20_000, 21_000), "ITS_PORT")
     ports = (Port("HTTP", "127.0.0.1", 20_500), Port("KV side channel", "127.0.0.1", 0))
     plan = replace(PREFILL, ports=ports, reserved=(engine,))
-    assert Deployment((plan, DECODE)).problems() == [
+    assert DeploymentPlan((plan, DECODE)).problems() == [
         "p0: port 20500, wanted for HTTP, lies in 20000-21000, of which an engine may take any at "
         "any time; choose one outside, or move those (ITS_PORT)"
     ]

@@ -30,7 +30,7 @@ def test_discovery_and_probes_import_no_torch() -> None:
     command = [sys.executable, "-c", statement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     found = set(done.stdout.split())
-    assert {f"mooncake_hal_{name}.plugin" for name in ("cpu", "cuda", "ascend")} <= found
+    assert {f"mooncake_hal_{name}.{name}_plugin" for name in ("cpu", "cuda", "ascend")} <= found
     assert "torch" not in found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mooncake_hal.backend import AttentionBatch
-from mooncake_hal.reference.ops import ReferenceOps
+from mooncake_hal.reference import ReferenceOps
 
 
 def test_attention_touches_the_blocks_of_its_sequences_only() -> None:

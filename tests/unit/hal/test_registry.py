@@ -20,7 +20,7 @@ from mooncake_hal.errors import (
     TransportUnavailable,
 )
 from mooncake_hal.hookspecs import hookimpl
-from mooncake_hal.null.backend import NullBackend, NullOps, NullRuntime
+from mooncake_hal.null.null_backend import NullBackend, NullOps, NullRuntime
 from mooncake_hal.registry import PluginStatus, Registry
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
 from mooncake_hal.transport import Transport
@@ -177,10 +177,10 @@ def test_a_backend_of_an_older_contract_is_told_what_it_lacks(plugins: Plugins, 
 def test_a_promised_capability_is_looked_for(plugins: Plugins) -> None:
     backend = backend_named("bold")
     backend.capabilities = replace(
-        backend.capabilities, sampling=True, kv_dtypes=("float8_e4m3fn",), resident_latents=True
+        backend.capabilities, sampling=True, kv_dtypes=("float8_e4m3fn",), native_latents=True
     )
     plugins.backend("bold", load=lambda: backend)
-    lacking = "no ops.sample; no ops.with_kv_scales; no ops.make_resident; no ops.with_resident_lat"
+    lacking = "no ops.sample; no ops.with_kv_scales; no ops.convert_latents; no ops.with_native_lat"
     with pytest.raises(PluginError, match=lacking):
         plugins.discover().select_backend("bold")
 

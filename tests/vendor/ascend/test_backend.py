@@ -12,13 +12,13 @@ from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends import BackendBasics
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
+from mooncake_hal.testing.backends_native_latents import NativeLatentsSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
-from mooncake_hal.testing.backends_resident import ResidentLatentsSuite
 from mooncake_hal.testing.backends_rows import RowsSuite
 
 
 class TestRealTorchNpu(
-    BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, ResidentLatentsSuite
+    BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, NativeLatentsSuite
 ):
     test_graphs_as_promised = None  # CANN captures them
     test_captured_decodes_follow_their_batch = None  # and these

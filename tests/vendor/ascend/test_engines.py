@@ -13,7 +13,7 @@ import pytest
 from support import vendor_npu  # noqa: F401  # mooncake's engine loads over the stub
 from support.engine_signatures import GOLDEN, USED, surface
 
-from mooncake_hal_ascend.hccs.codes import MEANINGS
+from mooncake_hal_ascend.hccs.vendor_engines import MEANINGS
 
 MODULES = {
     "mooncake": ("mooncake.engine", "mooncake-transfer-engine-npu"),

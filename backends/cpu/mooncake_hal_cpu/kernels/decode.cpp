@@ -4,7 +4,7 @@
 // little earlier: blocks lie anywhere, so the processor doesn't guess them. So a part takes all
 // heads of a token together, a few tokens at a time: its keys once, then its values once.
 
-constexpr int ROW_BYTES = 4096;  // of a token; more heads than have room in them are apart
+constexpr int ROW_BYTES = 4096;  // of a token; more heads than fit are split
 constexpr int MOST_AHEAD = 64;   // tokens
 
 // Rows of CHUNK tokens and some heads, in pieces of one head, in the order in which they lie; each

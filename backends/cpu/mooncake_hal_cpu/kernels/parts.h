@@ -1,7 +1,7 @@
 // How a batch of decodes is cut into units of work, and merged again.
 //
 // A sequence is cut into parts of PART tokens from its first token on, whatever the batch, the
-// thread count, the block size or the layout; parts are computed apart, each head for itself, and
+// thread count, the block size or the layout; parts are computed on their own, each head by itself, and
 // merged in order. So the result depends on the sequence alone, and a lone long sequence still
 // keeps every core busy.
 

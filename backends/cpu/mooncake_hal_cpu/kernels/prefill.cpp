@@ -202,7 +202,7 @@ struct Prefill {
 #pragma omp for collapse(2) schedule(static)
       for (int head = 0; head < d.kv_heads; head++)
         for (int tile = 0; tile < tiles; tile++) pack_tile(head, tile);
-      // the last rows see the most tokens: they go first, so that nobody waits for one at the end
+      // the last rows see the most tokens: they go first, so that no thread is left with one at the end
 #pragma omp for collapse(2) schedule(dynamic)
       for (int tile = query_tiles - 1; tile >= 0; tile--)
         for (int head = 0; head < d.kv_heads; head++) attend_rows(head, tile);

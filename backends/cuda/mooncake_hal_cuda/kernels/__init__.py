@@ -1,4 +1,4 @@
-"""Triton kernels, one per file, and what several of them share.
+"""Triton kernels, a file per family, and what several of them share.
 
 Importing them needs triton, but neither a driver nor a device.
 

@@ -10,10 +10,16 @@ Half of the kernel's lines are its arguments, which a launch has to name one by 
 import triton
 import triton.language as tl
 
-from mooncake_hal_cuda.kernels.paging import place_present
-from mooncake_hal_cuda.kernels.rows import load_rows, rows_of, store_rows
-from mooncake_hal_cuda.kernels.softmax import absorb, nothing_yet
-from mooncake_hal_cuda.kernels.splitting import split_plan, split_tokens
+from mooncake_hal_cuda.kernels.attention_parts import (
+    empty_softmax,
+    load_rows,
+    rows_of,
+    split_plan,
+    split_tokens,
+    store_rows,
+    update_softmax,
+)
+from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets
 
 
 @triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
@@ -145,7 +151,7 @@ def _attend_range(
     IS_CAUSAL: tl.constexpr,
 ):
     """The rows' softmax over the tokens [start, stop); not IS_CAUSAL, every row sees them all."""
-    running = nothing_yet(queries[0].shape[0], queries[0].shape[1])
+    running = empty_softmax(queries[0].shape[0], queries[0].shape[1])
     for begin in range(start, stop, TOKENS):
         running = _attend(
             queries, positions, common, scale, caches, strides, table, begin, stop, running,
@@ -185,7 +191,7 @@ def _attend(
     through registers.
     """
     q, q_rope = queries
-    latent_at, rope_at = place_present(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
+    latent_at, rope_at = clamped_token_offsets(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
     dims, rope_dims = tl.arange(0, q.shape[1]), tl.arange(0, q_rope.shape[1])
     rope_at = caches[1] + rope_at[None, :] + rope_dims[:, None]
     values_at = caches[0] + latent_at[:, None] + dims[None, :]
@@ -212,4 +218,4 @@ def _attend(
         if IS_CAUSAL:
             is_seen &= seen[None, :] <= positions[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
-    return absorb(scores, values.to(q.dtype), running, PRECISION)
+    return update_softmax(scores, values.to(q.dtype), running, PRECISION)

@@ -10,10 +10,15 @@ Half of the kernel's lines are its arguments, which a launch has to name one by 
 import triton
 import triton.language as tl
 
-from mooncake_hal_cuda.kernels.paging import place, place_present
-from mooncake_hal_cuda.kernels.rows import load_rows, rows_of, store_rows
-from mooncake_hal_cuda.kernels.softmax import absorb, nothing_yet
-from mooncake_hal_cuda.kernels.splitting import split_plan
+from mooncake_hal_cuda.kernels.attention_parts import (
+    empty_softmax,
+    load_rows,
+    rows_of,
+    split_plan,
+    store_rows,
+    update_softmax,
+)
+from mooncake_hal_cuda.kernels.paged_cache import clamped_token_offsets, token_offsets
 
 
 @triton.jit(do_not_specialize=["first", "splits", "programs", "table_stride"])
@@ -48,7 +53,9 @@ def paged_attention(
     PRECISION: tl.constexpr,
 ):
     """One program: some rows of one sequence and kv head, over all it sees or some splits of it."""
-    row_block, turn = tl.program_id(0) // programs, tl.program_id(0) % programs
+    # the last rows see most, and begin first: else the longest programs would end the launch alone
+    row_block = (tl.num_programs(0) - 1 - tl.program_id(0)) // programs
+    turn = tl.program_id(0) % programs
     kv_head, sequence = tl.program_id(1), first + tl.program_id(2)
     is_row, tokens, heads, positions, context, common, seen = rows_of(
         query_start, context_lens, first, sequence, row_block, GROUP, ROWS
@@ -96,7 +103,7 @@ def _attend_split(
     PRECISION: tl.constexpr,
 ):
     """The rows' softmax over the tokens [start, stop)."""
-    running = nothing_yet(ROWS, DIM_PADDED)
+    running = empty_softmax(ROWS, DIM_PADDED)
     for begin in range(start, stop, TOKENS):
         running = _attend_few(
             q, scale, caches, strides, table, begin, stop, running,
@@ -124,7 +131,7 @@ def _attend_range(
     PRECISION: tl.constexpr,
 ):
     """The rows' softmax over the tokens [start, stop)."""
-    running = nothing_yet(ROWS, DIM_PADDED)
+    running = empty_softmax(ROWS, DIM_PADDED)
     whole = start + tl.maximum(tl.minimum(common, stop) - start, 0) // TOKENS * TOKENS
     for begin in range(start, whole, TOKENS):
         running = _attend(
@@ -161,7 +168,7 @@ def _attend(
 
     Not MASKED, all of them are before ``stop`` and seen by every row.
     """
-    k_at, v_at = place(table, begin, stop, strides, BLOCK_SIZE, TOKENS, MASKED)
+    k_at, v_at = token_offsets(table, begin, stop, strides, BLOCK_SIZE, TOKENS, MASKED)
     dims = tl.arange(0, DIM_PADDED)
     is_key, is_value = (dims < DIM)[:, None], (dims < DIM)[None, :]
     seen = begin + tl.arange(0, TOKENS)
@@ -174,7 +181,7 @@ def _attend(
         visible = (seen[None, :] <= positions[:, None]) & (seen < stop)[None, :]
         scores = tl.where(visible, scores, float("-inf"))
     v = tl.load(caches[1] + v_at[:, None] + dims[None, :], mask=is_value, other=0.0)
-    return absorb(scores, v.to(q.dtype), running, PRECISION)
+    return update_softmax(scores, v.to(q.dtype), running, PRECISION)
 
 
 @triton.jit
@@ -193,8 +200,8 @@ def _attend_few(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The same without a mask for tokens, which would cost registers: see ``place_present``."""
-    k_at, v_at = place_present(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
+    """The same without a mask for tokens, which costs registers: see ``clamped_token_offsets``."""
+    k_at, v_at = clamped_token_offsets(table, begin, stop, strides, BLOCK_SIZE, TOKENS)
     dims = tl.arange(0, DIM_PADDED)
     k_at = caches[0] + k_at[None, :] + dims[:, None]
     v_at = caches[1] + v_at[:, None] + dims[None, :]
@@ -206,4 +213,4 @@ def _attend_few(
     scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
     is_seen = begin + tl.arange(0, TOKENS) < stop
     scores = tl.where(is_seen[None, :], scores, float("-inf"))
-    return absorb(scores, v.to(q.dtype), running, PRECISION)
+    return update_softmax(scores, v.to(q.dtype), running, PRECISION)

@@ -1,1 +1,1 @@
-"""Guessing tokens ahead, so that one step of the model may bring several."""
+"""Speculative decoding: draft tokens, so that one step of the model may yield several."""

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mooncake_engine.kv.prefix import extend_chain
+from mooncake_engine.kv_cache.block_pool import extend_chain
 
 BlocksFrom = Callable[[int], list[int]]
 """A request's block table from an index on."""
 
 
-class Stretch(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens of a request, by position: ``stop`` is behind the last."""
 
     start: int
@@ -34,14 +34,14 @@ class _Progress:
         num_tokens: leading tokens whose draft KV is in place.
         num_named: leading blocks that are full of it, in the books, and never written again: so not
             that of the last token, which is run once more and may be copied for it.
-        guessed: tokens that ran behind these ones; they may have been rejected since.
+        drafted: tokens that ran behind these ones; they may have been rejected since.
         tail: the other blocks, as they were when anything was written to them last.
     """
 
     chain: list[bytes] = field(default_factory=list)
     num_tokens: int = 0
     num_named: int = 0
-    guessed: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ class DraftKV:
 
     def claim(
         self, request_id: str, token_ids: Sequence[int], blocks_from: BlocksFrom, limit: int
-    ) -> Stretch:
+    ) -> TokenRange:
         """Which tokens of a request the draft model is to run next: from now on they count as run,
         also for those who claim after it and run in the same pass.
 
@@ -68,7 +68,7 @@ class DraftKV:
             request_id: whose.
             token_ids: all its tokens; the last one is always run.
             blocks_from: its block table.
-            limit: run at most so many; may be none.
+            limit: how many to run at most; may be 0.
         """
         progress = self._progress.setdefault(request_id, _Progress())
         extend_chain(progress.chain, token_ids, self._block_size)
@@ -81,13 +81,14 @@ class DraftKV:
         self._overwrite(progress, start, stop)
         progress.num_tokens = max(progress.num_tokens, stop)
         self._name_full_blocks(progress, last)
-        return Stretch(start, stop)
+        return TokenRange(start, stop)
 
-    def guess(self, request_id: str, token_id: int) -> None:
-        """The draft model runs a guess behind all tokens of a request and earlier guesses."""
+    def add_draft(self, request_id: str, token_id: int) -> None:
+        """The draft model runs a draft token behind all tokens of a request and earlier draft
+        tokens."""
         progress = self._progress[request_id]
-        position = progress.num_tokens + len(progress.guessed)
-        progress.guessed.append(token_id)
+        position = progress.num_tokens + len(progress.drafted)
+        progress.drafted.append(token_id)
         self._overwrite(progress, position, position + 1)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -98,16 +99,16 @@ class DraftKV:
     def _confirm(
         self, progress: _Progress, token_ids: Sequence[int], blocks_from: BlocksFrom
     ) -> int:
-        """How many leading tokens are in place by the request's own passes: guesses only if they
-        were accepted, and nothing in a block that has been copied since, or was given away and has
-        come back."""
+        """How many leading tokens are in place by the request's own passes: draft tokens only if
+        they were accepted, and nothing in a block that has been copied since, or was given away
+        and has come back."""
         known = progress.num_tokens
-        for token_id, guess in zip(token_ids[known:], progress.guessed, strict=False):
-            if token_id != guess:
+        for token_id, draft_id in zip(token_ids[known:], progress.drafted, strict=False):
+            if token_id != draft_id:
                 break
             known += 1
         written, progress.tail = progress.tail, blocks_from(progress.num_named)
-        progress.guessed = []
+        progress.drafted = []
         for index, (old, new) in enumerate(zip(written, progress.tail, strict=False)):
             if old != new or self._writers.get(new) is not progress:
                 return min(known, (progress.num_named + index) * self._block_size)

@@ -1,4 +1,4 @@
-"""Guesses of a smaller model with the same vocabulary (Leviathan et al. 2023)."""
+"""Draft tokens of a smaller model with the same vocabulary (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mooncake_engine.execution.batch import ForwardInputs, Shares, lay_out
-from mooncake_engine.execution.kv_pool import KVPool
-from mooncake_engine.execution.request_state import BlockTables, RequestState, SamplingState
-from mooncake_engine.execution.sampler import Sampler
-from mooncake_engine.execution.speculation.acceptance import Guess
-from mooncake_engine.execution.speculation.continuation import Draft, continue_with
-from mooncake_engine.execution.speculation.draft_kv import DraftKV, Stretch
-from mooncake_engine.execution.speculation.proposer import Wanted
+from mooncake_engine.execution.input_batch import ForwardInputs, ScheduledTokens, lay_out
+from mooncake_engine.execution.request_table import BlockTables, CachedRequest, SamplingState
+from mooncake_engine.execution.sampler import NO_TOKEN, Sampler
+from mooncake_engine.execution.speculation.draft_kv import DraftKV, TokenRange
+from mooncake_engine.execution.speculation.drafts import Draft, DraftRequest, advance
+from mooncake_engine.execution.speculation.rejection_sampling import DraftToken
+from mooncake_engine.kv_cache.kv_pool import KVPool
 from mooncake_engine.models.catalog import Model
-from mooncake_engine.models.context import ForwardContext
+from mooncake_engine.models.parallel_context import ForwardContext
 
 _FEW = 8
-"""So many tokens of a sequence attend one by one, which is faster than as a prompt."""
+"""Up to this many tokens of a sequence attend one by one, which is faster than as a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +28,10 @@ class DraftModel:
     """A loaded draft model of one rank.
 
     Args:
-        model: with the vocabulary of the model that it guesses for.
+        model: with the vocabulary of the model that it drafts for.
         pool: its KV, with as many blocks as the model's, of as many tokens.
-        max_tokens: it runs so many in one pass at most.
-        max_positions: length of the longest sequence that it can go on with.
+        max_tokens: most tokens of one pass.
+        max_positions: length of the longest sequence that it takes.
     """
 
     model: Model
@@ -52,33 +51,35 @@ class DraftModel:
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """A request and the guesses for it so far."""
+    """A request and the draft tokens for it so far."""
 
-    state: RequestState
+    state: CachedRequest
     num_wanted: int
     states: list[SamplingState]
-    guesses: list[Guess]
+    draft_tokens: list[DraftToken]
     is_open: bool = True
 
-    def add(self, guess: Guess) -> None:
-        """Take a guess in, unless the request's grammar forbids it."""
-        following = continue_with(self.states[-1], guess.token_id)
+    def add(self, draft_token: DraftToken) -> None:
+        """Take a draft token in, unless there is none or the request's grammar forbids it."""
+        following = None
+        if draft_token.token_id != NO_TOKEN:
+            following = advance(self.states[-1], draft_token.token_id)
         if following is not None:
             self.states.append(following)
-            self.guesses.append(guess)
-        self.is_open = following is not None and len(self.guesses) < self.num_wanted
+            self.draft_tokens.append(draft_token)
+        self.is_open = following is not None and len(self.draft_tokens) < self.num_wanted
 
 
 class DraftModelProposer:
     """Runs a draft model behind the last tokens of requests.
 
     It first catches up with what it has not run of them, within ``max_tokens`` per step: a request
-    that is not done with that gets no guesses in this step.
+    that is not done with that gets no draft tokens in this step.
 
     Args:
         draft: the model.
         tables: block tables of the requests, the model's own.
-        sampler: chooses guesses, as it chooses tokens.
+        sampler: chooses draft_tokens, as it chooses tokens.
     """
 
     def __init__(self, draft: DraftModel, tables: BlockTables, sampler: Sampler) -> None:
@@ -87,37 +88,37 @@ class DraftModelProposer:
         self._sampler = sampler
         self._books = DraftKV(draft.pool.block_size)
 
-    def propose(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
-        """See ``Proposer``."""
+    def propose(self, wanted: Sequence[DraftRequest]) -> dict[str, Draft]:
         branches = [_Branch(state, count, [state], []) for state, count in self._possible(wanted)]
         caught_up, logits = self._catch_up(branches)
-        going_on = caught_up
-        while going_on:
-            states = [branch.states[-1] for branch in going_on]
-            for branch, guess in zip(going_on, self._sampler.guess(logits, states), strict=True):
-                branch.add(guess)
-            going_on = [branch for branch in going_on if branch.is_open]
-            if going_on:
-                logits = self._run_guesses(going_on)
+        unfinished = caught_up
+        while unfinished:
+            states = [branch.states[-1] for branch in unfinished]
+            for branch, draft_token in zip(
+                unfinished, self._sampler.draft(logits, states), strict=True
+            ):
+                branch.add(draft_token)
+            unfinished = [branch for branch in unfinished if branch.is_open]
+            if unfinished:
+                logits = self._run_drafts(unfinished)
         return {
-            branch.state.request_id: Draft(branch.states, branch.guesses)
+            branch.state.request_id: Draft(branch.states, branch.draft_tokens)
             for branch in caught_up
-            if branch.guesses
+            if branch.draft_tokens
         }
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """See ``Proposer``."""
         self._books.forget(request_ids)
 
     def close(self) -> None:
-        """See ``Proposer``."""
         self._draft.pool.close()
 
-    def _possible(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Guesses whose positions the draft model knows; the last one's is not run."""
+    def _possible(self, wanted: Sequence[DraftRequest]) -> list[DraftRequest]:
+        """Draft tokens whose positions the draft model knows; the last one's is not run."""
         limit = self._draft.max_positions
         capped = [
-            Wanted(state, min(count, limit - len(state.token_ids) + 1)) for state, count in wanted
+            DraftRequest(state, min(count, limit - len(state.token_ids) + 1))
+            for state, count in wanted
         ]
         return [request for request in capped if request.num_tokens > 0]
 
@@ -139,9 +140,9 @@ class DraftModelProposer:
         return self._run_claims(claims)
 
     def _run_claims(
-        self, claims: Sequence[tuple[_Branch, Stretch]]
+        self, claims: Sequence[tuple[_Branch, TokenRange]]
     ) -> tuple[list[_Branch], Tensor]:
-        shares, tokens = Shares([], [], []), []
+        shares, tokens = ScheduledTokens([], [], []), []
         done, last_rows = [], []
         for branch, (start, stop) in claims:
             if stop - start <= _FEW:
@@ -154,19 +155,21 @@ class DraftModelProposer:
                 last_rows.append(len(tokens) - 1)
         return done, self._run(shares, tokens, last_rows)
 
-    def _run_guesses(self, branches: Sequence[_Branch]) -> Tensor:
-        """Run each branch's last guess; logits behind it."""
-        tokens = [branch.guesses[-1].token_id for branch in branches]
+    def _run_drafts(self, branches: Sequence[_Branch]) -> Tensor:
+        """Run each branch's last draft token; logits behind it."""
+        tokens = [branch.draft_tokens[-1].token_id for branch in branches]
         for branch, token_id in zip(branches, tokens, strict=True):
-            self._books.guess(branch.state.request_id, token_id)
-        shares = Shares(
+            self._books.add_draft(branch.state.request_id, token_id)
+        shares = ScheduledTokens(
             [branch.state.row for branch in branches],
-            [len(branch.state.token_ids) + len(branch.guesses) - 1 for branch in branches],
+            [len(branch.state.token_ids) + len(branch.draft_tokens) - 1 for branch in branches],
             [1] * len(branches),
         )
         return self._run(shares, tokens, range(len(tokens)))
 
-    def _run(self, shares: Shares, token_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+    def _run(
+        self, shares: ScheduledTokens, token_ids: Sequence[int], rows: Sequence[int]
+    ) -> Tensor:
         pool = self._draft.pool
         inputs = lay_out(shares, token_ids, self._tables, pool.block_size, pool.device)
         return self._draft.run(inputs, rows)

@@ -6,27 +6,26 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mooncake_engine.execution.speculation.continuation import Draft, follow
-from mooncake_engine.execution.speculation.proposer import Wanted
+from mooncake_engine.execution.speculation.drafts import Draft, DraftRequest, make_draft
 
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying modulo 2**64 loses nothing
 _MAX_CANDIDATES = 16
-"""Earlier places that a lookup compares."""
+"""Earlier occurrences that a lookup compares."""
 _BULK = 64
-"""From so many tokens on, a new index is built by numpy."""
+"""From this many tokens on, a new index is built by numpy."""
 
 
 class NGramIndex:
     """Where the last tokens of a growing sequence occurred in it before.
 
-    Chains of equal hashes as in LZ77 compressors: each place knows the one before it where the
+    Chains of equal hashes as in LZ77 compressors: each position knows the one before it where the
     same ``shortest`` tokens end. Growing costs as much as there are new tokens and a lookup follows
     a few links, however long the sequence is.
 
     Args:
         shortest, longest: how many of the last tokens have to be the same, and how many are
-            compared for the best place.
+            compared for the best match.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -45,29 +44,29 @@ class NGramIndex:
             self._last[key] = end
 
     def find(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """What followed the last tokens at the place that agrees longest, the newest of several.
+        """What followed the longest earlier match of the last tokens, the newest of several.
 
-        A place so new that fewer than ``count`` tokens follow repeats itself.
+        A match so new that fewer than ``count`` tokens follow it is repeated.
         """
         best, best_length, end = 0, self._shortest - 1, len(token_ids)
-        place = self._earlier[end] if end < len(self._earlier) else 0
+        match = self._earlier[end] if end < len(self._earlier) else 0
         for _ in range(_MAX_CANDIDATES):
-            if not place or best_length == self._longest:
+            if not match or best_length == self._longest:
                 break
-            length = self._agreement(token_ids, place, end)
+            length = self._agreement(token_ids, match, end)
             if length > best_length:
-                best, best_length = place, length
-            place = self._earlier[place]
+                best, best_length = match, length
+            match = self._earlier[match]
         if not best:
             return []
         period = end - best
         return [token_ids[best + index % period] for index in range(count)]
 
-    def _agreement(self, token_ids: Sequence[int], place: int, end: int) -> int:
+    def _agreement(self, token_ids: Sequence[int], match: int, end: int) -> int:
         """How many tokens before both are the same, up to ``longest``."""
-        limit = min(self._longest, place)
+        limit = min(self._longest, match)
         for length in range(limit):
-            if token_ids[place - 1 - length] != token_ids[end - 1 - length]:
+            if token_ids[match - 1 - length] != token_ids[end - 1 - length]:
                 return length
         return limit
 
@@ -94,7 +93,7 @@ class NGramIndex:
 
 
 class NGramProposer:
-    """Looks a request's last tokens up in its prompt and answer.
+    """Looks a request's last tokens up in its prompt and output.
 
     Args:
         shortest, longest: see ``NGramIndex``.
@@ -104,24 +103,21 @@ class NGramProposer:
         self._lengths = (shortest, longest)
         self._indexes: dict[str, NGramIndex] = {}
 
-    def propose(self, wanted: Sequence[Wanted]) -> dict[str, Draft]:
-        """See ``Proposer``."""
+    def propose(self, wanted: Sequence[DraftRequest]) -> dict[str, Draft]:
         drafts = {}
         for state, num_tokens in wanted:
             index = self._indexes.get(state.request_id)
             if index is None:
                 index = self._indexes[state.request_id] = NGramIndex(*self._lengths)
             index.extend(state.token_ids)
-            draft = follow(state, index.find(state.token_ids, num_tokens))
+            draft = make_draft(state, index.find(state.token_ids, num_tokens))
             if draft is not None:
                 drafts[state.request_id] = draft
         return drafts
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """See ``Proposer``."""
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
 
     def close(self) -> None:
-        """See ``Proposer``."""
         self._indexes.clear()

@@ -1,0 +1,126 @@
+"""The Ascend backend: its parts put together, its KV memory, and collectives over HCCL."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import cast
+from weakref import WeakValueDictionary
+
+import torch
+import torch_npu
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from mooncake_hal.backend import Capabilities, Communicator, DeploymentConstraints, GroupSpec
+from mooncake_hal.backend_parts import TensorAllocation
+from mooncake_hal.collectives import DeviceCommunicator, GroupFactory, ProcessGroup
+from mooncake_hal.errors import BackendUnavailable, DeviceError, OutOfMemory
+from mooncake_hal.transport import MemoryRegion
+from mooncake_hal_ascend.ascend_ops import AscendOps
+from mooncake_hal_ascend.ascend_runtime import AscendRuntime, npu
+
+DTYPES = ("bfloat16", "float16")
+"""The attention ops take no others."""
+KV_LAYOUTS = ("LPBTH",)
+"""Ops want K and V as tensors of their own: ``[blocks, tokens, heads, dim]``."""
+TRANSPORTS = ("hccs",)
+
+MAX_GRAPHS = 600
+"""A graph holds one of the device's 2,048 streams, and two more with collectives in it (vLLM-Ascend
+issue 1168); newer releases of CANN allow for more."""
+
+
+class AscendBackend:
+    """Everything about the NPUs that this process sees.
+
+    Raises:
+        BackendUnavailable: torch-npu sees none, or one of another family.
+    """
+
+    name = "ascend"
+
+    def __init__(self) -> None:
+        self.runtime = AscendRuntime()
+        devices = self.runtime.devices()
+        if not devices:
+            raise BackendUnavailable(
+                self.name, "torch-npu sees no device; see ASCEND_RT_VISIBLE_DEVICES"
+            )
+        soc = self.runtime.soc
+        self.capabilities = Capabilities(
+            dtypes=DTYPES,
+            block_sizes=(soc.block_size,),
+            kv_layouts=KV_LAYOUTS,
+            graphs=True,
+            max_graphs=MAX_GRAPHS,
+            transports=TRANSPORTS,
+            constraints=DeploymentConstraints(
+                any_tp_ratio=False,
+                same_generation=True,
+                same_backend=True,
+                block_size=soc.block_size,
+            ),
+            scheduler_resource="NPU",
+            latent_dims=soc.latent_dims,
+            native_latents=True,
+        )
+        self.ops = AscendOps(soc)
+        self.memory = AscendMemory(self.runtime, soc.transfer_alignment)
+        self._groups = GroupFactory(HcclCommunicator)
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        return self._groups.join(group)
+
+
+class HcclCommunicator(DeviceCommunicator):
+    """One rank of an HCCL group."""
+
+    def __init__(self, group: GroupSpec, generation: int) -> None:
+        super().__init__(group, generation, _join, name="hccl", accelerator=npu)
+
+
+def _join(store: Store, group: GroupSpec) -> ProcessGroup:
+    hccl = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+    options = hccl.Options()
+    options._timeout = timedelta(seconds=group.timeout_s)
+    return cast(ProcessGroup, hccl(store, group.rank, group.world_size, options))
+
+
+class AscendMemory:
+    """KV memory out of torch-npu's allocator, aligned as the transfer engines need it.
+
+    Args:
+        runtime: knows the devices.
+        alignment: bytes at whose multiples an allocation begins.
+    """
+
+    def __init__(self, runtime: AscendRuntime, alignment: int) -> None:
+        self._runtime = runtime
+        self._alignment = alignment
+        self._allocations: WeakValueDictionary[int, TensorAllocation] = WeakValueDictionary()
+
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
+        device = self._runtime.device(index)
+        if nbytes <= 0:
+            raise DeviceError(f"an allocation needs at least one byte, {nbytes} were asked for")
+        info = self._runtime.memory_info(index)
+        try:
+            # torch-npu's allocator aligns to 512 bytes
+            raw = torch.zeros(nbytes + self._alignment, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as exc:
+            raise OutOfMemory(
+                f"{nbytes} bytes were asked for, {info.free_bytes} of {info.total_bytes} bytes are "
+                f"free on npu:{index}; use fewer KV blocks or free memory of this device"
+            ) from exc
+        skipped = -raw.data_ptr() % self._alignment
+        tensor = raw[skipped : skipped + nbytes]
+        self._runtime.synchronize(index)  # other streams, and peers, may use it at once
+        region = MemoryRegion(tensor.data_ptr(), nbytes, f"npu:{index}")
+        made = TensorAllocation(region, tensor, npu.empty_cache)
+        self._allocations[region.address] = made
+        return made
+
+    def tensor_at(self, address: int) -> Tensor | None:
+        """All of the allocation that begins at an address; None if none does."""
+        found = self._allocations.get(address)
+        return None if found is None else found.tensor

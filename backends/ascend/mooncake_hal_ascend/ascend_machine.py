@@ -1,0 +1,155 @@
+"""What this machine has for Ascend, read from files and by looking for modules.
+
+torch-npu is never imported here: without CANN its import fails, and takes ``import torch`` with it
+unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (torch-npu 2.13 registers itself as a torch backend).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from mooncake_hal.specs import Availability
+from mooncake_hal_ascend import ascend_env
+
+_CANN_FOLDERS = (
+    "usr/local/Ascend/ascend-toolkit/latest",
+    "usr/local/Ascend/cann",
+    "usr/local/Ascend/latest",
+)
+_CANN_VERSION_FILES = ("version.cfg", "version.info", "compiler/version.info")
+_VERSION = re.compile(r"[Vv]ersion\s*=\s*(?:\[[^:\n]*:)?(\d+\.\d+[\w.]*)")
+LEAST_CANN = (8, 5)
+"""With older ones, waiting for events of the vendor's transfer engine could hang (vllm-ascend)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AscendMachine:
+    """Facts that the probe reasons about.
+
+    Args:
+        device_files: names of the NPUs' device files, such as ``davinci0``.
+        has_driver: whether the driver's manager, /dev/davinci_manager, is there.
+        cann: folder of CANN, or None.
+        has_hccn: whether /etc/hccn.conf, the NPUs' network addresses, is there.
+        has_torch_npu: whether torch-npu is installed.
+        loads_torch_plugins: whether importing torch imports torch-npu.
+        cann_version: as its files say it; empty where they don't.
+        torch_version, torch_npu_version: of what is installed; empty where it is not.
+    """
+
+    device_files: tuple[str, ...]
+    has_driver: bool
+    cann: str | None
+    has_hccn: bool
+    has_torch_npu: bool
+    loads_torch_plugins: bool
+    cann_version: str = ""
+    torch_version: str = ""
+    torch_npu_version: str = ""
+
+
+def look(root: Path | None = None) -> AscendMachine:
+    """Read the facts of this machine.
+
+    Args:
+        root: where its file system begins; by default what ``ascend_env.root`` says.
+    """
+    root = ascend_env.root() if root is None else root
+    files = [path.name for path in (root / "dev").glob("davinci*")]
+    cann = _find_cann(root)
+    return AscendMachine(
+        device_files=tuple(sorted(name for name in files if name[len("davinci") :].isdigit())),
+        has_driver=(root / "dev/davinci_manager").exists(),
+        cann=cann,
+        has_hccn=(root / "etc/hccn.conf").exists(),
+        has_torch_npu=find_spec("torch_npu") is not None,
+        loads_torch_plugins=ascend_env.loads_torch_plugins(),
+        cann_version=_cann_version(Path(cann)) if cann else "",
+        torch_version=_installed("torch"),
+        torch_npu_version=_installed("torch-npu"),
+    )
+
+
+def diagnose(machine: AscendMachine) -> Availability:
+    """Say everything that is missing or does not fit, the most basic thing first."""
+    problems = [*_missing(machine), *_unfit(machine)]
+    if problems:
+        return Availability(False, "; ".join(problems))
+    cann = f"CANN {machine.cann_version}".strip()
+    return Availability(True, f"found {_devices(machine)}, and {cann} in {machine.cann}")
+
+
+def _missing(machine: AscendMachine) -> list[str]:
+    reasons = []
+    if not machine.has_driver:
+        reasons.append("no Ascend driver (/dev/davinci_manager)")
+    elif not machine.device_files:
+        reasons.append("the Ascend driver is there, but there is no device (/dev/davinci0)")
+    if machine.cann is None:
+        reasons.append(
+            "CANN is not found (ASCEND_HOME_PATH, /usr/local/Ascend); source its set_env.sh"
+        )
+    if not machine.has_torch_npu:
+        reasons.append("torch-npu is not installed")
+    elif machine.cann is None and machine.loads_torch_plugins:
+        reasons.append(
+            "torch-npu without CANN breaks `import torch`: "
+            "set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run the other backends"
+        )
+    if machine.device_files and not machine.has_hccn:
+        reasons.append("/etc/hccn.conf is missing: mount it, NPUs reach each other through it")
+    return reasons
+
+
+def _unfit(machine: AscendMachine) -> list[str]:
+    reasons = []
+    torch, torch_npu = machine.torch_version, machine.torch_npu_version
+    if torch and torch_npu and _numbers(torch) != _numbers(torch_npu):
+        major, minor = _numbers(torch_npu)
+        reasons.append(
+            f"torch-npu {torch_npu} does not fit torch {torch}: install torch {major}.{minor}, or "
+            "torch-npu of torch's version"
+        )
+    found = machine.cann_version
+    if found and _numbers(found) < LEAST_CANN:
+        least = ".".join(map(str, LEAST_CANN))
+        reasons.append(f"CANN {found} in {machine.cann} is too old: install {least} or newer")
+    return reasons
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    """Major and minor of a version."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _find_cann(root: Path) -> str | None:
+    named = ascend_env.cann_home()
+    candidates = [Path(named)] if named else [root / folder for folder in _CANN_FOLDERS]
+    return next((str(path) for path in candidates if path.is_dir()), None)
+
+
+def _cann_version(folder: Path) -> str:
+    """The version that CANN's own files name, or nothing."""
+    for name in _CANN_VERSION_FILES:
+        path = folder / name
+        found = _VERSION.search(path.read_text(errors="replace")) if path.is_file() else None
+        if found:
+            return found[1]
+    return ""
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _devices(machine: AscendMachine) -> str:
+    count = len(machine.device_files)
+    return f"{count} Ascend device{'s' if count > 1 else ''}"

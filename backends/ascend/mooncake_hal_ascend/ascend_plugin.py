@@ -1,0 +1,47 @@
+"""Entry point of the Ascend backend; standard library only."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from mooncake_hal.errors import BackendUnavailable
+from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
+from mooncake_hal_ascend.ascend_machine import diagnose, look
+
+if TYPE_CHECKING:
+    from mooncake_hal.backend import Backend
+
+
+@hookimpl
+def mooncake_hal_backend() -> BackendSpec:
+    """Offer Ascend NPUs."""
+    return BackendSpec(name="ascend", api_version=API_VERSION, priority=90, probe=probe, load=load)
+
+
+def probe() -> Availability:
+    """Look for devices, driver, CANN and torch-npu; loads none of them."""
+    return diagnose(look())
+
+
+def load() -> Backend:
+    """Import torch-npu and construct the backend, once per process: transports scatter what they
+    read over memory that the engine's backend has allocated, and have to find it.
+
+    Raises:
+        BackendUnavailable: something is missing, seen by the probe or not.
+    """
+    found = probe()
+    if not found.ok:  # importing torch-npu without CANN would say less, or break torch
+        raise BackendUnavailable("ascend", found.reason)
+    return _construct()
+
+
+@cache
+def _construct() -> Backend:
+    try:
+        from mooncake_hal_ascend.ascend_backend import AscendBackend
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise BackendUnavailable("ascend", f"torch-npu can't be imported: {exc}") from exc
+    return AscendBackend()

@@ -1,0 +1,91 @@
+"""Devices, threads, events and graphs, through torch-npu."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch_npu
+
+from mooncake_hal.accelerator import AcceleratorRuntime
+from mooncake_hal.backend import DeviceInfo, Graph
+from mooncake_hal.errors import DeviceError
+from mooncake_hal_ascend.soc import Soc, find_soc
+
+npu: Any = torch_npu.npu
+_CONTEXT_LENS = ("actual_seq_lengths_kv", "actual_seq_kvlen")
+"""What the attention ops, version 1 and 2, call the sequences' KV lengths."""
+
+
+class AclGraph:
+    """A captured graph; it keeps the memory that its work uses.
+
+    Attention ops take lengths from host lists, which are part of what was captured: each replay
+    waits, inside the graph, for the new ones.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def replay(self, host_context_lens: Sequence[int] = ()) -> None:
+        lengths = list(host_context_lens)
+        given = {name: lengths for name in _CONTEXT_LENS} if lengths else {}
+        self._graph.update(cpu_update_input=[given])
+        self._graph.replay()
+
+
+class AscendRuntime(AcceleratorRuntime):
+    """The NPUs that ASCEND_RT_VISIBLE_DEVICES shows, all of one family.
+
+    Raises:
+        BackendUnavailable: they are of a family that this backend does not run on.
+    """
+
+    def __init__(self) -> None:
+        count = npu.device_count()
+        self._soc = find_soc(npu.get_soc_version(), npu.get_device_name(0)) if count else None
+        devices = [self._describe(index) for index in range(count)]
+        super().__init__("ascend", npu, "npu", "ASCEND_RT_VISIBLE_DEVICES", devices)
+
+    @property
+    def soc(self) -> Soc:
+        """What the devices are; raises DeviceError where there are none."""
+        if self._soc is None:
+            raise DeviceError("ascend has no devices here; see ASCEND_RT_VISIBLE_DEVICES")
+        return self._soc
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        graph = npu.NPUGraph()
+        mode = {"auto_dispatch_capture": True, "capture_error_mode": "thread_local"}
+        self.run_captured(run, lambda pool, stream: npu.graph(graph, pool, stream, **mode))
+        captured = AclGraph(graph)
+        self.keep_in_pool(captured)
+        return captured
+
+    def _describe(self, index: int) -> DeviceInfo:
+        found = npu.get_device_properties(index)
+        return DeviceInfo(index, found.name, self.soc.generation, found.total_memory)
+
+
+class NpuSideStream:
+    """Streams for copies beside what the model computes: one per device, made when first used."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._lock = threading.Lock()
+
+    def run(self, work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        npu.set_device(device)
+        with npu.stream(self._stream(device)):
+            work()
+            done = npu.Event()
+            done.record()
+        return cast("Callable[[], None]", done.synchronize)
+
+    def _stream(self, device: torch.device) -> Any:
+        with self._lock:
+            if device not in self._streams:
+                self._streams[device] = npu.Stream(device)
+            return self._streams[device]

@@ -1,0 +1,274 @@
+"""Loads the vendors' engines and puts the transport together."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from mooncake_hal.backend import Memory, Runtime
+from mooncake_hal.errors import BackendUnavailable, HalError, TransportUnavailable
+from mooncake_hal.port_range import PortRange, why_reserved
+from mooncake_hal.session.session import Session
+from mooncake_hal.transport import EndpointOptions
+from mooncake_hal.transports.adapters.adapter_transport import AdapterTransport
+from mooncake_hal.transports.adapters.engine_agent import AdaptedEngine, Agent
+from mooncake_hal_ascend import ascend_env
+from mooncake_hal_ascend.hccs.contiguous_runs import BUFFER_BYTES
+from mooncake_hal_ascend.hccs.hccs_engine import (
+    WORKSPACE_BYTES,
+    AgentStaging,
+    HccsAgent,
+    SharedEngine,
+    WorkspacePool,
+)
+from mooncake_hal_ascend.hccs.hccs_settings import (
+    DEFAULTS,
+    NAME,
+    HccsSettings,
+    deadlines,
+    engine_ports,
+    settings_of_endpoint,
+)
+from mooncake_hal_ascend.hccs.hccs_staging import (
+    LENT_BYTES,
+    MAX_BORROWERS,
+    Scatterer,
+    StagedReader,
+    StagedWriter,
+    StagingBufferPool,
+)
+from mooncake_hal_ascend.hccs.npu_location import (
+    NpuLocation,
+    locate,
+    physical_device,
+    why_unreachable,
+)
+from mooncake_hal_ascend.hccs.vendor_engines import MemfabricVendor, MooncakeVendor, VendorEngine
+
+if TYPE_CHECKING:
+    from mooncake_hal_ascend.ascend_backend import AscendMemory
+
+logger = logging.getLogger(__name__)
+
+MODULES = {"mooncake": "mooncake.engine", "memfabric": "memfabric_hybrid"}
+
+MAX_PIECES = 4096
+MAX_BYTES = 256 << 20
+"""A few milliseconds over HCCS; a cancelled transfer waits for as much to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class HccsResources:
+    """What an endpoint is opened with.
+
+    Args:
+        runtime: of the backend whose memory is moved.
+        memory: that memory.
+        import_engine: imports an engine's module. Only the one that is used: both bring copies
+            of the same libraries.
+        scatterer: for many small pieces, which then go by contiguous runs; None where no kernel
+            can scatter them.
+    """
+
+    runtime: Runtime
+    memory: Memory
+    import_engine: Callable[[str], ModuleType] = importlib.import_module
+    scatterer: Scatterer | None = None
+
+
+def load() -> AdapterTransport:
+    """Load the backend; which engine it takes, and whether that loads, is seen when it is opened.
+
+    Raises:
+        TransportUnavailable: the backend does not load.
+    """
+    from mooncake_hal_ascend.ascend_plugin import load as load_backend
+
+    try:
+        backend = load_backend()
+    except BackendUnavailable as exc:
+        raise TransportUnavailable(NAME, exc.reason) from exc
+    from mooncake_hal_ascend.ascend_runtime import NpuSideStream
+
+    memory = cast("AscendMemory", backend.memory)
+    scatterer = Scatterer(memory.tensor_at, NpuSideStream())
+    return transport_of(HccsResources(backend.runtime, memory, scatterer=scatterer))
+
+
+def transport_of(resources: HccsResources) -> AdapterTransport:
+    """Construct the transport."""
+    return AdapterTransport(NAME, partial(configure, resources), why_unreachable)
+
+
+def configure(resources: HccsResources, options: EndpointOptions) -> AdaptedEngine:
+    """Make the engine for an endpoint.
+
+    Raises:
+        ValueError: a setting is unknown or out of range.
+        TransportUnavailable: the engine that is asked for does not load, a port is the engine's,
+            or the NPU's location is not known.
+    """
+    settings = settings_of_endpoint(options.extra, ascend_env.transport_settings())
+    engine = _import_engine(resources, settings)
+    device = _device_index(resources.runtime, options.device)
+    generation = resources.runtime.devices()[device].generation
+    vendor = ascend_env.engine_settings()
+    try:
+        _prepare(engine.name, settings, vendor, device, options)
+    except HalError as exc:
+        raise TransportUnavailable(NAME, str(exc)) from exc
+    protocol = settings.protocol
+    if engine.name == "memfabric" and protocol == "auto":
+        protocol = "hccs"  # memfabric uses one protocol for all its peers
+    location = locate(generation, device, protocol, vendor)
+    return _assemble(resources, engine, location, device, options)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedEngine:
+    """A vendor's engine: what the transport calls it, and its module."""
+
+    name: str
+    module: ModuleType
+
+
+def _import_engine(resources: HccsResources, settings: HccsSettings) -> ImportedEngine:
+    """Import the engine that is asked for, or the first that loads."""
+    refusals = []
+    for name in MODULES if settings.engine == "auto" else (settings.engine,):
+        try:
+            return ImportedEngine(name, resources.import_engine(MODULES[name]))
+        except ImportError as exc:
+            refusals.append(f"{MODULES[name]} does not load: {exc}")
+    raise TransportUnavailable(NAME, f"engine={settings.engine}: {'; '.join(refusals)}")
+
+
+def _device_index(runtime: Runtime, device: str) -> int:
+    """Return the number in ``"npu:1"``; a deployment that moves host memory has none."""
+    name, _, number = device.partition(":")
+    if name == "cpu":
+        raise TransportUnavailable(NAME, "it moves NPU memory only, not the host's; use tcp")
+    index = int(number or 0)
+    runtime.device(index)  # refuses what is not there
+    return index
+
+
+def _prepare(
+    engine: str,
+    settings: HccsSettings,
+    vendor: Mapping[str, str],
+    device: int,
+    options: EndpointOptions,
+) -> None:
+    """Derive the engine's variables, check our ports against its own, and set the variables.
+
+    Raises:
+        HalError: a variable makes no sense, or a port of ours is one of the engine's.
+    """
+    limits = deadlines(vendor, settings.protocol)
+    ranges = engine_ports(engine, vendor, [physical_device(device, vendor)])
+    ours = PortRange(options.port, options.port) if options.port else options.port_range
+    problem = ours and why_reserved("the transport", ours, ranges)
+    if problem:
+        raise HalError(problem)
+    variables = {
+        "ASCEND_CONNECT_TIMEOUT": str(limits.connect_ms),
+        "ASCEND_TRANSFER_TIMEOUT": str(limits.transfer_ms),
+        **DEFAULTS[engine],
+    }
+    if settings.protocol == "roce":
+        variables["HCCL_INTRA_ROCE_ENABLE"] = "1"
+    ascend_env.export_settings(variables)
+    logger.info(
+        "hccs: engine %s, protocol %s; deadlines of %d ms to connect, %d ms to transfer (%s); "
+        "its ports: %s",
+        engine,
+        settings.protocol,
+        limits.connect_ms,
+        limits.transfer_ms,
+        limits.why,
+        ", ".join(str(each.ports) for each in ranges),
+    )
+
+
+def _assemble(
+    resources: HccsResources,
+    engine: ImportedEngine,
+    location: NpuLocation,
+    device: int,
+    options: EndpointOptions,
+) -> AdaptedEngine:
+    buffers = _allocate_buffers(resources, device)
+    workspaces = buffers.workspaces
+    name = workspaces.region.device
+    host = options.advertise_host or options.host
+    over_roce = location.protocol == "roce"
+
+    def bind_thread() -> None:
+        resources.runtime.bind_thread(device)
+
+    def share(serves: bool) -> SharedEngine:
+        def start() -> VendorEngine:
+            if engine.name == "mooncake":
+                return MooncakeVendor(engine.module, host)
+            return MemfabricVendor(engine.module, host, device, serves=serves, over_roce=over_roce)
+
+        return SharedEngine(
+            start,
+            workspaces.region,
+            name,
+            bind_thread,
+            needs_pages=not over_roce,
+            ended=workspaces.close if serves else None,
+        )
+
+    serving = share(serves=True)
+    # an engine of memfabric either is dialled or dials; one of mooncake does both
+    driving = serving if engine.name == "mooncake" else share(serves=False)
+
+    def open_agent(session: Session | None) -> Agent:
+        if session is None:
+            return HccsAgent(serving, AgentStaging(lent=buffers.lent))
+        return HccsAgent(driving, AgentStaging(buffers.reader, StagedWriter(session)))
+
+    return AdaptedEngine(
+        NAME,
+        engine.name,
+        open_agent,
+        MAX_PIECES,
+        MAX_BYTES,
+        location.encode(),
+        workspaces.workspace,
+        name,
+        buffers.lent,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _EndpointBuffers:
+    """NPU memory of an endpoint: for tokens, for its own reads, and for its peers' writes."""
+
+    workspaces: WorkspacePool
+    reader: StagedReader | None = None
+    lent: StagingBufferPool | None = None
+
+
+def _allocate_buffers(resources: HccsResources, device: int) -> _EndpointBuffers:
+    memory, scatterer = resources.memory, resources.scatterer
+    if scatterer is None:
+        return _EndpointBuffers(
+            WorkspacePool(memory.allocate(WORKSPACE_BYTES, device), WORKSPACE_BYTES)
+        )
+    # one allocation, since an engine takes few regions
+    lent_from = WORKSPACE_BYTES + 2 * BUFFER_BYTES
+    allocation = memory.allocate(lent_from + MAX_BORROWERS * LENT_BYTES, device)
+    return _EndpointBuffers(
+        WorkspacePool(allocation, WORKSPACE_BYTES),
+        StagedReader(allocation.tensor[WORKSPACE_BYTES:lent_from], scatterer),
+        StagingBufferPool(allocation.tensor[lent_from:], scatterer),
+    )

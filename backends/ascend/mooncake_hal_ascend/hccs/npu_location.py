@@ -1,0 +1,225 @@
+"""Which server and HCCS domain an NPU is in, and whether two NPUs can reach each other."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from mooncake_hal.errors import TransferError, TransportUnavailable
+from mooncake_hal.session.authentication import UNREADABLE, encode
+from mooncake_hal_ascend import ascend_env
+from mooncake_hal_ascend.hccs.hccs_settings import NAME
+from mooncake_hal_ascend.soc import SOCS, HccsDomain
+
+HCCN_CONF = "etc/hccn.conf"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+TOOL_SECONDS = 10.0
+RunTool = Callable[[Sequence[str]], str]
+"""Runs a tool; returns what it printed, empty if it is not there or refuses."""
+
+
+class NpuLocation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an endpoint publishes of its NPU.
+
+    Args:
+        generation: ``A2`` or ``A3``.
+        server: identity of the running kernel, the same in all containers of a server.
+        super_pod: the A3 super-node; empty on an A2.
+        super_device: the NPU's number (SDID) in it; empty on an A2.
+        device: the NPU's physical number in its server.
+        device_address: IP address of the NPU's own NIC; empty if /etc/hccn.conf has none.
+        protocol: ``auto``, ``hccs`` or ``roce``: what this end is set to.
+    """
+
+    generation: str
+    server: str
+    super_pod: str
+    super_device: str
+    device: int
+    device_address: str
+    protocol: str
+
+    @property
+    def domain(self) -> str:
+        """How far HCCS goes from here, in words."""
+        if self.super_pod:
+            return f"the super-node {self.super_pod}"
+        return f"the server {self.server}"
+
+    def encode(self) -> bytes:
+        """The bytes that an adapter publishes."""
+        return encode(self)
+
+
+def decode_location(data: bytes) -> NpuLocation:
+    """Read what an endpoint published; raises TransferError if it is something else."""
+    try:
+        return msgspec.msgpack.decode(data, type=NpuLocation)
+    except UNREADABLE as exc:
+        raise TransferError(f"these are no facts of an NPU: {exc}") from exc
+
+
+def why_unreachable(ours: bytes, theirs: bytes) -> str | None:
+    """Say why two NPUs can't reach each other, with what could be used instead; None if they can.
+
+    Raises:
+        TransferError: the bytes are no location.
+    """
+    here, there = decode_location(ours), decode_location(theirs)
+    return (
+        _why_strangers(here, there)
+        or _why_one_number(here, there)
+        or _why_out_of_reach(here, there)
+    )
+
+
+def _why_strangers(here: NpuLocation, there: NpuLocation) -> str | None:
+    if here.generation != there.generation:
+        return (
+            f"this end is an {here.generation}, the peer an {there.generation}; the engines join "
+            "one generation only: use tcp"
+        )
+    if here.protocol != there.protocol:
+        return (
+            f"this end is set to protocol={here.protocol}, the peer to {there.protocol}; "
+            "set MOONCAKE_HAL_HCCS alike on both"
+        )
+    return None
+
+
+def _why_one_number(here: NpuLocation, there: NpuLocation) -> str | None:
+    """Two different NPUs that claim one identity, as after a server's parts were replaced."""
+    if (here.server, here.device) == (there.server, there.device):
+        return None
+    numbers = (here.super_pod, here.super_device), (there.super_pod, there.super_device)
+    if here.super_device and numbers[0] == numbers[1]:
+        return (
+            f"both NPUs claim to be number {here.super_device} of {here.domain}; set the servers' "
+            "numbers right (npu-smi info -t spod-info shows them)"
+        )
+    if here.device_address and here.device_address == there.device_address:
+        return (
+            f"both NPUs claim the address {here.device_address}; give each its own (hccn_tool, "
+            "/etc/hccn.conf)"
+        )
+    return None
+
+
+def _why_out_of_reach(here: NpuLocation, there: NpuLocation) -> str | None:
+    is_inside = here.domain == there.domain
+    if is_inside and here.protocol != "roce":
+        return None
+    ends = f"HCCS ends at {here.domain}, the peer is in {there.domain}; " if not is_inside else ""
+    ends_by_name = {"this end": here, "the peer": there}
+    missing = [name for name, end in ends_by_name.items() if not end.device_address]
+    if missing:
+        return (
+            f"{ends}RoCE needs the NPUs' addresses, and {' and '.join(missing)} has none in "
+            "/etc/hccn.conf: give it one (hccn_tool), or use tcp"
+        )
+    if here.protocol == "hccs":
+        return (
+            f"{ends}protocol=auto would go by RoCE from {here.device_address} to "
+            f"{there.device_address}, or use tcp"
+        )
+    return None
+
+
+def run_tool(command: Sequence[str]) -> str:
+    """Run one of Ascend's tools; see ``RunTool``."""
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout if found.returncode == 0 else ""
+
+
+def locate(
+    generation: str,
+    device: int,
+    protocol: str,
+    vendor: Mapping[str, str],
+    *,
+    root: Path | None = None,
+    ask: RunTool = run_tool,
+) -> NpuLocation:
+    """Find an NPU's location.
+
+    Args:
+        generation: ``A2`` or ``A3``.
+        device: its logical number in this process.
+        protocol: what the transport is set to.
+        vendor: the variables that are set.
+        root: where the machine's files begin; by default what ``ascend_env.root`` says.
+        ask: runs a tool.
+
+    Raises:
+        TransportUnavailable: it is in a super-node, and its tools do not say in which.
+    """
+    physical = physical_device(device, vendor)
+    addresses = device_addresses(ascend_env.root() if root is None else root)
+    pod = _super_pod(generation, physical, vendor, ask)
+    return NpuLocation(
+        generation,
+        BOOT_ID.read_text().strip(),
+        pod.get("Super Pod ID", ""),
+        pod.get("SDID", ""),
+        physical,
+        addresses.get(physical, ""),
+        protocol,
+    )
+
+
+def physical_device(device: int, vendor: Mapping[str, str]) -> int:
+    """Return the server's number of an NPU that this process sees as ``device``.
+
+    Raises:
+        TransportUnavailable: ASCEND_RT_VISIBLE_DEVICES has no such entry.
+    """
+    visible = vendor.get("ASCEND_RT_VISIBLE_DEVICES")
+    if visible is None:
+        return device
+    numbers = [word.strip() for word in visible.split(",")]
+    if device >= len(numbers) or not numbers[device].isdigit():
+        raise TransportUnavailable(
+            NAME, f"ASCEND_RT_VISIBLE_DEVICES={visible!r} has no number for npu:{device}"
+        )
+    return int(numbers[device])
+
+
+def device_addresses(root: Path) -> dict[int, str]:
+    """Return the addresses of the NPUs' NICs by physical number; empty without /etc/hccn.conf."""
+    try:
+        text = (root / HCCN_CONF).read_text()
+    except FileNotFoundError:
+        return {}
+    found = re.findall(r"^\s*address_(\d+)\s*=\s*(\S+)", text, re.MULTILINE)
+    return {int(number): address for number, address in found}
+
+
+def _super_pod(
+    generation: str, physical: int, vendor: Mapping[str, str], ask: RunTool
+) -> dict[str, str]:
+    """Return what ``npu-smi info -t spod-info`` says of an NPU in a super-node; a card has two."""
+    soc = next(soc for soc in SOCS if soc.generation == generation)
+    if soc.hccs_domain is not HccsDomain.SUPER_NODE:
+        return {}
+    card, chip = divmod(physical, 2)
+    command = ["npu-smi", "info", "-t", "spod-info", "-i", str(card), "-c", str(chip)]
+    found = dict(re.findall(r"^\s*([A-Za-z ]+?)\s*:\s*(\S+)\s*$", ask(command), re.MULTILINE))
+    logical = vendor.get("HCCL_LOGIC_SUPERPOD_ID")
+    if logical:
+        found["Super Pod ID"] = logical
+    if not found.get("Super Pod ID"):
+        raise TransportUnavailable(
+            NAME,
+            f"NPU {physical} does not say which super-node it is in ({' '.join(command)}); mount "
+            "npu-smi and the driver into the container, or set HCCL_LOGIC_SUPERPOD_ID",
+        )
+    return found

@@ -1,0 +1,70 @@
+"""The CPU backend: its parts put together, and its collectives over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
+from mooncake_hal.collectives import GroupCommunicator, GroupFactory, ProcessGroup, is_of_one_host
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal_cpu.cpu_device import CpuMemory, CpuRuntime
+from mooncake_hal_cpu.cpu_ops import NativeOps, cpu_ops
+from mooncake_hal_cpu.op_replay import record_call
+
+
+class GlooCommunicator(GroupCommunicator):
+    """One rank of a gloo group."""
+
+    def __init__(self, group: GroupSpec, generation: int) -> None:
+        super().__init__(group, generation, _join)
+
+    def _run(self, name: str, start: Callable[[ProcessGroup], dist.Work]) -> None:
+        record_call(super()._run, name, start)
+
+
+def _join(store: Store, group: GroupSpec) -> ProcessGroup:
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
+    options._timeout = timedelta(seconds=group.timeout_s)
+    # else gloo takes the interface that it finds by host name
+    is_local = is_of_one_host(group)
+    options._devices = [
+        gloo.create_device(hostname="127.0.0.1") if is_local else gloo.create_default_device()
+    ]
+    return cast(ProcessGroup, gloo(store, group.rank, group.world_size, options))
+
+
+# float16 stays out: no CPU of today multiplies it natively, so it is slower than both others
+DTYPES = ("bfloat16", "float32")
+BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
+TRANSPORTS = ("shm", "tcp", "rdma")
+KV_DTYPES = ("float8_e4m3fn",)
+
+
+class CpuBackend:
+    """Everything about the machine's own processors."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.ops = cpu_ops()
+        self.capabilities = Capabilities(
+            dtypes=DTYPES,
+            block_sizes=BLOCK_SIZES,
+            kv_layouts=tuple(KV_LAYOUTS),
+            graphs=isinstance(self.ops, NativeOps),
+            transports=TRANSPORTS,
+            kv_dtypes=KV_DTYPES,
+        )
+        self.runtime = CpuRuntime()
+        self.memory = CpuMemory()
+        self._groups = GroupFactory(GlooCommunicator)
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        """Raises DeviceError if the group does not form in time."""
+        return self._groups.join(group)

@@ -1,0 +1,344 @@
+"""Selects and calls external attention libraries in place of our kernels, by shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mooncake_hal.errors import CapabilityError
+from mooncake_hal_cuda.attention_launch import AttentionCall, attend_grouped
+from mooncake_hal_cuda.launch_tuning import Tuning
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+OURS = "triton"
+NAMES = (AUTO, OURS, "sdpa", "varlen", "flashinfer")
+MARGIN = 0.9
+"""Share of our kernel's time that a library may take at most: closer ones would be chosen by noise,
+and differently on two instances."""
+
+_WORKSPACE_BYTES = 128 << 20
+_TRIAL_TOKENS = 2048
+_TRIAL_BLOCKS = 16
+_TRIAL_SEQUENCES = 16
+_LONG_TOKENS = 1024
+_TOLERANCE, _RELATIVE_TOLERANCE = 2e-2, 2e-2
+"""About two steps of bfloat16: above 4 one step is larger than the absolute tolerance."""
+_WARM_UPS, _RUNS = 2, 5
+Attend = Callable[[AttentionCall], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryTrial:
+    """The result of trying a candidate.
+
+    Args:
+        name: its name.
+        milliseconds: of one call, or None if it can't be used.
+        refusal: why not.
+    """
+
+    name: str
+    milliseconds: float | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryChoice:
+    """The chosen implementation, and why."""
+
+    name: str
+    reason: str
+
+
+def choose_library(wanted: str, trials: Sequence[LibraryTrial]) -> LibraryChoice:
+    """The fastest usable candidate, ours unless one is clearly faster; or the one asked for.
+
+    Args:
+        wanted: the name of a trial, or AUTO.
+        trials: of all candidates, our kernel among them.
+
+    Raises:
+        CapabilityError: what was asked for can't be used; the message says why.
+    """
+    by_name = {trial.name: trial for trial in trials}
+    if wanted != AUTO:
+        trial = by_name[wanted]
+        if trial.milliseconds is None:
+            raise CapabilityError(
+                f"attention by {wanted!r} was asked for (MOONCAKE_HAL_CUDA_ATTENTION), but "
+                f"{trial.refusal}; use 'auto'"
+            )
+        return LibraryChoice(wanted, "it was asked for")
+    timed = {t.name: t.milliseconds for t in trials if t.milliseconds is not None}
+    best = min(timed, key=lambda name: timed[name] * (MARGIN if name == OURS else 1.0))
+    return LibraryChoice(best, "; ".join(_describe(trial) for trial in trials))
+
+
+def _describe(trial: LibraryTrial) -> str:
+    if trial.milliseconds is None:
+        return f"{trial.name}: {trial.refusal}"
+    return f"{trial.name}: {trial.milliseconds:.3f} ms"
+
+
+class LibraryChooser:
+    """Remembers what was chosen for each op and shape.
+
+    Args:
+        wanted: one of NAMES.
+    """
+
+    def __init__(self, wanted: str) -> None:
+        self.wanted = wanted
+        self._chosen: dict[object, str] = {}
+
+    def pick(
+        self, op: str, shape: object, tries: Callable[[], Sequence[LibraryTrial]] | None
+    ) -> str:
+        """The name to use; the first call of a shape makes the trials, and logs the choice.
+
+        Args:
+            op: name of the op.
+            shape: what the speed depends on.
+            tries: makes the trials; None during a capture, where our kernel runs for now.
+        """
+        key = (op, shape)
+        if key in self._chosen:
+            return self._chosen[key]
+        if tries is None:
+            return OURS
+        choice = choose_library(self.wanted, tries())
+        logger.info("%s of %s runs on %s: %s", op, shape, choice.name, choice.reason)
+        self._chosen[key] = choice.name
+        return choice.name
+
+
+def by_sdpa(call: AttentionCall) -> Tensor:
+    """Torch's attention (cuDNN's or FlashAttention's, as torch decides) over gathered KV."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    batch, out, start = call.batch, torch.empty_like(call.query), 0
+    for sequence in range(call.first, call.first + call.sequences):
+        stop = start + batch.host_query_lens[sequence]
+        context = batch.host_context_lens[sequence]
+        blocks = batch.block_tables[sequence, : -(-context // batch.block_size)]
+        key, value = (
+            cache.index_select(0, blocks).flatten(0, 1)[:context].transpose(0, 1).unsqueeze(0)
+            for cache in call.caches
+        )
+        query = call.query[start:stop].transpose(0, 1).unsqueeze(0)
+        attended = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=causal_lower_right(stop - start, context),
+            scale=call.scale,
+            enable_gqa=True,
+        )
+        out[start:stop] = attended[0].transpose(0, 1)
+        start = stop
+    return out
+
+
+def by_varlen(call: AttentionCall) -> Tensor:
+    """Torch's paged FlashAttention; one split, so that a result does not depend on its batch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, first, last = call.batch, call.first, call.first + call.sequences
+    starts = batch.query_start[first : last + 1]
+    attended = varlen_attn(
+        call.query,
+        *call.caches,
+        starts - starts[0],
+        None,
+        call.new_tokens,
+        call.capacity,
+        scale=call.scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=batch.context_lens[first:last],
+        block_table=batch.block_tables[first:last],
+        num_splits=1,
+    )
+    return cast(Tensor, attended)  # a pair only if asked for
+
+
+def by_flashinfer(call: AttentionCall) -> Tensor:
+    """FlashInfer's decode over paged KV, without a plan on the host."""
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+    key, value = call.caches
+    attended: Tensor = trtllm_batch_decode_with_kv_cache(
+        call.query,
+        (key, value),
+        _workspace(call.query.device),
+        call.batch.block_tables[: call.sequences],
+        call.batch.context_lens[: call.sequences],
+        call.capacity,
+        bmm1_scale=call.scale,
+        bmm2_scale=1.0,
+        kv_layout="NHD",
+    )
+    return attended
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+PREFILL = {"sdpa": by_sdpa, "varlen": by_varlen}
+DECODE = {"flashinfer": by_flashinfer}
+"""Never by ``auto``: a sequence's result depends on the others of its batch."""
+
+
+class GroupedAttention:
+    """Attention with grouped heads, by the implementation chosen for its shape.
+
+    Args:
+        tuning: of the device.
+        chooser: remembers.
+    """
+
+    def __init__(self, tuning: Tuning, chooser: LibraryChooser) -> None:
+        self._tuning = tuning
+        self._chooser = chooser
+        wanted = chooser.wanted
+        self._prefill = {n: by for n, by in PREFILL.items() if wanted in (AUTO, n)}
+        self._decode = {n: by for n, by in DECODE.items() if wanted == n}
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """[tokens, heads, value dim]."""
+        libraries = self._decode if call.is_decode else self._prefill
+        name = OURS
+        if libraries and _is_plain(call):
+            tries = None
+            if not torch.cuda.is_current_stream_capturing():
+                tries = partial(self._tries, call, libraries)
+            op = "decode" if call.is_decode else "prefill"
+            key = call.caches[0]
+            shape = (str(key.dtype), call.query.shape[1], *key.shape[1:], key.stride())
+            name = self._chooser.pick(op, shape, tries)
+        if name == OURS:
+            return attend_grouped(call, self._tuning)
+        if self._chooser.wanted == name:
+            return libraries[name](call)
+        parts = [
+            libraries[name](part) if is_long else attend_grouped(part, self._tuning)
+            for part, is_long in split_prompts(call, _LONG_TOKENS)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _tries(
+        self, call: AttentionCall, libraries: Mapping[str, Attend]
+    ) -> Sequence[LibraryTrial]:
+        trial = trial_call(call)
+        expected = attend_grouped(trial, self._tuning)
+        ours = LibraryTrial(OURS, _milliseconds(lambda: attend_grouped(trial, self._tuning)))
+        return [ours] + [_try(name, by, trial, expected) for name, by in libraries.items()]
+
+
+def split_prompts(call: AttentionCall, least_tokens: int) -> Iterator[tuple[AttentionCall, bool]]:
+    """Cut a call for prompts into runs of sequences: (part, whether they are long and whole).
+
+    What was timed is one long prompt without a cached prefix. A library that is faster there takes
+    a launch per sequence, or another kernel, for short ones and for chunks. The rule looks at a
+    sequence's own lengths alone, so that its result does not depend on the others of its batch.
+
+    Args:
+        call: for prompts.
+        least_tokens: of a long one.
+    """
+    new = call.batch.host_query_lens[call.first : call.first + call.sequences]
+    contexts = call.batch.host_context_lens[call.first : call.first + call.sequences]
+    is_long = [
+        tokens == context >= least_tokens for tokens, context in zip(new, contexts, strict=True)
+    ]
+    first, start = 0, 0
+    for answer, run in groupby(is_long):
+        stop = first + len(list(run))
+        tokens = sum(new[first:stop])
+        yield (
+            replace(
+                call,
+                query=call.query[start : start + tokens],
+                first=call.first + first,
+                new_tokens=max(new[first:stop]),
+                sequences=stop - first,
+            ),
+            answer,
+        )
+        first, start = stop, start + tokens
+
+
+def _is_plain(call: AttentionCall) -> bool:
+    """Whether libraries have such attention: on a GPU, in 16 bits, KV of the queries' type."""
+    query, (key, value) = call.query, call.caches
+    is_plain = key.dtype == query.dtype != torch.float32 and key.shape == value.shape
+    return query.device.type == "cuda" and is_plain and len(query) > 0
+
+
+def trial_call(call: AttentionCall) -> AttentionCall:
+    """A call of the same shapes and strides, of as many tokens as a busy step has.
+
+    Its block tables repeat a few blocks of random numbers, to take little memory.
+    """
+    device, dtype = call.query.device, call.query.dtype
+    num_blocks, block_size = min(_TRIAL_BLOCKS, len(call.caches[0])), call.batch.block_size
+    new, sequences = (1, _TRIAL_SEQUENCES) if call.is_decode else (_TRIAL_TOKENS, 1)
+    width = -(-_TRIAL_TOKENS // block_size)
+    key, value = (
+        torch.empty_strided(
+            (num_blocks, *cache.shape[1:]), cache.stride(), dtype=dtype, device=device
+        )
+        for cache in call.caches
+    )
+    counted = partial(torch.arange, dtype=torch.int32, device=device)
+    batch = replace(
+        call.batch,
+        num_decodes=sequences if call.is_decode else 0,
+        query_start=counted(sequences + 1) * new,
+        context_lens=counted(sequences) * 0 + _TRIAL_TOKENS,
+        block_tables=(counted(width) % num_blocks).repeat(sequences, 1),
+        host_query_lens=(new,) * sequences,
+        host_context_lens=(_TRIAL_TOKENS,) * sequences,
+    )
+    query = torch.randn(sequences * new, *call.query.shape[1:], dtype=dtype, device=device)
+    caches = (key.normal_(), value.normal_())
+    trial = replace(call, query=query, caches=caches, batch=batch)
+    return replace(trial, first=0, new_tokens=new, sequences=sequences)
+
+
+def _try(name: str, by: Attend, call: AttentionCall, expected: Tensor) -> LibraryTrial:
+    """Run a library on a call whose result is known; what it raises is its refusal."""
+    try:
+        found = by(call)
+        torch.cuda.synchronize()
+    except (ImportError, RuntimeError, ValueError, TypeError, AssertionError) as exc:
+        return LibraryTrial(name, None, f"it can't be used here: {exc}")
+    off = (found.float() - expected.float()).abs()
+    allowed = _TOLERANCE + _RELATIVE_TOLERANCE * expected.float().abs()
+    if not bool((off <= allowed).all()):
+        return LibraryTrial(name, None, f"its result is off by {float(off.max()):.3g}")
+    return LibraryTrial(name, _milliseconds(lambda: by(call)))
+
+
+def _milliseconds(run: Callable[[], Tensor]) -> float:
+    for _ in range(_WARM_UPS):
+        run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
+    begin.record()
+    for _ in range(_RUNS):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / _RUNS

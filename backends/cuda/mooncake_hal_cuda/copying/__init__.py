@@ -1,1 +1,0 @@
-"""What the transports of this backend share: copies on a stream, and peers that copy."""

@@ -1,0 +1,114 @@
+"""The CUDA backend: its parts put together, its devices and graphs, and collectives over NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from mooncake_hal.accelerator import AcceleratorRuntime
+from mooncake_hal.backend import Capabilities, Communicator, DeviceInfo, Graph, GroupSpec
+from mooncake_hal.collectives import DeviceCommunicator, GroupFactory, ProcessGroup
+from mooncake_hal.errors import BackendUnavailable, CapabilityError
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal_cuda import cuda_env
+from mooncake_hal_cuda.attention_libraries import NAMES
+from mooncake_hal_cuda.cuda_ops import CudaOps
+from mooncake_hal_cuda.launch_tuning import Tuning
+from mooncake_hal_cuda.libcuda import CudaDriver
+from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
+from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
+
+DTYPES = ("bfloat16", "float16", "float32")
+BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
+TRANSPORTS = ("cuda_ipc", "rdma", "staged")
+
+
+class CudaBackend:
+    """Everything about the GPUs that this process sees.
+
+    Raises:
+        BackendUnavailable: torch sees none, or one that is too old.
+    """
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.runtime = CudaRuntime()
+        devices = self.runtime.devices()
+        if not devices:
+            raise BackendUnavailable(self.name, "torch sees no device; see CUDA_VISIBLE_DEVICES")
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        try:
+            tuning = Tuning(devices[0].generation, processors)
+        except CapabilityError as exc:
+            raise BackendUnavailable(self.name, str(exc)) from exc
+        self.ops = CudaOps(tuning, cuda_env.attention(NAMES))
+        self.capabilities = Capabilities(
+            dtypes=DTYPES,
+            block_sizes=BLOCK_SIZES,
+            kv_layouts=tuple(KV_LAYOUTS),
+            graphs=True,
+            transports=TRANSPORTS,
+            scheduler_resource="GPU",
+            sampling=True,
+            kv_dtypes=tuning.kv_dtypes,
+        )
+        self.memory = CudaMemory(DeviceSharing(CudaDriver()), devices)
+        self._groups = GroupFactory(NcclCommunicator)
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        return self._groups.join(group)
+
+
+class NcclCommunicator(DeviceCommunicator):
+    """One rank of an NCCL group."""
+
+    def __init__(self, group: GroupSpec, generation: int) -> None:
+        super().__init__(group, generation, _join, name="nccl", accelerator=torch.cuda)
+
+
+def _join(store: Store, group: GroupSpec) -> ProcessGroup:
+    nccl = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=group.timeout_s)
+    return cast(ProcessGroup, nccl(store, group.rank, group.world_size, options))
+
+
+class CudaGraph:
+    """A captured graph; it keeps the memory that its work uses."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self, host_context_lens: Sequence[int] = ()) -> None:
+        self._graph.replay()  # the kernels read lengths from the tensors
+
+
+class CudaRuntime(AcceleratorRuntime):
+    """The GPUs that CUDA_VISIBLE_DEVICES shows."""
+
+    def __init__(self) -> None:
+        devices = [_describe(index) for index in range(torch.cuda.device_count())]
+        super().__init__("cuda", torch.cuda, "cuda", "CUDA_VISIBLE_DEVICES", devices)
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        graph = torch.cuda.CUDAGraph()
+        self.run_captured(
+            run,
+            lambda pool, stream: torch.cuda.graph(
+                graph, pool, stream, capture_error_mode="thread_local"
+            ),
+        )
+        captured = CudaGraph(graph)
+        self.keep_in_pool(captured)
+        return captured
+
+
+def _describe(index: int) -> DeviceInfo:
+    found = torch.cuda.get_device_properties(index)
+    return DeviceInfo(index, found.name, f"sm_{found.major}{found.minor}", found.total_memory)

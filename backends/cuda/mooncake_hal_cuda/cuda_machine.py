@@ -1,0 +1,157 @@
+"""What this machine has for CUDA, read from files: ``cuInit`` in a parent breaks its forks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from mooncake_hal.specs import Availability
+from mooncake_hal_cuda.cuda_env import hides_all_devices
+
+OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
+"""By the major version of CUDA, the driver that it needs (CUDA Toolkit release notes, table 2)."""
+
+_DRIVER_VERSION = re.compile(r"Kernel Module.*?\s(\d+)\.(\d+)")
+_TORCH_CUDA = re.compile(r"^cuda\b[^=]*=\s*(?P<value>.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMachine:
+    """Facts that the probe reasons about.
+
+    Args:
+        has_driver: whether the driver's library, libcuda.so.1, loads.
+        driver_version: of the kernel's driver, its first two numbers; None if it does not say.
+        device_files: names of the GPUs' device files, such as ``nvidia0``.
+        models: names of the GPUs as the driver gives them; may be empty in a container.
+        has_torch: whether torch is installed.
+        torch_cuda: CUDA version that torch was built for, or None.
+        has_triton: whether triton is installed.
+        hides_devices: whether CUDA_VISIBLE_DEVICES hides all of them.
+        denied_files: those of the device files that this process may not open.
+    """
+
+    has_driver: bool
+    driver_version: tuple[int, int] | None
+    device_files: tuple[str, ...]
+    models: tuple[str, ...]
+    has_torch: bool
+    torch_cuda: str | None
+    has_triton: bool
+    hides_devices: bool
+    denied_files: tuple[str, ...]
+
+
+def look(root: Path = Path("/")) -> CudaMachine:
+    """Read the facts of this machine.
+
+    Args:
+        root: where its file system begins.
+    """
+    paths = sorted((root / "dev").glob("nvidia*"))
+    files = [path for path in paths if path.name[len("nvidia") :].isdigit()]
+    reports = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    torch = find_spec("torch")
+    version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    return CudaMachine(
+        has_driver=_has_driver(),
+        driver_version=_read_driver_version(root / "proc/driver/nvidia/version"),
+        device_files=tuple(path.name for path in files),
+        models=tuple(model for path in reports if (model := parse_model(path.read_text()))),
+        has_torch=torch is not None,
+        torch_cuda=parse_torch_cuda(version.read_text()) if version else None,
+        has_triton=find_spec("triton") is not None,
+        hides_devices=hides_all_devices(),
+        denied_files=tuple(p.name for p in files if not os.access(p, os.R_OK | os.W_OK)),
+    )
+
+
+def diagnose(machine: CudaMachine) -> Availability:
+    """Say what is missing, the most basic thing first."""
+    if not machine.has_driver and not machine.device_files:
+        return Availability(False, "no NVIDIA driver: libcuda.so.1 is not found")
+    if not machine.has_driver:
+        return Availability(
+            False,
+            f"{_devices(machine)}, but libcuda.so.1 is not found; install the driver's libraries, "
+            "or start the container with the NVIDIA runtime",
+        )
+    if not machine.device_files:
+        return Availability(
+            False, "the NVIDIA driver is installed, but there is no device (/dev/nvidia0)"
+        )
+    found = _devices(machine)
+    missing = _missing_software(machine)
+    return Availability(not missing, f"{found}, but {missing}" if missing else found)
+
+
+def _missing_software(machine: CudaMachine) -> str:
+    """What the kernels lack to use the devices, or nothing."""
+    if machine.denied_files == machine.device_files:
+        return (
+            f"this process may not open /dev/{machine.denied_files[0]}: join the group that may "
+            "(ls -l /dev/nvidia0), or have the container given the device"
+        )
+    if machine.hides_devices:
+        return "CUDA_VISIBLE_DEVICES hides them all; unset it, or name some"
+    if not machine.has_torch:
+        return "torch is not installed"
+    if machine.torch_cuda is None:
+        return "torch is built without CUDA; install a CUDA build"
+    oldest = OLDEST_DRIVERS.get(int(machine.torch_cuda.split(".")[0]))
+    if machine.driver_version and oldest and machine.driver_version < oldest:
+        wanted, version = (".".join(map(str, pair)) for pair in (oldest, machine.driver_version))
+        return (
+            f"driver {version} is too old for torch's CUDA {machine.torch_cuda}: install {wanted} "
+            "or newer, or a torch that is built for an older CUDA"
+        )
+    if not machine.has_triton:
+        return "triton is not installed; torch's CUDA builds bring the version that fits"
+    return ""
+
+
+def parse_driver_version(text: str) -> tuple[int, int] | None:
+    """First two numbers of the driver in /proc/driver/nvidia/version, or None."""
+    found = _DRIVER_VERSION.search(text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def parse_torch_cuda(text: str) -> str | None:
+    """CUDA version in torch's version.py, or None for a build without."""
+    found = _TORCH_CUDA.search(text)
+    value = found["value"].strip() if found else "None"
+    return None if value == "None" else value.strip("'\"")
+
+
+def parse_model(text: str) -> str | None:
+    """GPU name in a file of /proc/driver/nvidia/gpus, or None."""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "Model":
+            return value.strip()
+    return None
+
+
+def _devices(machine: CudaMachine) -> str:
+    count = len(machine.device_files)
+    named = f" ({machine.models[0]})" if machine.models else ""
+    return f"found {count} NVIDIA device{'s' if count > 1 else ''}{named}"
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _read_driver_version(path: Path) -> tuple[int, int] | None:
+    try:
+        return parse_driver_version(path.read_text())
+    except OSError:
+        return None

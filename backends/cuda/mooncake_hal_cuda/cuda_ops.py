@@ -1,0 +1,342 @@
+"""The ops of the CUDA backend: Triton kernels, and cuBLAS through torch for ``linear``.
+
+Nothing here waits for the device. Outputs come from torch's caching allocator, which a captured
+graph may use too.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mooncake_hal.backend import AttentionBatch, SamplingMetadata
+from mooncake_hal.latents import LatentRows
+from mooncake_hal_cuda import moe_launch
+from mooncake_hal_cuda.attention_launch import AttentionCall, attend_latent, dense_rows
+from mooncake_hal_cuda.attention_libraries import OURS, GroupedAttention, LibraryChooser
+from mooncake_hal_cuda.kernels.copy_kernels import move_blocks
+from mooncake_hal_cuda.kernels.norm_rope_silu import rms_norm, rope, silu_mul
+from mooncake_hal_cuda.kernels.paged_cache import write_kv, write_latents
+from mooncake_hal_cuda.kernels.sampling_kernel import sample_tokens
+from mooncake_hal_cuda.launch_tuning import WIDTH, Tuning, power_of_two
+
+_ROPE_ELEMENTS = 2048
+_MOVED_ELEMENTS = 4096
+_SAMPLED_ELEMENTS = 512
+
+
+class CudaOps:
+    """``Ops``, ``ScaledKVOps`` and ``SamplingOps`` by Triton kernels.
+
+    Args:
+        tuning: of the device that the process computes on.
+        attention: what attention with grouped heads runs on, one of ``attention_libraries.NAMES``.
+    """
+
+    def __init__(self, tuning: Tuning, attention: str = OURS) -> None:
+        self._tuning = tuning
+        self._attend = GroupedAttention(tuning, LibraryChooser(attention))
+        self._kv_scales = (1.0, 1.0)
+
+    def with_kv_scales(self, first: float, second: float) -> CudaOps:
+        scaled = copy(self)
+        scaled._kv_scales = (first, second)
+        return scaled
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        tokens, heads, key_dim = key.shape
+        if tokens == 0:
+            return
+        key, value, value_dim = dense_rows(key), dense_rows(value), value.shape[2]
+        write_kv[(tokens,)](
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *(1.0 / scale for scale in self._kv_scales),
+            HEADS=heads,
+            HEADS_PADDED=power_of_two(heads),
+            KEY_DIM=key_dim,
+            KEY_PADDED=power_of_two(key_dim),
+            VALUE_DIM=value_dim,
+            VALUE_PADDED=power_of_two(value_dim),
+            BLOCK_SIZE=key_cache.shape[1],
+            num_warps=4,
+        )
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        caches = (key_cache, value_cache)
+        call = AttentionCall.of_decodes(query, caches, batch, scale, self._kv_scales)
+        return self._attend(call)
+
+    def prefill_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        caches = (key_cache, value_cache)
+        call = AttentionCall.of_prompts(query, caches, batch, scale, self._kv_scales)
+        return self._attend(call)
+
+    def pack_rope(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def write_latents(
+        self,
+        query: Tensor,
+        rows: LatentRows,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        # queries are rotated in place
+        query, compressed = dense_rows(query), dense_rows(rows.compressed)
+        tokens, heads, rope_dim = query.shape
+        if tokens == 0:
+            return query
+        half, latent_dim = rope_dim // 2, latent_cache.shape[3]
+        together = _rotated_together(heads, half)
+        write_latents[(tokens, -(-heads // together) + 1)](
+            query,
+            compressed,
+            rows.norm_weight,
+            rows.eps,
+            rows.positions,
+            rows.cos_sin.contiguous(),
+            latent_cache,
+            rope_cache,
+            slot_mapping,
+            *query.stride()[:2],
+            compressed.stride(0),
+            *latent_cache.stride()[:2],
+            *rope_cache.stride()[:2],
+            *(1.0 / scale for scale in self._kv_scales),
+            QUERY_HEADS=heads,
+            HEADS=together,
+            LATENT_DIM=latent_dim,
+            LATENT_PADDED=power_of_two(latent_dim),
+            HALF=half,
+            HALF_PADDED=power_of_two(half),
+            BLOCK_SIZE=latent_cache.shape[1],
+            num_warps=4,
+        )
+        return query
+
+    def mla_decode_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        caches = (latent_cache, rope_cache)
+        call = AttentionCall.of_decodes(query, caches, batch, scale, self._kv_scales)
+        return attend_latent(call, self._tuning)
+
+    def mla_prefill_attention(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        rope_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        caches = (latent_cache, rope_cache)
+        call = AttentionCall.of_prompts(query, caches, batch, scale, self._kv_scales)
+        return attend_latent(call, self._tuning)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x if x.dim() <= 3 and x.stride(-1) == 1 else x.contiguous().view(-1, x.shape[-1])
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _normalise(out, rows, None, weight, eps)
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        # in place: the norm takes x's memory, the sum the residual's
+        x, residual = x.contiguous(), residual.contiguous()
+        _normalise(x, x.view(-1, x.shape[-1]), residual, weight, eps)
+        return x, residual
+
+    def rope(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # in place
+        query, key, half = dense_rows(query), dense_rows(key), cos_sin.shape[1] // 2
+        tokens, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
+        if tokens == 0:
+            return query, key
+        together = _rotated_together(heads, half)
+        rope[(tokens, -(-heads // together) + -(-kv_heads // together))](
+            query,
+            key,
+            positions,
+            cos_sin.contiguous(),
+            *query.stride()[:2],
+            *key.stride()[:2],
+            QUERY_HEADS=heads,
+            KEY_HEADS=kv_heads,
+            HALF=half,
+            HALF_PADDED=power_of_two(half),
+            HEADS=together,
+            num_warps=4,
+        )
+        return query, key
+
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        return weight.contiguous()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, weight, bias)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        rows = x.reshape(-1, 2 * half)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+        if len(rows):
+            silu_mul[(len(rows), -(-half // WIDTH))](
+                out, rows, rows.stride(0), HALF=half, WIDTH=WIDTH, num_warps=4
+            )
+        return out
+
+    def pack_experts(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """One dense tensor, [experts, out, in]."""
+        return (weights.contiguous(),)
+
+    def moe(
+        self,
+        x: Tensor,
+        gate_up: tuple[Tensor, ...],
+        down: tuple[Tensor, ...],
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+    ) -> Tensor:
+        if len(x) == 0:
+            return torch.empty_like(x)
+        count, chosen = len(gate_up[0]), expert_ids.shape[1]
+        tile = moe_launch.tile_for(x, chosen, count, self._tuning)
+        grouping = moe_launch.group_by_expert(expert_ids, count, tile)
+        inner = self.silu_mul(moe_launch.multiply(x, gate_up[0], grouping, chosen, x.dtype))
+        parts = moe_launch.multiply(inner, down[0], grouping, 1, torch.float32)
+        return moe_launch.combine(parts, expert_weights, x.dtype)
+
+    def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
+        # by the inverse of the cumulative distribution in token order; ties stay in together
+        rows, vocab_size = logits.shape
+        logits = dense_rows(logits)
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows:
+            sample_tokens[(rows,)](
+                tokens,
+                logits,
+                sampling_metadata.temperatures,
+                sampling_metadata.top_ks,
+                sampling_metadata.top_ps,
+                sampling_metadata.min_ps,
+                sampling_metadata.uniforms,
+                vocab_size,
+                logits.stride(0),
+                WIDTH=_SAMPLED_ELEMENTS,
+                num_warps=8,
+            )
+        return tokens
+
+    def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
+        """No block may be both a source and a target."""
+        _move(cache, cache, source, target)
+
+    def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+        _move(cache, staging, block_ids, None)
+
+    def scatter_blocks(self, staging: Tensor, cache: Tensor, block_ids: Tensor) -> None:
+        _move(staging, cache, None, block_ids)
+
+
+def _rotated_together(heads: int, half: int) -> int:
+    """Heads of one program, a power of two."""
+    return max(1, min(power_of_two(heads), _ROPE_ELEMENTS // power_of_two(half)))
+
+
+def _normalise(
+    out: Tensor,
+    x: Tensor,  # one to three dimensions, the last dense
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+) -> None:
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    if rows == 0:
+        return
+    inner = x.shape[1] if x.dim() == 3 else 1
+    outer_stride = x.stride(0) if x.dim() > 1 else 0
+    padded = power_of_two(dim)
+    rms_norm[(rows,)](
+        out,
+        x,
+        out if residual is None else residual,
+        weight,
+        eps,
+        inner,
+        outer_stride,
+        x.stride(1) if x.dim() == 3 else 0,
+        DIM=dim,
+        DIM_PADDED=padded,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=min(16, max(1, padded // 512)),
+    )
+
+
+def _move(
+    source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids: Tensor | None
+) -> None:
+    ids = target_ids if source_ids is None else source_ids
+    if ids is None or len(ids) == 0:
+        return
+    _, block_size, heads, dim = source.shape
+    padded = power_of_two(dim)
+    rows = min(power_of_two(block_size * heads), max(1, _MOVED_ELEMENTS // padded))
+    move_blocks[(len(ids), -(-block_size * heads // rows))](
+        source,
+        target,
+        ids if source_ids is None else source_ids,
+        ids if target_ids is None else target_ids,
+        *source.stride()[:3],
+        *target.stride()[:3],
+        HAS_SOURCE_IDS=source_ids is not None,
+        HAS_TARGET_IDS=target_ids is not None,
+        BLOCK_SIZE=block_size,
+        HEADS=heads,
+        DIM=dim,
+        DIM_PADDED=padded,
+        ROWS=rows,
+        num_warps=4,
+    )

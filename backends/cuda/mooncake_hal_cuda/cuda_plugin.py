@@ -1,0 +1,61 @@
+"""Entry point of the CUDA backend; standard library only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mooncake_hal.errors import BackendUnavailable
+from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
+from mooncake_hal_cuda.cuda_env import keep_kernels_in_project_cache
+from mooncake_hal_cuda.cuda_machine import diagnose, look
+
+if TYPE_CHECKING:
+    from mooncake_hal.backend import Backend
+    from mooncake_hal.transport import Transport
+
+IPC_PRIORITY = 60
+"""Above what goes through a NIC or the host's memory."""
+
+
+@hookimpl
+def mooncake_hal_backend() -> BackendSpec:
+    """Offer NVIDIA GPUs."""
+    return BackendSpec(name="cuda", api_version=API_VERSION, priority=100, probe=probe, load=load)
+
+
+@hookimpl
+def mooncake_hal_transport() -> TransportSpec:
+    """Offer KV from GPU to GPU of one host."""
+    return TransportSpec("cuda_ipc", API_VERSION, IPC_PRIORITY, probe, load_ipc)
+
+
+def probe() -> Availability:
+    """Look for the driver, the devices and a torch that can use them; initialises none of them."""
+    return diagnose(look())
+
+
+def load() -> Backend:
+    """Import torch and the kernels, and construct the backend.
+
+    Raises:
+        BackendUnavailable: something that the probe can't see is missing; the reason says what.
+    """
+    keep_kernels_in_project_cache()
+    try:
+        from mooncake_hal_cuda.cuda_backend import CudaBackend
+    except (ImportError, OSError, RuntimeError) as exc:
+        raise BackendUnavailable("cuda", f"torch or triton can't be imported: {exc}") from exc
+    return CudaBackend()
+
+
+def load_ipc() -> Transport:
+    """Load the driver and construct the transport.
+
+    Raises:
+        TransportUnavailable: the driver does not load.
+    """
+    keep_kernels_in_project_cache()
+    from mooncake_hal_cuda.transports.cuda_ipc import load as load_transport
+
+    return load_transport()

@@ -1,0 +1,248 @@
+"""The part of NVIDIA's driver library that torch does not offer, through ctypes.
+
+Memory that other processes can map, and copies between addresses of any process. Status codes end
+here: a call that fails raises DeviceError. Calls act on the context that ``bind`` made current in
+the calling thread, which is torch's own: the device's primary context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import (
+    POINTER,
+    byref,
+    c_char,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_void_p as handle,
+)
+from threading import Lock
+
+from mooncake_hal.errors import DeviceError, OutOfMemory
+
+LIBRARY = "libcuda.so.1"
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+_OUT_OF_MEMORY = 2
+_LAZY_PEER_ACCESS = 1
+_NON_BLOCKING = 1
+_WITHOUT_TIME = 2
+_FOR_EVERY_DEVICE = 3  # portable, and mapped
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("reserved", c_char * HANDLE_BYTES)]
+
+
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (c_ubyte * UUID_BYTES, c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(handle), c_int),
+    "cuCtxSetCurrent": (handle,),
+    "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemHostAlloc": (POINTER(handle), c_size_t, c_uint),
+    "cuMemFreeHost": (handle,),
+    "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
+    "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
+    "cuIpcGetMemHandle": (POINTER(_IpcHandle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, handle),
+    "cuStreamCreate": (POINTER(handle), c_uint),
+    "cuStreamSynchronize": (handle,),
+    "cuStreamDestroy_v2": (handle,),
+    "cuEventCreate": (POINTER(handle), c_uint),
+    "cuEventRecord": (handle, handle),
+    "cuEventSynchronize": (handle,),
+    "cuEventDestroy_v2": (handle,),
+}
+
+
+class CudaDriver:
+    """The calls, with Python's types.
+
+    Args:
+        library: where the driver is; another one only in tests.
+
+    Raises:
+        DeviceError: the library is not there, or does not initialise.
+    """
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+        except OSError as exc:
+            raise DeviceError(f"{library} can't be loaded: {exc}") from exc
+        self.declare(_SIGNATURES)
+        self._library.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
+        self._contexts: dict[int, handle] = {}
+        self._lock = Lock()
+        self.call("cuInit", 0)
+
+    def declare(self, signatures: Mapping[str, tuple[type, ...]]) -> None:
+        """Give functions their argument types, by name; AttributeError if one is not there."""
+        for name, arguments in signatures.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, c_int
+
+    def bind(self, index: int) -> None:
+        """Make a device current in the calling thread."""
+        with self._lock:
+            if index not in self._contexts:
+                context = handle()
+                self.call("cuDevicePrimaryCtxRetain", byref(context), self.ordinal(index))
+                self._contexts[index] = context
+        self.call("cuCtxSetCurrent", self._contexts[index])
+
+    def count(self) -> int:
+        """How many devices CUDA_VISIBLE_DEVICES shows."""
+        found = c_int()
+        self.call("cuDeviceGetCount", byref(found))
+        return found.value
+
+    def uuid(self, index: int) -> bytes:
+        """The device's UUID, which does not depend on CUDA_VISIBLE_DEVICES."""
+        found = (c_ubyte * UUID_BYTES)()
+        self.call("cuDeviceGetUuid_v2", found, self.ordinal(index))
+        return bytes(found)
+
+    def can_access(self, index: int, other: int) -> bool:
+        """Whether a device reaches another one's memory."""
+        answer = c_int()
+        devices = self.ordinal(index), self.ordinal(other)
+        self.call("cuDeviceCanAccessPeer", byref(answer), *devices)
+        return bool(answer.value)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(free, total) of the current device."""
+        free, total = c_size_t(), c_size_t()
+        self.call("cuMemGetInfo_v2", byref(free), byref(total))
+        return free.value, total.value
+
+    def allocate(self, nbytes: int) -> int:
+        """Zeroed memory of the current device; raises OutOfMemory."""
+        address = c_uint64()
+        self.call("cuMemAlloc_v2", byref(address), nbytes)
+        self.zero(address.value, nbytes)
+        return address.value
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Fill memory with zeros."""
+        self.call("cuMemsetD8_v2", address, 0, nbytes)
+        self.synchronize()  # other streams may use it at once
+
+    def synchronize(self) -> None:
+        """Block until the current device has finished all that this process enqueued."""
+        self.call("cuCtxSynchronize")
+
+    def free(self, address: int) -> None:
+        """Give memory back; waits for the device."""
+        self.call("cuMemFree_v2", address)
+
+    def allocate_host(self, nbytes: int) -> int:
+        """Pinned host memory, good at the same address for every device; raises OutOfMemory."""
+        address = handle()
+        self.call("cuMemHostAlloc", byref(address), nbytes, _FOR_EVERY_DEVICE)
+        return address.value or 0
+
+    def free_host(self, address: int) -> None:
+        """Give pinned memory back."""
+        self.call("cuMemFreeHost", address)
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """(address, bytes) of the allocation around an address."""
+        base, nbytes = c_uint64(), c_size_t()
+        self.call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
+        return base.value, nbytes.value
+
+    def export(self, address: int) -> bytes:
+        """Name an allocation, by its first address, for other processes of this host."""
+        exported = _IpcHandle()
+        self.call("cuIpcGetMemHandle", byref(exported), address)
+        return bytes(exported)
+
+    def open(self, exported: bytes) -> int:
+        """Map another process's allocation; its address here."""
+        address = c_uint64()
+        named = _IpcHandle.from_buffer_copy(exported)
+        self.call("cuIpcOpenMemHandle_v2", byref(address), named, _LAZY_PEER_ACCESS)
+        return address.value
+
+    def close(self, address: int) -> None:
+        """Unmap what ``open`` mapped."""
+        self.call("cuIpcCloseMemHandle", address)
+
+    def new_stream(self) -> handle:
+        """A stream that does not wait for the default one; ``destroy_stream`` it."""
+        stream = handle()
+        self.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream
+
+    def copy(self, target: int, source: int, nbytes: int, stream: handle) -> None:
+        """Enqueue a copy between any two addresses."""
+        self.call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def drain(self, stream: handle) -> None:
+        """Block until all that was enqueued on the stream has finished."""
+        self.call("cuStreamSynchronize", stream)
+
+    def mark(self, stream: handle) -> handle:
+        """An event behind all that was enqueued on the stream so far; ``reach`` it once."""
+        event = handle()
+        self.call("cuEventCreate", byref(event), _WITHOUT_TIME)
+        self.call("cuEventRecord", event, stream)
+        return event
+
+    def reach(self, event: handle) -> None:
+        """Block until the stream has passed an event, and give the event back."""
+        try:
+            self.call("cuEventSynchronize", event)
+        finally:
+            self.call("cuEventDestroy_v2", event)
+
+    def destroy_stream(self, stream: handle) -> None:
+        """Give a stream back."""
+        self.call("cuStreamDestroy_v2", stream)
+
+    def attribute(self, index: int, number: int) -> int:
+        """A fact about a device, by its number in CUdevice_attribute.
+
+        Raises:
+            DeviceError: the driver is older than the attribute.
+        """
+        value = c_int()
+        self.call("cuDeviceGetAttribute", byref(value), number, self.ordinal(index))
+        return value.value
+
+    def ordinal(self, index: int) -> int:
+        """The driver's handle of a device."""
+        device = c_int()
+        self.call("cuDeviceGet", byref(device), index)
+        return device.value
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a declared function; its status becomes OutOfMemory, DeviceError or nothing."""
+        status = getattr(self._library, name)(*arguments)
+        if status == _OUT_OF_MEMORY:
+            raise OutOfMemory(f"{name}: the device is out of memory")
+        if status:
+            raise DeviceError(f"{name} failed: {self._describe(status)}")
+
+    def _describe(self, status: int) -> str:
+        text = c_char_p()
+        self._library.cuGetErrorString(status, byref(text))
+        return f"{(text.value or b'unknown error').decode()} (CUDA error {status})"

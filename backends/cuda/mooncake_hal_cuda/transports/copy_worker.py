@@ -1,0 +1,194 @@
+"""The thread that copies for one endpoint, piece by piece, so that a transfer can be stopped."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mooncake_hal.errors import HalError, TransferCancelled, TransferError
+from mooncake_hal.transport import Spans, TransferState
+from mooncake_hal.transports.transfers import RunningTransfer, deadline_after
+from mooncake_hal_cuda.transports.device_copier import Addresses, SpanCopier
+
+logger = logging.getLogger(__name__)
+
+PART_PIECES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightPart:
+    """A part of a transfer that has begun to move.
+
+    Args:
+        finish: waits until it has moved, and completes it; raises TransferError.
+        drain: cancels it; nothing of it moves when this returns.
+    """
+
+    finish: Callable[[], None]
+    drain: Callable[[], None]
+
+
+class MovePart(Protocol):
+    """Moves a part of a transfer."""
+
+    def __call__(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+        """Start to move it: the next part is started before this one is finished.
+
+        Raises:
+            TransferError: it was not started, and nothing of it moves.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PartMover:
+    """How a peer moves a transfer.
+
+    Args:
+        move: moves a part.
+        confirm: called with the whole transfer when all parts have moved; raises TransferError
+            for what the parts can't notice, such as a peer that died.
+        most_bytes: of a part.
+    """
+
+    move: MovePart
+    confirm: Callable[[Spans, float], None]
+    most_bytes: int
+
+
+class CopyJob:
+    """One transfer for the worker.
+
+    Args:
+        spans: what moves, none of them above ``way.most_bytes``.
+        timeout: seconds for all of it.
+        way: how it is moved.
+        local_keys: our regions that it touches.
+    """
+
+    def __init__(
+        self,
+        spans: Spans,
+        timeout: float,
+        way: PartMover,
+        local_keys: frozenset[int],
+    ) -> None:
+        self._spans = spans
+        self._way = way
+        self.local_keys = local_keys
+        self.is_stopped = threading.Event()
+        self.transfer = RunningTransfer(1, deadline_after(timeout), self.is_stopped.set)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its transfer has ended."""
+        return self.transfer.poll() is not TransferState.PENDING
+
+    def run(self, copier: SpanCopier) -> None:
+        """Copy all of it.
+
+        Raises:
+            TransferError: it was stopped, is late, or the peer's memory is gone.
+        """
+        underway: deque[InFlightPart] = deque()
+        try:
+            for begin, end in split_parts(self._spans.nbytes, self._way.most_bytes):
+                underway.append(self._begin(slice(begin, end), copier))
+                if len(underway) > 1:
+                    underway.popleft().finish()
+            if underway:
+                underway.popleft().finish()
+            self._way.confirm(self._spans, self.transfer.deadline)
+        finally:
+            for left in underway:
+                left.drain()
+
+    def _begin(self, pieces: slice, copier: SpanCopier) -> InFlightPart:
+        if self.is_stopped.is_set():
+            raise TransferCancelled("stopped before it was done")
+        if time.monotonic() > self.transfer.deadline:
+            raise self.transfer.late()
+        arrays = (self._spans.local, self._spans.remote, self._spans.nbytes)
+        part = Spans(*(array[pieces] for array in arrays))
+        return self._way.move(part, self.transfer.deadline, copier)
+
+
+class CopyWorker:
+    """Owns a copier; jobs are done in the order they came.
+
+    Args:
+        make_copier: called on the thread, which it binds to the device.
+    """
+
+    def __init__(self, make_copier: Callable[[], SpanCopier]) -> None:
+        self._make_copier = make_copier
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="cuda-copy", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: CopyJob) -> None:
+        """Take a job; raises TransferError if the thread has failed."""
+        if self._error is not None:
+            raise TransferError("the copying thread failed") from self._error
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End the thread once its jobs are done."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            copier = self._make_copier()
+            while (job := self._jobs.get()) is not None:
+                self._end(job, copier)
+            copier.close()
+        except Exception as exc:  # thread top: the transfers that wait must fail with it
+            logger.exception("the copying thread failed")
+            self._error = exc
+            self._refuse_all(exc)
+
+    def _end(self, job: CopyJob, copier: SpanCopier) -> None:
+        error: TransferError | None = None
+        try:
+            job.run(copier)
+        except TransferError as exc:
+            error = exc
+        except HalError as exc:
+            error = TransferError(f"copying failed: {exc}")
+        except BaseException as exc:
+            job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
+            raise
+        job.transfer.part_ended(error)
+
+    def _refuse_all(self, exc: Exception) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
+
+
+def split_parts(nbytes: Addresses, most_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of pieces, each of at most ``most_bytes`` and PART_PIECES: [(begin, end), ...].
+
+    Args:
+        nbytes: of the pieces, none above ``most_bytes``.
+        most_bytes: of a range together.
+    """
+    before = np.cumsum(nbytes, dtype=np.uint64) - nbytes
+    after = before + nbytes
+    ranges, begin = [], 0
+    while begin < len(nbytes):
+        limit = before[begin] + np.uint64(most_bytes)
+        end = int(np.searchsorted(after, limit, side="right"))
+        end = min(end, begin + PART_PIECES)
+        ranges.append((begin, end))
+        begin = end
+    return ranges

@@ -1,0 +1,271 @@
+"""A cuda_ipc peer: descriptors it sends, its memory mapped here, copies to and from it."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import numpy as np
+
+from mooncake_hal.errors import DeviceError, PeerLost, TransferTimeout, TransportUnavailable
+from mooncake_hal.session.authentication import encode
+from mooncake_hal.session.regions import AttachedRegions
+from mooncake_hal.session.session import Session
+from mooncake_hal.transport import Spans
+from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing, MemoryKind
+from mooncake_hal_cuda.memory.virtual_memory import Mapped
+from mooncake_hal_cuda.transports.copy_worker import CopyWorker, InFlightPart
+from mooncake_hal_cuda.transports.copying_peer import CopyingPeer
+from mooncake_hal_cuda.transports.device_copier import Addresses, CopyRoute, SpanCopier
+from mooncake_hal_cuda.transports.ipc_protocol import (
+    NAME,
+    IpcEndpointInfo,
+    IpcRegionInfo,
+    SendDescriptor,
+    decode_region,
+    mapping_kind,
+)
+
+TOKEN_BYTES = 32
+SEND_SECONDS = 5.0
+
+ASK_SECONDS = 10.0
+PIECE_BYTES = 256 << 20
+"""Copied between two checks of the deadline: about a millisecond on NVLink, ten on PCIe. While one
+part is copied, the next one is prepared."""
+
+
+class DescriptorMailbox:
+    """Takes one descriptor; close it."""
+
+    def __init__(self) -> None:
+        self.name = f"mooncake-hal-cuda-{secrets.token_hex(16)}"
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(8)
+
+    def receive(self, timeout: float) -> int:
+        """The descriptor; the caller closes it.
+
+        Raises:
+            TransferTimeout: none came.
+        """
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            self._listener.settimeout(left)
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                break
+            with connection:
+                connection.settimeout(left)
+                if (descriptor := self._read(connection)) is not None:
+                    return descriptor
+        raise TransferTimeout(f"no descriptor of the peer's memory came within {timeout:.3g} s")
+
+    def close(self) -> None:
+        """Take no more."""
+        self._listener.close()
+
+    def _read(self, connection: socket.socket) -> int | None:
+        """The descriptor, or None for another message: any process of this host can send one."""
+        try:
+            token, found, _, _ = socket.recv_fds(
+                connection, TOKEN_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError:
+            return None
+        if len(found) == 1 and hmac.compare_digest(token, self.token):
+            return found[0]
+        for descriptor in found:
+            os.close(descriptor)
+        return None
+
+
+def send_descriptor(name: str, token: bytes, descriptor: int) -> None:
+    """Put a descriptor into a mailbox; it stays open here.
+
+    Raises:
+        PeerLost: the mailbox is gone.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sender:
+        sender.settimeout(SEND_SECONDS)
+        try:
+            sender.connect(f"\0{name}")
+            socket.send_fds(sender, [token], [descriptor])
+        except OSError as exc:
+            raise PeerLost(f"the peer does not take a descriptor of our memory: {exc}") from exc
+
+
+class PeerMappings:
+    """The peer's regions as this process sees them.
+
+    Args:
+        sharing: maps them, for device ``index``.
+        index: of the device that is going to copy.
+        session: to the peer, which is asked for descriptors.
+        ours, theirs: what the two endpoints publish.
+    """
+
+    def __init__(
+        self,
+        sharing: DeviceSharing,
+        index: int,
+        session: Session,
+        ours: IpcEndpointInfo,
+        theirs: IpcEndpointInfo,
+    ) -> None:
+        self._sharing = sharing
+        self._index = index
+        self._session = session
+        self._is_own = ours.process == theirs.process
+        self._is_same_host = ours.host == theirs.host
+        self._bases: dict[int, int] = {}
+        self._mapped: dict[int, Mapped] = {}
+        self._lock = threading.Lock()
+        self._open: dict[MemoryKind, Callable[[int, IpcRegionInfo], Mapped]] = {
+            MemoryKind.IPC: self._open_name,
+            MemoryKind.DESCRIPTOR: self._open_descriptor,
+            MemoryKind.FABRIC: self._open_fabric,
+        }
+
+    def base(self, key: int, start: int, attachment: bytes) -> int:
+        """Where region ``key``, which begins at ``start`` over there, begins here.
+
+        Raises:
+            TransportUnavailable: this process can't map it.
+            PeerLost, TransferTimeout: the peer was asked for a descriptor, and did not send it.
+            TransferError: it refused; the region may have been revoked meanwhile.
+        """
+        with self._lock:
+            if key not in self._bases:
+                name = decode_region(attachment)
+                try:
+                    self._sharing.driver.bind(self._index)
+                    self._bases[key] = self._map(key, start, name)
+                except DeviceError as exc:
+                    raise TransportUnavailable(NAME, f"the peer's memory: {exc}") from exc
+            return self._bases[key]
+
+    def has_others(self, live: set[int]) -> bool:
+        """Whether anything but the ``live`` regions is mapped."""
+        with self._lock:
+            return not self._bases.keys() <= live
+
+    def forget(self, live: set[int]) -> None:
+        """Unmap all but the ``live`` regions, of which nothing is being copied."""
+        with self._lock:
+            for key in self._bases.keys() - live:
+                del self._bases[key]
+                if key in self._mapped:
+                    self._mapped.pop(key).close()
+
+    def close(self) -> None:
+        """Unmap everything; the owner's memory is then its own again."""
+        self.forget(set())
+
+    def _map(self, key: int, start: int, name: IpcRegionInfo) -> int:
+        if (
+            self._is_own
+        ):  # our own process: the addresses are valid as they are, if the device has access
+            if not name.ipc:
+                self._sharing.virtual.grant(start - name.offset, name.nbytes, self._index)
+            return start
+        way = mapping_kind(name, is_same_host=self._is_same_host)
+        self._mapped[key] = self._open[way](key, name)
+        return self._mapped[key].address + name.offset
+
+    def _open_name(self, key: int, name: IpcRegionInfo) -> Mapped:
+        driver = self._sharing.driver
+        address = driver.open(name.ipc)
+
+        def close() -> None:
+            driver.bind(self._index)
+            driver.close(address)
+
+        return Mapped(address, close)
+
+    def _open_fabric(self, key: int, name: IpcRegionInfo) -> Mapped:
+        return self._sharing.virtual.open_fabric(name.fabric, name.nbytes, self._index)
+
+    def _open_descriptor(self, key: int, name: IpcRegionInfo) -> Mapped:
+        with closing(DescriptorMailbox()) as mailbox:
+            wanted = SendDescriptor(key, mailbox.name, mailbox.token)
+            self._session.request(encode(wanted), ASK_SECONDS)
+            descriptor = mailbox.receive(ASK_SECONDS)
+        try:
+            return self._sharing.virtual.open_descriptor(descriptor, name.nbytes, self._index)
+        finally:
+            os.close(descriptor)  # what is mapped stays
+
+
+class IpcPeer(CopyingPeer):
+    """A peer whose memory is mapped here.
+
+    Args:
+        session: to the other end; closed with it.
+        local: our own regions.
+        worker: copies.
+        mappings: of the peer's regions.
+        route: between the two devices.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        local: AttachedRegions,
+        worker: CopyWorker,
+        mappings: PeerMappings,
+        route: CopyRoute,
+    ) -> None:
+        super().__init__(session, local, worker, PIECE_BYTES)
+        self._mappings = mappings
+        self._route = route
+
+    def _read(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+        theirs = self._mapped(part, deadline, copier)
+        copier.copy(part.local, theirs, part.nbytes, self._route)
+        return _until(copier.mark())
+
+    def _write(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+        theirs = self._mapped(part, deadline, copier)
+        copier.copy(theirs, part.local, part.nbytes, self._route)
+        return _until(copier.mark())
+
+    def _confirm(self, spans: Spans, deadline: float) -> None:
+        """Check that the peer lives and revoked nothing: its memory stays mapped either way."""
+        self._session.barrier(max(0.0, deadline - time.monotonic()))
+        self._session.regions.locate(spans.remote, spans.nbytes)
+
+    def _let_go(self) -> None:
+        self._mappings.close()
+
+    def _mapped(self, part: Spans, deadline: float, copier: SpanCopier) -> Addresses:
+        """Where the remote pieces are mapped: [n]."""
+        index, at = self._locate(part, deadline)
+        live = set(index.keys)
+        if self._mappings.has_others(live):
+            copier.drain()  # the part before this one may be in them
+            self._mappings.forget(live)
+        used = index.touched(at)
+        attachments = self._session.regions.attachments(index.keys)
+        regions = zip(index.keys, index.starts, attachments, strict=True)
+        with self._asking(part, deadline):
+            shifts = [
+                self._mappings.base(key, start, name) - start if key in used else 0
+                for key, start, name in regions
+            ]
+        moved: Addresses = part.remote + np.array(shifts, np.int64).astype(np.uint64)[at]
+        return moved
+
+
+def _until(copied: Callable[[], None]) -> InFlightPart:
+    """A part that can't be stopped: to finish and to drain both wait for it."""
+    return InFlightPart(copied, copied)

@@ -1,0 +1,205 @@
+"""A staged peer: pinned buffers that device memory passes through, and the copies over them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mooncake_hal.session.authentication import decode, encode
+from mooncake_hal.session.regions import AttachedRegions
+from mooncake_hal.session.session import Session
+from mooncake_hal.transport import Endpoint, MemoryRegion, Peer, Spans
+from mooncake_hal.transports.staging import packed_addresses
+from mooncake_hal_cuda.libcuda import CudaDriver
+from mooncake_hal_cuda.transports.copy_worker import CopyWorker, InFlightPart
+from mooncake_hal_cuda.transports.copying_peer import CopyingPeer, seconds_left
+from mooncake_hal_cuda.transports.device_copier import (
+    HOST,
+    Addresses,
+    DeviceCopier,
+    MakeCopier,
+    SpanCopier,
+)
+from mooncake_hal_cuda.transports.staged_protocol import (
+    SLOT_BYTES,
+    SLOTS,
+    Gather,
+    OpenStaging,
+    Scatter,
+    StagingOpened,
+)
+
+SETUP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The device of an endpoint.
+
+    Args:
+        driver: of the hardware.
+        index: the device's number.
+        make_copier: another one only in tests.
+    """
+
+    driver: CudaDriver
+    index: int
+    make_copier: MakeCopier
+
+    def copier(self) -> DeviceCopier:
+        """One for the calling thread."""
+        return self.make_copier(self.driver, torch.device("cuda", self.index), self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class StagingBuffer:
+    """Pinned memory that the inner endpoint has registered; close it once.
+
+    Args:
+        address: first byte, for this process and for its device.
+        undo: frees it.
+    """
+
+    address: int
+    undo: ExitStack
+
+    @classmethod
+    def allocate(cls, gpu: Gpu, inner: Endpoint) -> StagingBuffer:
+        """All slots of it; raises DeviceError or OutOfMemory."""
+        nbytes = SLOTS * SLOT_BYTES
+        with ExitStack() as undo:
+            gpu.driver.bind(gpu.index)
+            address = gpu.driver.allocate_host(nbytes)
+            undo.callback(gpu.driver.free_host, address)
+            undo.callback(gpu.driver.bind, gpu.index)  # any thread may close it
+            key = inner.register(MemoryRegion(address, nbytes))
+            undo.callback(inner.revoke, key)
+            return cls(address, undo.pop_all())
+
+    def slot(self, number: int) -> int:
+        """Where a slot begins."""
+        return self.address + number * SLOT_BYTES
+
+    def gather(
+        self, copier: SpanCopier, addresses: Addresses, nbytes: Addresses, slot: int
+    ) -> None:
+        """Pack pieces of device memory into a slot."""
+        copier.copy(packed_addresses(self.slot(slot), nbytes), addresses, nbytes, HOST)
+        copier.drain()
+
+    def scatter(
+        self, copier: SpanCopier, addresses: Addresses, nbytes: Addresses, slot: int
+    ) -> None:
+        """Unpack a slot into pieces of device memory."""
+        copier.copy(addresses, packed_addresses(self.slot(slot), nbytes), nbytes, HOST)
+        copier.drain()
+
+    def close(self) -> None:
+        """Give it back."""
+        self.undo.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPath:
+    """What lies between our memory and the peer's.
+
+    Args:
+        inner: the tcp connection between the two processes.
+        ours: our staging, or None if our regions are host memory.
+        theirs: where the peer's staging begins, or None if its regions are host memory.
+    """
+
+    inner: Peer
+    ours: StagingBuffer | None
+    theirs: int | None
+
+    def spans(self, part: Spans, slot: int) -> Spans:
+        """What of it the connection moves: between slots where memory is staged."""
+        local, remote = part.local, part.remote
+        if self.ours is not None:
+            local = packed_addresses(self.ours.slot(slot), part.nbytes)
+        if self.theirs is not None:
+            remote = packed_addresses(self.theirs + slot * SLOT_BYTES, part.nbytes)
+        return joined(local, remote, part.nbytes)
+
+
+class StagedPeer(CopyingPeer):
+    """Moves parts of up to SLOT_BYTES: packs, sends, unpacks. While one is sent, the one before
+    it is unpacked, or the one after it packed.
+
+    Args:
+        session: to the other end; closed with it.
+        local: our own regions.
+        worker: copies.
+        path: to the peer; closed with it.
+    """
+
+    def __init__(
+        self, session: Session, local: AttachedRegions, worker: CopyWorker, path: StagedPath
+    ) -> None:
+        super().__init__(session, local, worker, SLOT_BYTES)
+        self._path = path
+        self._next_slot = 0
+
+    def _read(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+        self._locate(part, deadline)
+        slot, ours = self._take_slot(), self._path.ours
+        if self._path.theirs is not None:
+            self._call(Gather, part, slot, deadline)
+        spans = self._path.spans(part, slot)
+        transfer = self._path.inner.read(spans, timeout=seconds_left(deadline))
+
+        def finish() -> None:
+            transfer.wait()
+            if ours is not None:
+                ours.scatter(copier, part.local, part.nbytes, slot)
+
+        return InFlightPart(finish, transfer.cancel)
+
+    def _write(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+        self._locate(part, deadline)
+        slot, ours = self._take_slot(), self._path.ours
+        if ours is not None:
+            ours.gather(copier, part.local, part.nbytes, slot)
+        spans = self._path.spans(part, slot)
+        transfer = self._path.inner.write(spans, timeout=seconds_left(deadline))
+
+        def finish() -> None:
+            transfer.wait()
+            if self._path.theirs is not None:
+                self._call(Scatter, part, slot, deadline)
+
+        return InFlightPart(finish, transfer.cancel)
+
+    def _take_slot(self) -> int:
+        """The slot whose part was finished before the last one began."""
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % SLOTS
+        return slot
+
+    def _let_go(self) -> None:
+        self._path.inner.close()
+        if self._path.ours is not None:
+            self._path.ours.close()
+
+    def _call(self, kind: type[Gather | Scatter], part: Spans, slot: int, deadline: float) -> None:
+        call = kind(part.remote.tobytes(), part.nbytes.tobytes(), slot)
+        with self._asking(part, deadline):
+            self._session.request(encode(call), seconds_left(deadline))
+
+
+def open_staging(session: Session) -> int:
+    """Have the peer allocate its staging buffers; returns their address there."""
+    return decode(session.request(encode(OpenStaging()), SETUP_SECONDS), StagingOpened).address
+
+
+def joined(local: Addresses, remote: Addresses, nbytes: Addresses) -> Spans:
+    """Spans, one for all pieces if they lie packed on both sides."""
+    spans = Spans(local, remote, nbytes)
+    together = np.diff(local) == nbytes[:-1]
+    if len(nbytes) > 1 and (together & (np.diff(remote) == nbytes[:-1])).all():
+        return Spans(local[:1], remote[:1], nbytes.sum(keepdims=True, dtype=np.uint64))
+    return spans

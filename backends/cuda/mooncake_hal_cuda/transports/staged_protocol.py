@@ -1,0 +1,69 @@
+"""Messages between two staged endpoints. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake_hal.errors import TransferError
+from mooncake_hal.session.authentication import UNREADABLE, decode
+from mooncake_hal.transports.staging import StagingLimits
+
+NAME = "staged"
+VERSION = 3
+
+SLOTS = 2
+"""Of a peer's staging on either side: one is packed or unpacked while the other one travels."""
+SLOT_BYTES = 8 << 20
+"""A transfer's parts are no larger."""
+LIMITS = StagingLimits(NAME, SLOTS, SLOT_BYTES)
+
+
+class StagedEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an endpoint publishes.
+
+    Args:
+        inner: address of its tcp endpoint.
+        is_host: whether its regions are host memory, which tcp reaches itself.
+    """
+
+    inner: bytes
+    is_host: bool
+
+
+class OpenStaging(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
+    """Call: set staging memory up for this connection; its address is the answer."""
+
+
+class Gather(msgspec.Struct, frozen=True, tag="gather", forbid_unknown_fields=True):
+    """Call: pack pieces of device memory into a slot; uint64 arrays as bytes."""
+
+    addresses: bytes
+    nbytes: bytes
+    slot: int
+
+
+class Scatter(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_fields=True):
+    """Call: unpack a slot into pieces of device memory; uint64 arrays as bytes."""
+
+    addresses: bytes
+    nbytes: bytes
+    slot: int
+
+
+class StagingOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Answer to OpenStaging."""
+
+    address: int
+
+
+def decode_call(payload: bytes) -> OpenStaging | Gather | Scatter:
+    """Read a call; raises TransferError if it is none."""
+    try:
+        return msgspec.msgpack.decode(payload, type=OpenStaging | Gather | Scatter)
+    except UNREADABLE as exc:
+        raise TransferError(f"{NAME}: a call can't be read: {exc}") from exc
+
+
+def decode_endpoint(data: bytes) -> StagedEndpointInfo:
+    """Read what a peer published; raises PeerLost if it is something else."""
+    return decode(data, StagedEndpointInfo)

@@ -1,0 +1,78 @@
+"""Writes the parts of the documentation that the code already says.
+
+python ci/docs_pages.py            # rewrite them
+python ci/docs_pages.py --check    # exit 1 if one is out of date; part of `make check`
+
+docs/code-map.md gets a table of files per folder, from the docstrings of packages and modules;
+docs/options.md the options of `mooncake-engine serve`, from the fields that declare them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+MARK = "<!-- below this line: written by ci/docs_pages.py -->\n"
+PRODUCT = ["mooncake_hal", "backends", "kv", "engine", "proxy", "testing"]
+
+
+def first_sentence(path: Path) -> str:
+    """What a module's docstring says first, on one line."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"\. (?=[A-Z``])", paragraph)[0].rstrip(".").replace("|", "\\|")
+
+
+def tables() -> str:
+    """A heading per folder and a row per file, in the order of the tree."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "--", *PRODUCT]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = (Path(line) for line in listed.splitlines() if line.endswith(".py"))
+    paths = sorted(found, key=lambda path: (path.parent, path.name))
+    parts = []
+    for folder, files in groupby(
+        (path for path in paths if (ROOT / path).is_file()), key=lambda path: path.parent
+    ):
+        package = ROOT / folder / "__init__.py"
+        about = first_sentence(package) if package.exists() else ""
+        rows = [
+            f"| `{path.name}` | {first_sentence(ROOT / path)} |"
+            for path in files
+            if path.name not in ("__init__.py", "__main__.py")
+        ]
+        if rows:
+            parts.append(f"### `{folder}/`\n\n{about}.\n\n| file | content |\n|---|---|\n")
+            parts.append("\n".join(rows) + "\n\n")
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def options() -> str:
+    """What ``mooncake-engine serve`` takes."""
+    command = [sys.executable, "-m", "mooncake_engine", "options", "serve"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite the pages, or say which are not as they should be."""
+    status = 0
+    for page, write in ((DOCS / "code-map.md", tables), (DOCS / "options.md", options)):
+        written, mark, _ = page.read_text().partition(MARK)
+        wanted = f"{written}{mark}\n{write()}"
+        if wanted == page.read_text():
+            continue
+        if "--check" in arguments:
+            print(f"{page.relative_to(ROOT)} is out of date: run python ci/docs_pages.py")
+            status = 1
+        else:
+            page.write_text(wanted)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

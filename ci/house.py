@@ -1,0 +1,139 @@
+"""Refuses what the house style has retired: words, empty file names, files too small or large.
+
+python ci/house.py             # the rules are in ci/house.toml; part of `make check`
+
+One line per finding: file, line, what was found, what to write instead. Exits 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROSE = (".md", ".py", ".sh", ".toml", ".yaml", ".yml")
+MAX_FILE_LINES = 600
+MIN_FILE_LINES = 60
+MAX_FUNCTION_LINES = 60
+MAX_POSITIONAL = 6
+
+
+def tracked() -> list[str]:
+    """Files of the repository, tracked or new, as paths from its root."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sorted(path for path in found.splitlines() if (ROOT / path).is_file())
+
+
+def retired_identifiers(path: str, text: str, rules: dict[str, str]) -> Iterator[str]:
+    """Names in code that have another word now."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME and token.string in rules:
+            line = token.start[0]
+            yield f"{path}:{line}: {token.string!r} is retired: write {rules[token.string]}"
+
+
+def retired_phrases(path: str, text: str, rules: dict[re.Pattern[str], str]) -> Iterator[str]:
+    """Words and phrases, in prose and in code."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for pattern, instead in rules.items():
+            if found := pattern.search(line):
+                yield f"{path}:{number}: {found.group()!r} is retired: write {instead}"
+
+
+def file_names(paths: Iterable[str], shared: list[str]) -> Iterator[str]:
+    """A file's name says what is in it, so no two product files share one."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        by_name[Path(path).name].append(path)
+    for name, found in sorted(by_name.items()):
+        if len(found) > 1 and name not in shared:
+            yield f"{', '.join(found)}: {len(found)} files are called {name}; name what is in each"
+
+
+def file_sizes(path: str, text: str, small: dict[str, str]) -> Iterator[str]:
+    """A file is one room: neither a corridor nor a hall."""
+    lines = text.count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"{path}: {lines} lines, at most {MAX_FILE_LINES}; divide it by what it is about"
+    if lines < MIN_FILE_LINES and Path(path).name != "__init__.py" and path not in small:
+        yield (
+            f"{path}: {lines} lines; join it with its neighbour, or give the reason for so small "
+            "a file in ci/house.toml"
+        )
+
+
+def function_sizes(path: str, text: str, long: dict[str, str]) -> Iterator[str]:
+    """A function is one thought."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES and f"{path}:{node.name}" not in long:
+                yield f"{path}:{node.lineno}: {node.name} has {lines} lines, at most 60"
+
+
+def parameters(path: str, text: str) -> Iterator[str]:
+    """More than six parameters by position are an object that has no name yet.
+
+    Constructors and keyword-only data may have eight in all: ruff's PLR0913 counts those.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
+            by_position = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+            taken = [name for name in by_position if name not in ("self", "cls")]
+            if len(taken) > MAX_POSITIONAL and "kernels" not in path:
+                yield f"{path}:{node.lineno}: {node.name} takes {len(taken)} by position, at most 6"
+
+
+def docstrings(path: str, text: str) -> Iterator[str]:
+    """An implementation inherits its docstring."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r'"""See ``[^`]+``\.?"""', line):
+            yield f"{path}:{number}: an implementation inherits its docstring: remove this one"
+
+
+def findings(rules: dict[str, Any]) -> Iterator[str]:
+    """Everything that breaks a rule, in the order of the files."""
+    paths = tracked()
+    product = [p for p in paths if p.endswith(".py") and p.startswith(tuple(rules["product"]))]
+    phrases = {re.compile(p, re.IGNORECASE): w for p, w in rules["phrases"].items()}
+    yield from file_names(product, rules["shared_file_names"])
+    for stale in sorted({*rules["small_files"]} - {*paths}):
+        yield f"ci/house.toml: {stale} is listed as a small file and does not exist"
+    for path in paths:
+        if not path.endswith(PROSE) or path.startswith(tuple(rules["exempt"])):
+            continue
+        text = (ROOT / path).read_text()
+        yield from retired_phrases(path, text, phrases)
+        if path.endswith(".py"):
+            yield from retired_identifiers(path, text, rules["identifiers"])
+        if path in product:
+            yield from file_sizes(path, text, rules["small_files"])
+            yield from function_sizes(path, text, rules["long_functions"])
+            yield from parameters(path, text)
+            yield from docstrings(path, text)
+
+
+def main() -> int:
+    """Print what breaks a rule."""
+    found = list(findings(tomllib.loads((ROOT / "ci" / "house.toml").read_text())))
+    for line in found:
+        print(line)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The parts of a backend. Begin with the reference ops; replace them by kernels one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mooncake_hal.backend import (
+    Capabilities,
+    Communicator,
+    DeploymentConstraints,
+    DeviceInfo,
+    Graph,
+    GroupSpec,
+    MemoryInfo,
+)
+from mooncake_hal.backend_parts import (
+    SingleRankCommunicator,
+    SynchronousRuntime,
+    TensorAllocation,
+    require_device,
+)
+from mooncake_hal.errors import CapabilityError, OutOfMemory
+from mooncake_hal.kv.layout import KV_LAYOUTS
+from mooncake_hal.reference import ReferenceOps
+from mooncake_hal.transport import MemoryRegion
+
+TOTAL_BYTES = 8 << 30
+
+
+class MyChipRuntime(SynchronousRuntime):
+    """One device. The parts inherited play it on the host; a real chip writes them itself, too:
+    ``torch.device("mychip", index)``, ``torch.mychip.set_device(index)``, events of its streams."""
+
+    def __init__(self) -> None:
+        super().__init__("mychip")
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        return (DeviceInfo(0, "My Chip 100", "gen1", TOTAL_BYTES),)
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        self.require_device(index)
+        return MemoryInfo(TOTAL_BYTES, TOTAL_BYTES)
+
+    def reset_peak(self, index: int) -> None:
+        self.require_device(index)  # a real chip: torch.mychip.reset_peak_memory_stats(index)
+
+    def peak_bytes(self, index: int) -> int:
+        self.require_device(index)
+        return 0  # a real chip: torch.mychip.max_memory_reserved(index)
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        raise CapabilityError("mychip has no graphs; run without graph capture")
+
+
+class MyChipOps(ReferenceOps):
+    """The reference, with the kernels that exist so far in its place."""
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return (functional.silu(gate.float()) * up.float()).to(x.dtype)
+
+
+class MyChipMemory:
+    """Allocates; a chip whose network wants alignment aligns here."""
+
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
+        require_device("mychip", index)
+        if nbytes > TOTAL_BYTES:
+            raise OutOfMemory(
+                f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
+            )
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)  # a real chip: on its device
+        return TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes), tensor)
+
+
+class MyChipBackend:
+    """The parts put together, and what they can do."""
+
+    name = "mychip"
+
+    def __init__(self) -> None:
+        self.capabilities = Capabilities(
+            dtypes=("bfloat16", "float32"),
+            block_sizes=(16, 32, 64, 128),
+            kv_layouts=tuple(KV_LAYOUTS),
+            graphs=False,
+            transports=("shm", "tcp"),
+            constraints=DeploymentConstraints(any_tp_ratio=False, same_generation=True),
+        )
+        self.runtime = MyChipRuntime()
+        self.ops = MyChipOps()
+        self.memory = MyChipMemory()
+
+    def communicator(self, group: GroupSpec) -> Communicator:
+        """One rank, until there is a collectives library."""
+        if group.world_size != 1:
+            raise CapabilityError(f"mychip runs on one rank, {group.world_size} were asked for")
+        return SingleRankCommunicator()

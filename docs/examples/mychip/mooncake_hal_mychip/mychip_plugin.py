@@ -1,0 +1,37 @@
+"""Entry point; standard library only, because everybody who lists devices imports it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
+
+if TYPE_CHECKING:
+    from mooncake_hal.backend import Backend
+
+DEVICE_FILE = Path("/dev/null")  # a real chip has /dev/mychip0
+
+
+@hookimpl
+def mooncake_hal_backend() -> BackendSpec:
+    """Offer the chip. Below zero, ``auto`` never takes it; a real one says 90 or more."""
+    return BackendSpec(name="mychip", api_version=API_VERSION, priority=-1, probe=probe, load=load)
+
+
+def probe() -> Availability:
+    """Look at files and installed modules; import nothing, initialise nothing."""
+    if not DEVICE_FILE.exists():
+        return Availability(False, f"no driver ({DEVICE_FILE}); install mychip-driver")
+    if find_spec("torch") is None:
+        return Availability(False, "torch is not installed")
+    return Availability(True, "one device that is the host")
+
+
+def load() -> Backend:
+    """Only here are torch and the vendor's library imported."""
+    from mooncake_hal_mychip.mychip_backend import MyChipBackend
+
+    return MyChipBackend()

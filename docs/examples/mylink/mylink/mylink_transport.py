@@ -1,0 +1,150 @@
+"""A transport whose bytes travel as requests of the session itself: slow, but complete.
+
+A data path says what memory is to it, replies to the peers' requests, and makes peers. Who may
+connect, which regions there are, revocation and the death of peers are the endpoint's work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+
+from mooncake_hal.errors import PeerLost, RequestRefused, TransferError, TransportUnavailable
+from mooncake_hal.session.addressing import host_identity
+from mooncake_hal.session.regions import AttachedRegions, check_spans
+from mooncake_hal.session.session import Session
+from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Spans, Transfer
+from mooncake_hal.transports.session_endpoint import (
+    DataPath,
+    DataPathPeer,
+    compare_addresses,
+    open_endpoint,
+)
+from mooncake_hal.transports.spans import cut
+from mooncake_hal.transports.transfers import DONE, RunningTransfer, deadline_after
+
+NAME, VERSION, PIECE_BYTES = "mylink", 1, 1 << 20
+encode = msgspec.msgpack.encode
+# The one request: (address, nbytes, content), to read a piece of memory or, with content, write it.
+Copy = msgspec.msgpack.Decoder(tuple[int, int, bytes])
+
+
+class MyLinkDataPath(DataPath):
+    name, version = NAME, VERSION
+
+    def __init__(self, local: AttachedRegions) -> None:
+        self._local = local
+        self._lock = threading.Lock()  # held while our memory is touched
+
+    def info(self) -> bytes:
+        return host_identity().encode()
+
+    def unreachable_reason(self, info: bytes) -> str | None:
+        return why_apart(self.info(), info)
+
+    def attach(self, key: int, region: MemoryRegion) -> bytes:
+        if region.device != "cpu":
+            raise TransportUnavailable(NAME, f"it can't reach memory of {region.device}")
+        return b""  # a NIC's keys, for a link that has one
+
+    def detach(self, key: int) -> None:
+        with self._lock:  # ``_local`` has lost it already: what takes the lock later is refused
+            pass
+
+    def handle_request(self, session: Session, payload: bytes) -> bytes:
+        try:
+            address, nbytes, content = Copy.decode(payload)
+        except msgspec.DecodeError as exc:
+            raise PeerLost(f"mylink: this is no request: {exc}") from exc
+        with self._lock:
+            self._local.table.find(address, nbytes)  # what it raises is the reply
+            if not content:
+                return ctypes.string_at(address, nbytes)
+            ctypes.memmove(address, content, min(nbytes, len(content)))
+            return b""
+
+    def connect(self, session: Session, info: bytes, timeout: float) -> MyLinkPeer:
+        return MyLinkPeer(session, self._local, self._lock)
+
+
+class MyLinkPeer(DataPathPeer):  # whose lost does nothing: what waits has failed already
+    closed = False
+
+    def __init__(self, session: Session, local: AttachedRegions, lock: threading.Lock) -> None:
+        self._session, self._local, self._lock = session, local, lock
+        self._pool = ThreadPoolExecutor(2, NAME)
+
+    def read(self, spans: Spans, *, timeout: float) -> Transfer:
+        return self._start(spans, timeout, is_read=True)
+
+    def write(self, spans: Spans, *, timeout: float) -> Transfer:
+        return self._start(spans, timeout, is_read=False)
+
+    def close(self) -> None:
+        self.closed = True
+        self._session.close()
+        self._pool.shutdown()
+
+    def _start(self, spans: Spans, timeout: float, *, is_read: bool) -> Transfer:
+        check_spans(spans)
+        if not len(spans):
+            return DONE
+        if self.closed:
+            raise PeerLost("mylink: this side closed the connection")
+        self._local.locate(spans.local, spans.nbytes)  # raises here, as the contract says
+        stop = threading.Event()
+        transfer = RunningTransfer(1, deadline_after(timeout), stop.set)
+        self._pool.submit(self._run, transfer, spans, stop, is_read=is_read)
+        return transfer
+
+    def _run(
+        self, transfer: RunningTransfer, spans: Spans, stop: threading.Event, *, is_read: bool
+    ) -> None:
+        error: TransferError | None = None
+        try:
+            self._session.locate(spans.remote, spans.nbytes, transfer.deadline - time.monotonic())
+            pieces = cut(spans.local, spans.remote, spans.nbytes, PIECE_BYTES)
+            for local, remote, nbytes in np.stack(pieces[:3], axis=1).tolist():
+                left = transfer.deadline - time.monotonic()
+                if stop.is_set() or left <= 0:
+                    error = transfer.late()  # unless the transfer knows a reason already
+                    break
+                content = b"" if is_read else ctypes.string_at(local, nbytes)
+                found = self._session.request(encode((remote, nbytes, content)), left)
+                with self._lock:
+                    self._local.table.find(local, nbytes)  # or this side has revoked it meanwhile
+                    if is_read:
+                        ctypes.memmove(local, found, nbytes)
+        except RequestRefused as exc:
+            error = exc
+            try:  # it may have revoked a region, which the contract has an error of its own for
+                self._session.barrier(1.0)
+                self._session.regions.locate(spans.remote, spans.nbytes)
+            except TransferError as reason:
+                error = reason
+        except TransferError as exc:
+            error = exc
+        transfer.part_ended(error)
+
+
+class MyLinkTransport:
+    name, can_revoke = NAME, True
+
+    def open(self, options: EndpointOptions) -> Endpoint:
+        if options.extra:
+            raise ValueError(f"mylink has no extra settings, got {sorted(options.extra)}")
+        local = AttachedRegions("this side")
+        # Sessions on a Unix socket; leave ``shared_fd`` out to have them on TCP.
+        return open_endpoint(MyLinkDataPath(local), local, options, shared_fd=lambda region: None)
+
+    def reaches(self, local: bytes, remote: bytes) -> str | None:
+        return compare_addresses((local, remote), NAME, VERSION, bytes, why_apart)
+
+
+def why_apart(ours: bytes, theirs: bytes) -> str | None:
+    return None if ours == theirs else "the peer is on another host"

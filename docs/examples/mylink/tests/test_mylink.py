@@ -1,0 +1,15 @@
+"""All that the link's owner writes to have the transport tested."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_hal.testing.transports import TransportConformance
+from mooncake_hal.testing.transports_process import TransportProcessConformance
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class TestMyLink(TransportConformance, TransportProcessConformance):
+    loader = "mylink.mylink_plugin:load"
+    timeout = 120.0  # a request per piece

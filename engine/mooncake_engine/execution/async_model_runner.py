@@ -1,0 +1,163 @@
+"""Model runner for async scheduling: enqueues a step before the last one's tokens are known.
+
+The host prepares the next step while the device runs the current one, so that the device never
+waits for Python. It can't know the tokens that the current step samples: the next step's inputs get
+placeholders, which are filled on the device from a buffer of sampled tokens. The host reads the
+tokens later; until then its copy of a request ends in placeholders.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.execution.input_batch import StepInputs
+from mooncake_engine.execution.model_runner import (
+    NO_FINITE_LOGIT,
+    Batch,
+    ModelRunner,
+    PendingStep,
+    RunnerParts,
+)
+from mooncake_engine.execution.request_table import CachedRequest
+from mooncake_engine.execution.sampler import NO_TOKEN
+from mooncake_engine.scheduling.step_plan import SampledToken, StepPlan, StepResult
+from mooncake_hal.backend import Event
+
+
+class SampledTokenBuffer:
+    """The newest sampled token of every request, on the device.
+
+    Args:
+        num_rows: requests to have room for at first; more make it grow.
+        device: where.
+        depth: steps that may be in flight: the tokens of those before are known on the host.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, depth: int) -> None:
+        self.depth = depth
+        self._device = device
+        self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
+
+    def store(self, states: Sequence[CachedRequest], token_ids: Tensor) -> None:
+        """Keep what was sampled: [states] int64."""
+        rows = [state.row for state in states]
+        missing = max(rows) + 1 - len(self._newest)
+        if missing > 0:
+            self._newest = torch.cat((self._newest, self._newest.new_zeros(missing)))
+        self._newest.index_copy_(0, self._on_device(rows), token_ids)
+
+    def fill(self, token_ids: Tensor, at: Sequence[int], states: Sequence[CachedRequest]) -> None:
+        """Put the newest tokens of some requests into a step's tokens, in place.
+
+        Args:
+            token_ids: [tokens] int64, all of the step's.
+            at: where each of the requests' tokens belongs.
+            states: the requests.
+        """
+        newest = self._newest.index_select(0, self._on_device([state.row for state in states]))
+        token_ids.index_copy_(0, self._on_device(at), newest)
+
+    def _on_device(self, indexes: Sequence[int]) -> Tensor:
+        return torch.tensor(indexes, dtype=torch.int64).to(self._device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EnqueuedStep:
+    """A step that the device runs.
+
+    Args:
+        step: its plan's.
+        states: the requests that sample.
+        token_ids: [states] int64 on the host, there when ``sampled`` has passed.
+        sampled: recorded behind the copy to the host.
+    """
+
+    step: int
+    states: list[CachedRequest]
+    token_ids: Tensor
+    sampled: Event
+
+    def result(self) -> StepResult:
+        known = dict(zip((state.request_id for state in self.states), self._known(), strict=True))
+        return StepResult(
+            self.step,
+            {name: (SampledToken(token_id),) for name, token_id in known.items()},
+            failed={name: NO_FINITE_LOGIT for name, token in known.items() if token == NO_TOKEN},
+        )
+
+    def complete(self) -> None:
+        """Fill the requests' placeholders; in the thread that runs steps."""
+        for state, token_id in zip(self.states, self._known(), strict=True):
+            state.fill_placeholder(max(token_id, 0))  # of a request that fails: any token
+
+    def _known(self) -> list[int]:
+        self.sampled.synchronize()
+        token_ids: list[int] = self.token_ids.tolist()
+        return token_ids
+
+
+class AsyncModelRunner(ModelRunner):
+    """A ModelRunner that enqueues a step and does not wait for it.
+
+    Where the host takes part in sampling (a grammar, penalties) or in the output (log
+    probabilities), the whole batch waits for it.
+
+    Args:
+        parts: what it works with.
+        sampled: carries tokens from step to step.
+    """
+
+    def __init__(self, parts: RunnerParts, sampled: SampledTokenBuffer) -> None:
+        super().__init__(parts)
+        self._sampled = sampled
+        self._enqueued: deque[EnqueuedStep] = deque()
+
+    def _take_over(self, plan: StepPlan) -> None:
+        super()._take_over(plan)
+        self._complete(self._sampled.depth - 1)  # the core has the tokens of those before
+
+    def _make_inputs(self, batch: Batch) -> StepInputs:
+        inputs = super()._make_inputs(batch)
+        placeholders = [
+            index for index, state in enumerate(batch.states) if state.num_output_placeholders
+        ]
+        if placeholders:  # decodes, which come first, with one token each
+            self._sampled.fill(
+                inputs.token_ids, placeholders, [batch.states[index] for index in placeholders]
+            )
+        return inputs
+
+    def _conclude(
+        self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
+    ) -> PendingStep:
+        if any(state.is_host_bound for state in (*batch.states, *inputs.sampling)):
+            self._complete(0)
+            return super()._conclude(plan, batch, inputs, hidden)
+        if not inputs.sampling:
+            return self._end_unsampled(StepResult(plan.step, {}))
+        chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
+        self._sampled.store(inputs.sampling, chosen.clamp(min=0))
+        for state in inputs.sampling:
+            state.add_placeholder()
+        step = EnqueuedStep(plan.step, inputs.sampling, _to_host(chosen), self._make_event())
+        step.sampled.record()
+        self._enqueued.append(step)
+        return step
+
+    def _complete(self, num_left: int) -> None:
+        """Take the tokens of all steps but the last ``num_left`` in."""
+        while len(self._enqueued) > num_left:
+            self._enqueued.popleft().complete()
+
+
+def _to_host(token_ids: Tensor) -> Tensor:
+    """A copy under way; where the host is another device, to page-locked memory."""
+    if token_ids.device.type == "cpu":
+        return token_ids
+    host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    return host.copy_(token_ids, non_blocking=True)

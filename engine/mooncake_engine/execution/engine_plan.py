@@ -1,0 +1,324 @@
+"""The plan of an engine: what follows from config, checkpoint and backend before anything is
+loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig, Role
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.graph_plan import NO_GRAPHS, GraphPlan, plan_graphs
+from mooncake_engine.execution.weight_loader import KVScales, read_kv_scales
+from mooncake_engine.kv_cache.kv_pool import (
+    PoolSize,
+    choose_layout,
+    choose_num_blocks,
+    torch_dtype,
+)
+from mooncake_engine.models.catalog import kv_geometry, read_model_config
+from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_engine.models.parallel_context import share_heads
+from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
+from mooncake_hal.deployment import BlockSize, default_block_size
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, shards_of
+from mooncake_hal.kv.layout import layout_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """The draft model's part.
+
+    Args:
+        model: its config.
+        geometry: its KV, in blocks of the same ids and size as the model's.
+        max_positions: longest sequence that it takes.
+    """
+
+    model: ModelConfig
+    geometry: KVGeometry
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything that is decided before anything is loaded: made once, and sent to every rank.
+
+    Args:
+        config: of the instance.
+        backend: name of the backend, never ``auto``.
+        model: the model's config.
+        dtype: of weights and activations.
+        geometry: the model's KV, and its type.
+        block_size: tokens per KV block, and the reason for the number.
+        layout_name: key of ``KV_LAYOUTS``.
+        max_model_len: longest sequence; a pool that is measured later may lower it.
+        pool_size: blocks per rank; None if the KV cache gets what the loaded model leaves free,
+            which each rank measures: see ``with_blocks``.
+        draft: what proposes draft tokens; None if no model does.
+        kv_scales, has_native_latents: see ``ParallelContext``.
+        graphs: what is captured.
+    """
+
+    config: EngineConfig
+    backend: str
+    model: ModelConfig
+    dtype: torch.dtype
+    geometry: KVGeometry
+    block_size: BlockSize
+    layout_name: str
+    max_model_len: int
+    pool_size: PoolSize | None = None
+    draft: DraftPlan | None = None
+    kv_scales: KVScales = ()
+    has_native_latents: bool = False
+    graphs: GraphPlan = NO_GRAPHS
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """The model, and the draft model if there is one."""
+        return (self.model,) if self.draft is None else (self.model, self.draft.model)
+
+    @property
+    def geometries(self) -> tuple[KVGeometry, ...]:
+        """The KV of all models, whose blocks come and go together."""
+        return (self.geometry,) if self.draft is None else (self.geometry, self.draft.geometry)
+
+    @property
+    def num_scratch_blocks(self) -> int:
+        """Blocks for the padding of captured graphs, behind those of requests."""
+        return self.graphs.scratch_blocks(self.block_size.tokens)
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size.tokens)
+
+    def with_blocks(self, num_blocks: int) -> EnginePlan:
+        """The plan for a pool of that many blocks.
+
+        Host memory gets no more of them: preempted requests resume before new ones start, so hardly
+        more are ever swapped out at once.
+
+        Raises:
+            ConfigError: the longest sequence that was asked for does not fit.
+        """
+        block_size = self.block_size.tokens
+        host_block_bytes = largest_block(self.config, (self.geometry,), block_size)
+        num_host_blocks = min(self.config.swap_space_bytes // host_block_bytes, num_blocks)
+        return replace(
+            self,
+            pool_size=PoolSize(num_blocks, block_size, num_host_blocks, self.num_scratch_blocks),
+            max_model_len=_choose_length(self.config, self.model, num_blocks * block_size),
+        )
+
+
+def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
+    """Read the checkpoint's config and decide what the config leaves open.
+
+    Raises:
+        CheckpointError: the checkpoint's config is missing, incomplete or unsupported.
+        ConfigError: the config asks for what the model or the backend does not have.
+    """
+    capabilities = backend.capabilities
+    block_size = choose_block_size(config, backend)
+    model = read_model_config(config.model)
+    dtype = _choose_dtype(config, model, capabilities)
+    kv_dtype = _choose_kv_dtype(config, backend)
+    geometry = kv_geometry(model, kv_dtype or dtype)
+    _require_latents(geometry, backend)
+    plan = EnginePlan(
+        config=config,
+        backend=backend.name,
+        model=model,
+        dtype=dtype,
+        geometry=geometry,
+        block_size=block_size,
+        layout_name=choose_layout(config, capabilities.kv_layouts),
+        max_model_len=_choose_length(config, model, model.max_positions),
+        draft=_plan_draft(config, model, dtype),
+        kv_scales=read_kv_scales(config.model, geometry) if kv_dtype else (),
+        has_native_latents=kv_dtype is None
+        and _keeps_native_latents(config, geometry, capabilities),
+        graphs=plan_graphs(config, backend, geometry.layers),
+    )
+    for rank in range(config.tp_size):  # refuse more ranks than heads before anything is started
+        for shared in plan.models:
+            share_heads(shared.num_heads, shared.num_kv_heads, config.tp_size, rank)
+    if plan.has_native_latents:
+        logger.info(
+            "latents are kept in the form that backend %r reads best; ask for a KV layout by its "
+            "name to keep them as rows",
+            backend.name,
+        )
+    largest = largest_block(config, plan.geometries, block_size.tokens)
+    if is_profiled(config, backend):
+        return plan
+    return plan.with_blocks(choose_num_blocks(config, largest))
+
+
+def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
+    """Tokens per KV block: as asked for, or what suits the backend.
+
+    Raises:
+        ConfigError: the backend does not take what was asked for.
+    """
+    capabilities = backend.capabilities
+    if config.block_size is None:
+        return default_block_size(capabilities)
+    only = capabilities.constraints.block_size
+    possible = sorted(capabilities.block_sizes) if only is None else [only]
+    if config.block_size not in possible:
+        raise ConfigError(
+            f"block_size {config.block_size} was asked for, backend {backend.name!r} has "
+            f"{possible}; leave it out, or use one of these"
+        )
+    return BlockSize(config.block_size, "as asked for")
+
+
+def largest_block(config: EngineConfig, geometries: Sequence[KVGeometry], block_size: int) -> int:
+    """Bytes of a block of all these models' KV, on the rank that holds most."""
+    ranks = zip(*(all_shards(config, geometry) for geometry in geometries), strict=True)
+    return max(block_bytes(geometries, shards, block_size) for shards in ranks)
+
+
+def block_bytes(
+    geometries: Sequence[KVGeometry], shards: Sequence[KVShard], block_size: int
+) -> int:
+    """Bytes of a block of all these models' KV, on the rank with these shards of them."""
+    pairs = zip(geometries, shards, strict=True)
+    return sum(layout_bytes(geometry, shard, 1, block_size) for geometry, shard in pairs)
+
+
+def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
+    """What each rank holds, in rank order.
+
+    Raises:
+        ConfigError: there are more pipeline stages than layers.
+    """
+    if config.pp_size > geometry.layers:
+        raise ConfigError(
+            f"pp_size {config.pp_size} was asked for, the model has {geometry.layers} layers: each "
+            "stage takes one or more; lower it"
+        )
+    return shards_of(geometry, config.tp_size, config.pp_size)
+
+
+def is_profiled(config: EngineConfig, backend: Backend) -> bool:
+    """Whether the KV pool gets what a profiling run leaves of the device's memory.
+
+    By default only where the device has memory of its own: a host's belongs to others, too.
+    """
+    if config.num_kv_blocks is not None or config.kv_cache_bytes is not None:
+        return False
+    if config.memory_utilization is not None:
+        return True
+    return backend.runtime.device(config.device).type != "cpu"
+
+
+def _plan_draft(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> DraftPlan | None:
+    if config.speculation is None or config.speculation.model is None:
+        return None
+    draft = read_model_config(config.speculation.model)
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"the draft model in {config.speculation.model} has {draft.vocab_size} tokens in its "
+            f"vocabulary, the model has {model.vocab_size}: use a draft model of the same family"
+        )
+    if draft.max_positions < model.max_positions:
+        logger.info(
+            "the draft model was made for %d tokens, the model for %d: longer sequences run "
+            "without drafts",
+            draft.max_positions,
+            model.max_positions,
+        )
+    return DraftPlan(draft, kv_geometry(draft, dtype), draft.max_positions)
+
+
+def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> int:
+    """Device index of a rank; a machine with a single device (a CPU) shares it among ranks.
+
+    Raises:
+        ConfigError: the rank has no device.
+    """
+    if len(devices) == 1 and config.device == devices[0].index:
+        return config.device
+    wanted = config.device + rank
+    if wanted not in {device.index for device in devices}:
+        raise ConfigError(
+            f"rank {rank} of {config.num_ranks} wants device {wanted}, "
+            f"found {[device.index for device in devices]}; use fewer ranks or another device"
+        )
+    return wanted
+
+
+def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
+    """Refuse latent attention of a width that the backend's kernels don't take."""
+    possible = backend.capabilities.latent_dims
+    if geometry.kind is AttentionKind.MLA and possible and geometry.plane_dims not in possible:
+        raise ConfigError(
+            f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
+            f"{backend.name!r} runs {list(possible)}; use another backend"
+        )
+
+
+def _keeps_native_latents(
+    config: EngineConfig, geometry: KVGeometry, capabilities: Capabilities
+) -> bool:
+    """Whether latents are kept in the backend's own form rather than as rows.
+
+    What moves between instances is rows. So only a decode instance does so, which turns what it is
+    given and hands nothing on; one that was asked for a layout by its name keeps to it.
+    """
+    is_latent = geometry.kind is AttentionKind.MLA
+    is_free = config.role is Role.DECODE and config.kv_layout == "auto"
+    return is_latent and is_free and capabilities.native_latents
+
+
+def _choose_dtype(
+    config: EngineConfig, model: ModelConfig, capabilities: Capabilities
+) -> torch.dtype:
+    if config.dtype != "auto":
+        if config.dtype not in capabilities.dtypes:
+            raise ConfigError(
+                f"dtype {config.dtype!r} was asked for, the backend has {list(capabilities.dtypes)}"
+            )
+        return torch_dtype(config.dtype)
+    if model.dtype in capabilities.dtypes:
+        return torch_dtype(model.dtype)
+    best = capabilities.dtypes[0]
+    logger.warning("checkpoint is %s, which the backend lacks: running in %s", model.dtype, best)
+    return torch_dtype(best)
+
+
+def _choose_kv_dtype(config: EngineConfig, backend: Backend) -> torch.dtype | None:
+    """The narrower type that KV is kept in, or None."""
+    if config.kv_cache_dtype == "auto":
+        return None
+    name = KV_CACHE_DTYPES[config.kv_cache_dtype]
+    possible = backend.capabilities.kv_dtypes
+    if name not in possible:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} was asked for, which is {name}; backend "
+            f"{backend.name!r} keeps KV in the model's own type or in {list(possible)} here: use "
+            "'auto', or another device"
+        )
+    return torch_dtype(name)
+
+
+def _choose_length(config: EngineConfig, model: ModelConfig, pool_tokens: int) -> int:
+    """The longest sequence that was asked for, or else that the model and the pool allow."""
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(model.max_positions, pool_tokens)
+    for limit, owner in ((model.max_positions, "model was made for"), (pool_tokens, "pool holds")):
+        if wanted > limit:
+            raise ConfigError(
+                f"max_model_len {wanted} was asked for, the {owner} {limit} tokens; lower it"
+            )
+    return wanted

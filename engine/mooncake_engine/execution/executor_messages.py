@@ -1,0 +1,108 @@
+"""What an executor and the processes of its ranks say to each other, as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mooncake_engine.execution.executor import RankKVInfo
+from mooncake_engine.execution.parallel_state import RankInfo
+from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
+from mooncake_hal.backend import GroupSpec
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """First message to a rank: load the model.
+
+    Args:
+        plan: the instance's EnginePlan, as a pickle: the executor made the process, or proved
+            itself to it by a key.
+        info: which rank it is.
+        stage, pipeline: its groups; see ``ParallelGroups``.
+        extension: name of its ExtensionFactory, if any.
+        threads: CPU threads to compute with.
+    """
+
+    plan: bytes
+    info: RankInfo
+    stage: GroupSpec
+    pipeline: GroupSpec
+    extension: str | None
+    threads: int
+
+
+class WarmUp(msgspec.Struct, frozen=True, tag=True):
+    """Run the model once on made-up tokens; answered by OrderDone."""
+
+
+class Execute(msgspec.Struct, frozen=True, tag=True):
+    """Run a step; answered by OrderDone.
+
+    Args:
+        plan: the step.
+        sampled: token ids by request, of earlier steps, that stages before the last don't know.
+    """
+
+    plan: StepPlan
+    sampled: dict[str, tuple[int, ...]] = {}
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Close everything and exit; answered by the process's end."""
+
+
+Order = Start | WarmUp | Execute | Stop
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0's weights so far, in bytes."""
+
+    loaded_bytes: int
+    total_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The rank is loaded."""
+
+    info: RankKVInfo
+
+
+class OrderDone(msgspec.Struct, frozen=True, tag=True):
+    """An order is carried out; the driver rank adds the step's result."""
+
+    result: StepResult | None = None
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """The rank has failed, and exits.
+
+    Args:
+        kind: class name of the error.
+        reason: its message.
+    """
+
+    kind: str
+    reason: str
+
+
+Report = Progress | Ready | OrderDone | RankFailed
+
+
+class Emitted(msgspec.Struct, frozen=True, tag=True):
+    """A message from a rank's extension to the core."""
+
+    message: bytes
+
+
+class ExtensionFailed(msgspec.Struct, frozen=True, tag=True):
+    """A thread of the rank's extension died of this."""
+
+    reason: str
+
+
+Notice = Emitted | ExtensionFailed
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_notice = msgspec.msgpack.Decoder(Notice).decode

@@ -1,0 +1,244 @@
+"""Turns a step plan into the tensors of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mooncake_engine.execution.request_table import BlockTables, CachedRequest, RequestTable
+from mooncake_engine.execution.speculation.drafts import Draft
+from mooncake_engine.scheduling.step_plan import ScheduledSequence
+from mooncake_hal.backend import AttentionBatch
+
+NO_DRAFTS: Mapping[str, Draft] = {}
+
+
+class ScheduledTokens(NamedTuple):
+    """Which tokens of which sequences run: lists of equal length, sequences of one token first.
+
+    Args:
+        rows: of the block tables.
+        starts: positions of the first tokens; everything before them has its KV.
+        counts: how many tokens.
+    """
+
+    rows: list[int]
+    starts: list[int]
+    counts: list[int]
+
+    def add(self, row: int, start: int, count: int) -> None:
+        """Tokens of one sequence."""
+        self.rows.append(row)
+        self.starts.append(start)
+        self.counts.append(count)
+
+    def add_single_tokens(self, row: int, start: int, count: int) -> None:
+        """Tokens of one sequence that stand for one sequence each."""
+        self.rows.extend([row] * count)
+        self.starts.extend(range(start, start + count))
+        self.counts.extend([1] * count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardInputs:
+    """One forward pass.
+
+    Args:
+        token_ids, positions: [tokens] int64.
+        attention: which of them attend to what.
+        last_rows: [sequences] int64 on the host, where each sequence's last token is.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    last_rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """The forward pass of a step.
+
+    Args:
+        token_ids, positions, attention: see ``ForwardInputs``.
+        sampled_rows: [n] int64, last token of each sequence that samples, once more for each
+            sibling, or the draft tokens behind it; None if that is every token, in order.
+        sampling: the requests that sample, siblings behind the one whose logits they share.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionBatch
+    sampled_rows: Tensor | None
+    sampling: list[CachedRequest]
+
+
+def make_inputs(
+    sequences: Sequence[ScheduledSequence],
+    states: Sequence[CachedRequest],
+    requests: RequestTable,
+    block_size: int,
+    device: torch.device,
+    drafts: Mapping[str, Draft] = NO_DRAFTS,
+) -> StepInputs:
+    """Lay out the sequences of a plan; their tables already hold the step's new blocks.
+
+    Args:
+        sequences: of the plan.
+        states: the sequences' requests.
+        requests: all of them.
+        block_size: tokens per block.
+        device: of the tensors.
+        drafts: draft tokens to run behind the last tokens of requests, by id.
+    """
+    starts = [sequence.start for sequence in sequences]
+    counts = [sequence.count for sequence in sequences]
+    token_ids = _token_ids(states, starts, counts)
+    num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
+    scheduled = ScheduledTokens([state.row for state in states], starts, counts)
+    if drafts:
+        drafted = [
+            drafts[sequence.request_id].token_ids if sequence.request_id in drafts else []
+            for sequence in sequences
+        ]
+        scheduled, token_ids, num_sampled = _insert_drafts(
+            scheduled, token_ids, num_sampled, drafted
+        )
+    forward = lay_out(scheduled, token_ids, requests.tables, block_size, device)
+    rows = _sampled_rows(forward.last_rows, num_sampled)
+    return StepInputs(
+        token_ids=forward.token_ids,
+        positions=forward.positions,
+        attention=forward.attention,
+        sampled_rows=None if rows is None else _on(device, rows),
+        sampling=_samplers(sequences, states, requests),
+    )
+
+
+def lay_out(
+    scheduled: ScheduledTokens,
+    token_ids: Sequence[int],
+    tables: BlockTables,
+    block_size: int,
+    device: torch.device,
+) -> ForwardInputs:
+    """The tensors of a forward pass.
+
+    Args:
+        scheduled: what runs.
+        token_ids: the scheduled' tokens, one share after the other.
+        tables: where the sequences have their KV.
+        block_size: tokens per block.
+        device: of the tensors.
+    """
+    rows, starts, counts = scheduled
+    contexts = [start + count for start, count in zip(starts, counts, strict=True)]
+    query_start = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    block_tables = tables.gather(np.array(rows, dtype=np.int64), -(-max(contexts) // block_size))
+    owners, positions = _positions(np.array(counts), np.array(starts), query_start)
+    attention = AttentionBatch(
+        num_decodes=_leading_ones(counts),
+        query_start=_on(device, query_start),
+        context_lens=_on(device, np.array(contexts, dtype=np.int32)),
+        block_tables=_on(device, block_tables),
+        slot_mapping=_on(device, _slots(block_tables, owners, positions, block_size)),
+        block_size=block_size,
+        host_query_lens=tuple(counts),
+        host_context_lens=tuple(contexts),
+    )
+    return ForwardInputs(
+        token_ids=_on(device, np.array(token_ids, dtype=np.int64)),
+        positions=_on(device, positions),
+        attention=attention,
+        last_rows=query_start[1:].astype(np.int64) - 1,
+    )
+
+
+def _insert_drafts(
+    scheduled: ScheduledTokens,
+    token_ids: list[int],
+    num_sampled: list[int],
+    drafted: list[list[int]],
+) -> tuple[ScheduledTokens, list[int], list[int]]:
+    """The same with each draft token as a sequence of its own behind the one that it continues: so
+    they attend by the kernels that are made for single tokens. All of them sample."""
+    more = ScheduledTokens([], [], [])
+    tokens: list[int] = []
+    sampled: list[int] = []
+    first = 0
+    for row, start, count, num, draft_tokens in zip(*scheduled, num_sampled, drafted, strict=True):
+        more.add(row, start, count)
+        tokens += token_ids[first : first + count]
+        first += count
+        sampled.append(num)
+        more.add_single_tokens(row, start + count, len(draft_tokens))
+        tokens += draft_tokens
+        sampled += [1] * len(draft_tokens)
+    return more, tokens, sampled
+
+
+def _on(device: torch.device, array: NDArray[np.generic]) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _leading_ones(counts: list[int]) -> int:
+    """How many sequences, from the first on, have one token."""
+    return next((index for index, count in enumerate(counts) if count != 1), len(counts))
+
+
+def _positions(
+    counts: NDArray[np.int64], starts: NDArray[np.int64], query_start: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which sequence each token belongs to, and its position in it."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[owners]
+    return owners, positions
+
+
+def _slots(
+    block_tables: NDArray[np.int32],
+    owners: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    block_size: int,
+) -> NDArray[np.int64]:
+    """Where each token's KV goes: ``block_id * block_size + offset``."""
+    slots = block_tables[owners, positions // block_size].astype(np.int64)
+    slots *= block_size
+    slots += positions % block_size
+    return slots
+
+
+def _token_ids(states: Sequence[CachedRequest], starts: list[int], counts: list[int]) -> list[int]:
+    tokens: list[int] = []
+    for state, start, count in zip(states, starts, counts, strict=True):
+        if count == 1:
+            tokens.append(state.token_ids[start])
+        else:
+            tokens += state.token_ids[start : start + count]
+    return tokens
+
+
+def _sampled_rows(last_rows: NDArray[np.int64], num_sampled: list[int]) -> NDArray[np.int64] | None:
+    is_every_token = last_rows[-1] == len(num_sampled) - 1
+    if is_every_token and all(count == 1 for count in num_sampled):
+        return None
+    return np.repeat(last_rows, num_sampled)
+
+
+def _samplers(
+    sequences: Sequence[ScheduledSequence], states: Sequence[CachedRequest], requests: RequestTable
+) -> list[CachedRequest]:
+    """The requests that sample, siblings behind the one whose logits they share."""
+    samplers = []
+    for sequence, state in zip(sequences, states, strict=True):
+        if sequence.is_sampling:
+            samplers.append(state)
+            samplers += [requests[name] for name in sequence.siblings]
+    return samplers

@@ -1,0 +1,214 @@
+"""The executor's side of ranks in processes of their own: two connections and a way to end one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution import executor_messages as wire
+from mooncake_hal.command_line import describe_exit
+
+_END_TIMEOUT_S = 1.0
+"""How long a process may take to end after its connection has."""
+
+
+class Rank(ABC):
+    """The parent's side of one rank, wherever it runs.
+
+    Args:
+        rank: which.
+        orders: carries orders to it and its reports back, one at a time.
+        messages: carries extension messages both ways at any time.
+    """
+
+    def __init__(self, rank: int, orders: Connection, messages: Connection) -> None:
+        self.rank = rank
+        self.orders = orders
+        self.messages = messages
+        self.failed: wire.RankFailed | None = None
+        self._lock = threading.Lock()
+
+    def order(self, encoded: bytes) -> None:
+        """Send an order; a rank that is gone shows when its report is read."""
+        try:
+            self.orders.send_bytes(encoded)
+        except ConnectionError:
+            return
+
+    def report(self) -> wire.Report | None:
+        """Read one report; None if the rank is gone."""
+        try:
+            report: wire.Report = wire.decode_report(self.orders.recv_bytes())
+        except (EOFError, ConnectionError):
+            return None
+        if isinstance(report, wire.RankFailed):
+            self.failed = report
+        return report
+
+    def send(self, message: bytes) -> None:
+        """Send a message to the rank's extension."""
+        with self._lock:
+            self.messages.send_bytes(message)
+
+    def has_vanished(self) -> bool:
+        """Whether the process ended without saying why; what it said last is read for that."""
+        while self.failed is None and self.orders.poll():
+            if self.report() is None:
+                return True
+        return self.failed is None and self.wait(0.0)
+
+    def describe_end(self) -> str:
+        """Why the rank ended, in words."""
+        if self.failed is not None:
+            return f"{self.failed.kind}: {self.failed.reason}"
+        if not self.wait(_END_TIMEOUT_S):
+            return "it closed its connection"
+        return self.last_words()
+
+    def close(self) -> None:
+        """Close both connections."""
+        self.orders.close()
+        self.messages.close()
+
+    @property
+    @abstractmethod
+    def pid(self) -> int:
+        """Process id, on the rank's host."""
+
+    @abstractmethod
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        """The instance's config as it must read on the rank's host."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the process's end; returns whether it came."""
+
+    @abstractmethod
+    def last_words(self) -> str:
+        """How a process that has ended did so."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process now, and reap it."""
+
+
+class Launcher(Protocol):
+    """Starts the ranks of one instance."""
+
+    def start(self) -> Sequence[Rank]:
+        """All ranks, in order; they wait for their first order.
+
+        Raises:
+            ConfigError: they can't be started so.
+        """
+        ...
+
+    def stage_rendezvous(self, stage: int) -> str:
+        """Where the ranks of a pipeline stage meet; known once they are started."""
+        ...
+
+    def pipeline_rendezvous(self, tp_rank: int) -> str:
+        """Where the ranks of all stages meet that have this tensor-parallel rank."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """CPU threads for each rank."""
+        ...
+
+    def close(self) -> None:
+        """Free what the launcher holds; the ranks have ended."""
+        ...
+
+
+class LocalRank(Rank):
+    """A child process of this one.
+
+    Args:
+        rank: which.
+    """
+
+    def __init__(self, rank: int) -> None:
+        orders, their_orders = Pipe()
+        messages, their_messages = Pipe()
+        super().__init__(rank, orders, messages)
+        descriptors = (their_orders.fileno(), their_messages.fileno())
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.rank_process", *map(str, descriptors)],
+            pass_fds=descriptors,
+            env={**os.environ, "PYTHONPATH": import_path()},
+            stdin=subprocess.DEVNULL,
+        )
+        their_orders.close()
+        their_messages.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        return config
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def last_words(self) -> str:
+        status = self._process.wait()
+        end = describe_exit(status)
+        return end if status < 0 else f"{end}; its log says why"
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+
+class LocalLauncher:
+    """Ranks as children of this process.
+
+    Args:
+        config: says how many, and their threads.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._count = config.num_ranks
+        self._scratch = Path(tempfile.mkdtemp(prefix="mooncake-ranks-"))
+        self.threads = config.threads or max(1, torch.get_num_threads() // config.num_ranks)
+
+    def stage_rendezvous(self, stage: int) -> str:
+        return self._rendezvous(f"stage-{stage}")
+
+    def pipeline_rendezvous(self, tp_rank: int) -> str:
+        return self._rendezvous(f"pipeline-{tp_rank}")
+
+    def _rendezvous(self, name: str) -> str:
+        """A file and not a port, which another process could take in between; the host makes
+        groups use loopback."""
+        return f"file://127.0.0.1{self._scratch / name}"
+
+    def start(self) -> Sequence[Rank]:
+        return [LocalRank(rank) for rank in range(self._count)]
+
+    def close(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def import_path() -> str:
+    """A rank must find what this process can import, extensions above all."""
+    return os.pathsep.join(filter(None, sys.path))

@@ -1,0 +1,277 @@
+"""Ranks on several hosts: one Ray actor each, which connects back to the executor.
+
+Ray places the processes and ends them; orders, steps and messages go over the executor's own
+connections, proved by a key that only the actors are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.parallel_state import RankInfo
+from mooncake_engine.execution.rank_launcher import Rank, import_path
+
+logger = logging.getLogger(__name__)
+
+_PLACE_TIMEOUT_S = 60.0
+_CONNECT_TIMEOUT_S = 60.0
+_KEY_BYTES = 32
+
+
+class RankActor:
+    """What runs on the rank's host; Ray makes an actor of it."""
+
+    def describe(self) -> tuple[str, int]:
+        """Address of the host, and the actor's process id."""
+        return _ray().util.get_node_ip_address(), os.getpid()
+
+    def find_ports(self, count: int) -> list[int]:
+        """``count`` free ports of the host."""
+        address = _ray().util.get_node_ip_address()
+        with ExitStack() as held:
+            probes = [held.enter_context(socket.create_server((address, 0))) for _ in range(count)]
+            return [int(probe.getsockname()[1]) for probe in probes]
+
+    def serve(self, address: tuple[str, int], key: bytes) -> int:
+        """Connect to the executor and be a rank until told to stop."""
+        orders, messages = (Client(address, authkey=key) for _ in range(2))
+        from mooncake_engine.execution.rank_process import outlast_sigterm, serve
+
+        return serve(orders, messages, outlast_sigterm)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankLocation:
+    """Where a rank runs.
+
+    Args:
+        host: address of the rank's host.
+        our_host: address of the executor's host.
+        pid: process id on the rank's host.
+    """
+
+    host: str
+    our_host: str
+    pid: int
+
+
+class RayRank(Rank):
+    """A rank in a Ray actor.
+
+    Args:
+        rank: which.
+        connections: its orders and its messages.
+        actor: the actor's handle.
+        running: the reference of its ``serve``.
+        location: where it runs.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: tuple[Connection, Connection],
+        actor: Any,
+        running: Any,
+        location: RankLocation,
+    ) -> None:
+        super().__init__(rank, *connections)
+        self._actor = actor
+        self._running = running
+        self._location = location
+
+    @property
+    def pid(self) -> int:
+        return self._location.pid
+
+    def adapt(self, config: EngineConfig) -> EngineConfig:
+        """The instance's config with addresses of the rank's host: transports listen there.
+
+        Raises:
+            ConfigError: KV is to move by loopback, and the rank is on another host.
+        """
+        kv = config.kv_transfer
+        if kv is None or self._location.host == self._location.our_host:
+            return config
+        told = kv.advertise_host or kv.host
+        if ipaddress.ip_address(told).is_loopback:
+            raise ConfigError(
+                f"rank {self.rank} is on {self._location.host}, where peers can't reach --kv-host "
+                f"{told}: give the address of this host in their network"
+            )
+        takes_all = ipaddress.ip_address(kv.host).is_unspecified
+        host = kv.host if takes_all else self._location.host
+        there = dataclasses.replace(kv, host=host, advertise_host=self._location.host)
+        return dataclasses.replace(config, kv_transfer=there)
+
+    def wait(self, timeout_s: float) -> bool:
+        ray = _ray()
+        done, _ = ray.wait([self._running], timeout=timeout_s)
+        return bool(done)
+
+    def last_words(self) -> str:
+        ray = _ray()
+        try:
+            status = ray.get(self._running)
+        except ray.exceptions.RayError as exc:
+            return " ".join(str(exc).split())
+        return f"exited with status {status}; its log says why"
+
+    def kill(self) -> None:
+        ray = _ray()
+        ray.kill(self._actor, no_restart=True)
+
+
+class RayLauncher:
+    """Ranks as actors of a Ray cluster, packed onto as few hosts as hold them.
+
+    Args:
+        config: says how many, their threads, and the cluster.
+        resource: what Ray calls the device that each rank needs one of; empty for CPUs alone.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster.
+    """
+
+    def __init__(self, config: EngineConfig, resource: str = "") -> None:
+        ray = _connect(config.ray_address)
+        self.threads = config.threads or 1
+        self._rank_infos = [
+            RankInfo(rank, config.tp_size, config.pp_size) for rank in range(config.num_ranks)
+        ]
+        self._stages: list[str] = []
+        self._pipelines: list[str] = []
+        devices = {resource: 1.0} if resource else {}
+        self._bundle = {"CPU": float(self.threads), **devices}
+        self._placement_group = ray.util.placement_group(
+            [self._bundle] * config.num_ranks, strategy="PACK"
+        )
+        self._key = secrets.token_bytes(_KEY_BYTES)
+
+    def start(self) -> Sequence[Rank]:
+        """All ranks, in order; they wait for their first order.
+
+        Raises:
+            ConfigError: the cluster has no room.
+            EngineDead: an actor died before it connected.
+        """
+        ray = _ray()
+        if not self._placement_group.wait(_PLACE_TIMEOUT_S):
+            raise ConfigError(
+                f"the Ray cluster has no room for {self._placement_group.bundle_count} ranks of "
+                f"{self._bundle}, it has {ray.cluster_resources()}: add hosts or free some"
+            )
+        actors = [self._actor(index) for index in range(self._placement_group.bundle_count)]
+        try:
+            described = ray.get([actor.describe.remote() for actor in actors])
+            self._choose_rendezvous(actors, [host for host, _ in described])
+        except ray.exceptions.RayError as exc:
+            raise EngineDead(f"Ray could not start the ranks: {exc}") from exc
+        our_host = ray.util.get_node_ip_address()
+        with socket.create_server((our_host, 0)) as listener:
+            listener.settimeout(_CONNECT_TIMEOUT_S)
+            return [
+                self._connect_rank(listener, rank, actor, RankLocation(host, our_host, pid))
+                for rank, (actor, (host, pid)) in enumerate(zip(actors, described, strict=True))
+            ]
+
+    def stage_rendezvous(self, stage: int) -> str:
+        return self._stages[stage]
+
+    def pipeline_rendezvous(self, tp_rank: int) -> str:
+        return self._pipelines[tp_rank]
+
+    def close(self) -> None:
+        ray = _ray()
+        ray.util.remove_placement_group(self._placement_group)
+
+    def _choose_rendezvous(self, actors: Sequence[Any], hosts: Sequence[str]) -> None:
+        """Where groups meet: at their first ranks, which alone look for ports."""
+        stages = [info.rank for info in self._rank_infos if info.tp_rank == 0]
+        pipelines = [info.rank for info in self._rank_infos if info.stage == 0]
+        led = Counter([*stages, *pipelines])
+        found = _ray().get([actors[rank].find_ports.remote(count) for rank, count in led.items()])
+        ports = dict(zip(led, found, strict=True))
+        self._stages = [f"tcp://{hosts[rank]}:{ports[rank].pop()}" for rank in stages]
+        self._pipelines = [f"tcp://{hosts[rank]}:{ports[rank].pop()}" for rank in pipelines]
+
+    def _actor(self, index: int) -> Any:
+        ray = _ray()
+        strategies = ray.util.scheduling_strategies
+        amounts = dict(self._bundle)
+        settings = {"num_cpus": amounts.pop("CPU"), "num_gpus": amounts.pop("GPU", 0)}
+        return (
+            ray.remote(RankActor)
+            .options(
+                **settings,
+                resources=amounts,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    self._placement_group, index
+                ),
+                runtime_env={"env_vars": {"PYTHONPATH": import_path()}},
+            )
+            .remote()
+        )
+
+    def _connect_rank(
+        self, listener: socket.socket, rank: int, actor: Any, location: RankLocation
+    ) -> RayRank:
+        running = actor.serve.remote(listener.getsockname()[:2], self._key)
+        try:
+            orders, messages = (_accept(listener, self._key) for _ in range(2))
+        except TimeoutError as exc:
+            raise EngineDead(
+                f"rank {rank} on {location.host} did not connect to {location.our_host} within "
+                f"{_CONNECT_TIMEOUT_S:g} s: can it reach this host?"
+            ) from exc
+        logger.info("rank %d runs on %s, process %d", rank, location.host, location.pid)
+        return RayRank(rank, (orders, messages), actor, running, location)
+
+
+def _accept(listener: socket.socket, key: bytes) -> Connection:
+    """The next connection that knows the key; others are turned away."""
+    while True:
+        accepted, address = listener.accept()
+        connection = Connection(accepted.detach())
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+        except (AuthenticationError, EOFError, OSError) as exc:
+            logger.warning("a connection from %s is not one of our ranks: %s", address[0], exc)
+            connection.close()
+        else:
+            return connection
+
+
+def _ray() -> Any:
+    """Ray, which declares few types; imported by those who use it alone."""
+    import ray
+    import ray.util.scheduling_strategies
+
+    return ray
+
+
+def _connect(address: str) -> Any:
+    # Ray would report its use to its makers unless told otherwise.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray = _ray()
+    except ImportError as exc:
+        raise ConfigError("--executor ray needs Ray: pip install 'mooncake-engine[ray]'") from exc
+    try:
+        ray.init(address=address or None, ignore_reinit_error=True, include_dashboard=False)
+    except (ConnectionError, ValueError, RuntimeError) as exc:
+        raise ConfigError(f"no Ray cluster at {address or 'this host'}: {exc}") from exc
+    return ray

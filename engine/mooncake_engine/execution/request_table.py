@@ -1,0 +1,334 @@
+"""What a worker keeps of running requests: tokens, block tables, penalty counts, grammar state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import copy
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mooncake_engine.errors import InvalidRequest, RequestFailed
+from mooncake_engine.sampling_params import Grammar, SamplingParams
+from mooncake_engine.scheduling.step_plan import NewRequest
+from mooncake_engine.text.grammars import GrammarMatcher, Vocabulary
+
+FindVocabulary = Callable[[], Vocabulary]
+"""Finds or builds the process's vocabulary: not before a request wants a grammar."""
+
+
+def no_vocabulary() -> Vocabulary:
+    """Where there is no tokenizer: every grammar is refused."""
+    raise InvalidRequest("this engine has no tokenizer for grammars", param="grammar")
+
+
+class GrammarState:
+    """Where one request stands in its grammar. An error of the grammar fails that request alone.
+
+    Args:
+        find_vocabulary: see there.
+        new_request: a request with a grammar; its output so far, from another instance or from
+            before a preemption, is read in.
+    """
+
+    def __init__(self, find_vocabulary: FindVocabulary, new_request: NewRequest) -> None:
+        grammar = new_request.sampling.grammar
+        assert grammar is not None, "a request without a grammar has no grammar state"
+        self.failure: str | None = None
+        self._matcher = self._begin(find_vocabulary, grammar)
+        for token_id in new_request.token_ids[new_request.num_prompt_tokens :]:
+            self.accept(token_id)
+
+    def accept(self, token_id: int) -> None:
+        """Take in the next output token."""
+        if self._matcher is not None:
+            self._matcher.accept(token_id)
+
+    def allowed(self) -> bytes | None:
+        """As of ``GrammarMatcher``; None, and ``failure`` set, if there is no telling any more."""
+        if self._matcher is None:
+            return None
+        try:
+            return self._matcher.allowed()
+        except RequestFailed as exc:
+            self._matcher, self.failure = None, str(exc)
+            return None
+
+    def after(self, token_id: int) -> GrammarState | None:
+        """A state of its own, one token later; None if the grammar does not allow the token."""
+        allowed = self.allowed()
+        if allowed is None or not allowed[token_id // 8] >> token_id % 8 & 1:
+            return None
+        later = copy(self)
+        later._matcher = None if self._matcher is None else self._matcher.copy()
+        later.accept(token_id)
+        return None if later.allowed() is None else later
+
+    def _begin(self, find_vocabulary: FindVocabulary, grammar: Grammar) -> GrammarMatcher | None:
+        try:
+            return find_vocabulary().matcher(grammar)
+        except InvalidRequest as exc:  # the front end did not check it
+            self.failure = str(exc)
+            return None
+
+
+class TokenCounts:
+    """How often each token occurs in a request, kept up with every token; on the device.
+
+    Args:
+        vocab_size: length of the counts.
+        prompt, output: tokens so far.
+        device: where the counts live.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        prompt: tuple[int, ...],
+        output: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.output = _histogram(output, vocab_size).to(device)
+        """[vocab] float32, occurrences in the output."""
+        self.is_seen = (_histogram(prompt, vocab_size).to(device) + self.output) > 0
+        """[vocab] bool, whether a token occurs in prompt or output."""
+
+    def add(self, token_id: int) -> None:
+        """Count one more output token."""
+        self.output[token_id] += 1
+        self.is_seen[token_id] = True
+
+    def after(self, token_id: int) -> TokenCounts:
+        """Counts of their own, one token later."""
+        later = copy(self)
+        later.output, later.is_seen = self.output.clone(), self.is_seen.clone()
+        later.add(token_id)
+        return later
+
+
+def _histogram(tokens: tuple[int, ...], vocab_size: int) -> Tensor:
+    return torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=vocab_size).float()
+
+
+class SamplingState(Protocol):
+    """What the sampler looks at of a request."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Fixes, with the output position, each random choice."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far: the position of the next one."""
+        ...
+
+    @property
+    def counts(self) -> TokenCounts | None:
+        """For requests with penalties."""
+        ...
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        """For requests whose answer follows one."""
+        ...
+
+
+class CachedRequest:
+    """One running request.
+
+    Args:
+        new_request: what the scheduler told.
+        row: its row in the BlockTables.
+        counts: for requests with penalties.
+        grammar: for requests whose answer follows one.
+
+    Attributes:
+        token_ids: all so far; the last ``num_output_placeholders`` of them stand for tokens that a
+            device has been told to sample.
+        is_host_bound: whether its tokens, or what is said of them, are settled on the host.
+    """
+
+    __slots__ = (
+        "counts",
+        "grammar",
+        "is_host_bound",
+        "num_output_placeholders",
+        "num_prompt_tokens",
+        "request_id",
+        "row",
+        "sampling",
+        "seed",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        new_request: NewRequest,
+        row: int,
+        counts: TokenCounts | None,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self.request_id = new_request.request_id
+        self.sampling: SamplingParams = new_request.sampling
+        self.seed = new_request.seed
+        self.num_prompt_tokens = new_request.num_prompt_tokens
+        self.token_ids = list(new_request.token_ids)
+        self.row = row
+        self.counts = counts
+        self.grammar = grammar
+        self.num_output_placeholders = 0
+        sampling = new_request.sampling
+        has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
+        self.is_host_bound = has_logprobs or counts is not None or grammar is not None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int) -> None:
+        """Learn a sampled token."""
+        self.token_ids.append(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+
+    def add_placeholder(self) -> None:
+        """One more token will be known; not of a request that ``is_host_bound``."""
+        self.token_ids.append(0)
+        self.num_output_placeholders += 1
+
+    def fill_placeholder(self, token_id: int) -> None:
+        """The oldest placeholder's token is known."""
+        self.token_ids[-self.num_output_placeholders] = token_id
+        self.num_output_placeholders -= 1
+
+
+class BlockTables:
+    """Block tables of all running requests as one matrix, so that a batch is one indexing.
+
+    Args:
+        num_rows: requests to have room for at first; more make it grow.
+        max_blocks: longest table, in blocks.
+    """
+
+    def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self._table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self._lengths = [0] * num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    def take_row(self, block_ids: tuple[int, ...]) -> int:
+        """A row for a new request that holds these blocks."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._lengths[row] = 0
+        self.extend(row, block_ids)
+        return row
+
+    def extend(self, row: int, block_ids: tuple[int, ...], at: int | None = None) -> None:
+        """Append blocks to a row, or put them in from index ``at`` on, which is its new end."""
+        start = self._lengths[row] if at is None else at
+        stop = start + len(block_ids)
+        self._table[row, start:stop] = block_ids
+        self._lengths[row] = stop
+
+    def block_ids(self, row: int, start: int) -> list[int]:
+        """A row's blocks from index ``start`` on."""
+        found: list[int] = self._table[row, start : self._lengths[row]].tolist()
+        return found
+
+    def free_row(self, row: int) -> None:
+        """The row's request is gone. Its ids stay as padding: they are valid block ids."""
+        self._free.append(row)
+
+    def gather(self, rows: NDArray[np.int64], num_blocks: int) -> NDArray[np.int32]:
+        """The leading ``num_blocks`` of each row: [rows, num_blocks]."""
+        return self._table[rows, :num_blocks]
+
+    def _grow(self) -> None:
+        old_rows = len(self._lengths)
+        self._table = np.concatenate((self._table, np.zeros_like(self._table)))
+        self._lengths += [0] * old_rows
+        self._free = list(range(2 * old_rows - 1, old_rows - 1, -1))
+
+
+class RequestTable:
+    """All running requests of a worker.
+
+    Args:
+        max_seqs: requests to have room for at first.
+        max_blocks: longest block table.
+        vocab_size: the model's.
+        device: where counts for penalties live.
+        find_vocabulary: for requests whose answer follows a grammar.
+        is_sampling: whether tokens are sampled here: else penalties and grammars are not tracked.
+    """
+
+    def __init__(
+        self,
+        max_seqs: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        find_vocabulary: FindVocabulary = no_vocabulary,
+        *,
+        is_sampling: bool = True,
+    ) -> None:
+        self.tables = BlockTables(max_seqs, max_blocks)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._find_vocabulary = find_vocabulary
+        self._is_sampling = is_sampling
+        self._states: dict[str, CachedRequest] = {}
+
+    def __getitem__(self, request_id: str) -> CachedRequest:
+        return self._states[request_id]
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def admit(self, requests: Iterable[NewRequest]) -> None:
+        """Learn requests, replacing what was known of those that run again."""
+        for new_request in requests:
+            self.remove((new_request.request_id,))
+            row = self.tables.take_row(new_request.block_ids)
+            state = CachedRequest(
+                new_request, row, self._counts(new_request), self._grammar(new_request)
+            )
+            self._states[new_request.request_id] = state
+
+    def append(self, request_id: str, token_ids: Iterable[int]) -> None:
+        """Learn tokens that were sampled elsewhere; a request that is gone needs none."""
+        state = self._states.get(request_id)
+        if state is not None:
+            for token_id in token_ids:
+                state.append(token_id)
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; unknown ones were never known here, or were removed before."""
+        for request_id in request_ids:
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                self.tables.free_row(state.row)
+
+    def _grammar(self, new_request: NewRequest) -> GrammarState | None:
+        if new_request.sampling.grammar is None or not self._is_sampling:
+            return None
+        return GrammarState(self._find_vocabulary, new_request)
+
+    def _counts(self, new_request: NewRequest) -> TokenCounts | None:
+        if not new_request.sampling.has_penalties or not self._is_sampling:
+            return None
+        split = new_request.num_prompt_tokens
+        tokens = new_request.token_ids
+        return TokenCounts(self._vocab_size, tokens[:split], tokens[split:], self._device)

@@ -1,0 +1,242 @@
+"""Block tables of requests: prefix hits, growth, copies on write, swapping, release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from mooncake_engine.kv_cache.block_pool import BlockPool, extend_chain
+
+if TYPE_CHECKING:
+    from mooncake_engine.scheduling.request import Request
+
+BlockCopies = tuple[tuple[int, int], ...]
+"""``(source, target)`` block ids."""
+
+
+class Growth(NamedTuple):
+    """What a table gained.
+
+    Args:
+        at: index in the table where the new blocks begin.
+        block_ids: the new blocks.
+        copied: ``(source, target)`` if the first of them stands for a shared block, whose content
+            is to be copied before anything is written.
+    """
+
+    at: int = 0
+    block_ids: tuple[int, ...] = ()
+    copied: tuple[int, int] | None = None
+
+
+NO_GROWTH = Growth()
+
+
+class BlockManager:
+    """Gives requests the blocks they need; all or nothing, every time.
+
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
+        prefix_caching: reuse blocks of equal prefixes.
+        num_host_blocks: size of the pool in host memory that tables are swapped out to.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool, num_host_blocks: int = 0
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.host_pool = BlockPool(num_host_blocks)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold that many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(
+        self, request: Request, num_tokens: int, *, cacheable: int, reserve: int = 0
+    ) -> bool:
+        """Give a request without blocks a table for ``num_tokens``, cached prefix first.
+
+        On success ``num_computed`` is the length of the cached prefix.
+
+        Args:
+            request: owns no blocks.
+            num_tokens: tokens that the table has to hold.
+            cacheable: how many leading tokens may come from the cache at most.
+            reserve: blocks that must stay free for others.
+        """
+        found = self._find_prefix(request, cacheable)
+        wanted = self.blocks_for(num_tokens) - len(found)
+        if wanted + self.pool.count_free(found) + reserve > self.pool.num_free:
+            return False
+        self.pool.share(found)
+        fresh = self.pool.allocate(wanted)
+        assert fresh is not None, "the pool shrank between the count and the allocation"
+        request.block_ids = found + fresh
+        request.num_published = len(found)
+        request.num_computed = len(found) * self.block_size
+        self.num_queried_tokens += num_tokens
+        self.num_hit_tokens += request.num_computed
+        return True
+
+    def fork(self, request: Request, parent: Request) -> None:
+        """Give a request without blocks the prompt's blocks of a sibling, the last one too.
+
+        As much of it is computed as of the parent's; the first to write to the last block gets
+        a copy of it.
+
+        Args:
+            request: owns no blocks.
+            parent: its table holds the whole prompt.
+        """
+        prompt = request.num_prompt_tokens
+        request.block_ids = parent.block_ids[: self.blocks_for(prompt)]
+        self.pool.share(request.block_ids)
+        complete = prompt // self.block_size
+        request.chain = parent.chain[:complete]
+        request.num_published = min(parent.num_published, complete)
+        request.num_computed = min(parent.num_computed, prompt)
+        request.num_cached_tokens = parent.num_cached_tokens
+
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
+        wanted = -(-num_tokens // self.block_size) - len(request.block_ids)
+        return max(wanted + self._writes_shared(request), 0)
+
+    def grow(self, request: Request, num_tokens: int) -> Growth | None:
+        """Make a table hold ``num_tokens``, its own from ``num_scheduled`` on; None if it can't."""
+        table = request.block_ids
+        is_shared = self._writes_shared(request)
+        wanted = -(-num_tokens // self.block_size) - len(table) + is_shared
+        if wanted <= 0:
+            return NO_GROWTH
+        fresh = self.pool.allocate(wanted)
+        if fresh is None:
+            return None
+        copied = None
+        if is_shared:
+            is_last = request.num_scheduled // self.block_size == len(table) - 1
+            assert is_last, "only a table's last block is shared and written to"
+            copied = (table.pop(), fresh[0])
+            self.pool.release(copied[:1])
+        growth = Growth(len(table), tuple(fresh), copied)
+        table.extend(fresh)
+        return growth
+
+    def num_free_tokens(self, request: Request) -> int:
+        """How many tokens beyond those that it has a table could take, with all free blocks."""
+        num_blocks = len(request.block_ids) + self.pool.num_free
+        return num_blocks * self.block_size - len(request.token_ids)
+
+    def allocate_drafts(self, request: Request, num_tokens: int) -> Growth:
+        """Make a table hold ``num_tokens``, for a step whose last ones may turn out wrong.
+
+        Args:
+            request: has grown for the tokens that it has already.
+            num_tokens: at most ``num_free_tokens`` beyond those.
+        """
+        table = request.block_ids
+        wanted = -(-num_tokens // self.block_size) - len(table)
+        if wanted <= 0:
+            return NO_GROWTH
+        fresh = self.pool.allocate(wanted)
+        assert fresh is not None, "blocks were counted before they were taken"
+        growth = Growth(len(table), tuple(fresh))
+        table.extend(fresh)
+        return growth
+
+    def free_drafts(self, request: Request) -> None:
+        """Take back what was lent and holds no computed token."""
+        kept = -(-request.num_computed // self.block_size)
+        if kept < len(request.block_ids):
+            self.pool.release(request.block_ids[kept:])
+            del request.block_ids[kept:]
+
+    def publish(self, request: Request) -> None:
+        """Make full blocks whose KV is there known to later requests."""
+        if not self.prefix_caching:
+            return
+        complete = request.num_computed // self.block_size
+        if complete <= request.num_published:
+            return
+        extend_chain(request.chain, request.token_ids, self.block_size)
+        for index in range(request.num_published, complete):
+            self.pool.publish(request.block_ids[index], request.chain[index])
+        request.num_published = complete
+
+    def swap_out(self, requests: Sequence[Request]) -> BlockCopies | None:
+        """Move tables to host memory, blocks that they share as one; None if there is no room.
+
+        ``num_computed`` stays as it is.
+        """
+        blocks = list(dict.fromkeys(b for request in requests for b in request.block_ids))
+        host_blocks = self.host_pool.allocate(len(blocks))
+        if host_blocks is None:
+            return None
+        target = dict(zip(blocks, host_blocks, strict=True))
+        for request in requests:
+            request.host_block_ids = [target[block_id] for block_id in request.block_ids]
+            self.host_pool.share(request.host_block_ids)
+            self.pool.release(request.block_ids)
+            request.block_ids = []
+            request.num_published = 0
+        self.host_pool.release(host_blocks)
+        return tuple(target.items())
+
+    def swap_in(self, requests: Sequence[Request], *, reserve: int = 0) -> BlockCopies | None:
+        """Move tables back from host memory; None if there is no room.
+
+        Args:
+            requests: were swapped out together.
+            reserve: blocks that must stay free.
+        """
+        host_blocks = list(dict.fromkeys(b for request in requests for b in request.host_block_ids))
+        if len(host_blocks) + reserve > self.pool.num_free:
+            return None
+        blocks = self.pool.allocate(len(host_blocks))
+        assert blocks is not None, "the pool shrank between the count and the allocation"
+        target = dict(zip(host_blocks, blocks, strict=True))
+        for request in requests:
+            request.block_ids = [target[block_id] for block_id in request.host_block_ids]
+            self.pool.share(request.block_ids)
+            self.drop_swapped(request)
+        self.pool.release(blocks)
+        return tuple(target.items())
+
+    def drop_swapped(self, request: Request) -> None:
+        """Give the host blocks of a table back."""
+        self.host_pool.release(request.host_block_ids)
+        request.host_block_ids = []
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the content of all free blocks; refused, with False, while any block is in use."""
+        if self.pool.num_free < self.pool.num_blocks:
+            return False
+        self.pool.forget_content()
+        return True
+
+    def release(self, request: Request) -> None:
+        """Take the table back; the request starts over if it runs again."""
+        self.pool.release(self.detach(request))
+
+    def detach(self, request: Request) -> list[int]:
+        """Take the table from the request without releasing it: the caller owns it now."""
+        table, request.block_ids = request.block_ids, []
+        request.num_computed = request.num_published = 0
+        return table
+
+    def _writes_shared(self, request: Request) -> bool:
+        """Whether the next token goes to a block that other tables have, too."""
+        table = request.block_ids
+        written = (request.num_computed + request.num_in_flight) // self.block_size
+        return written < len(table) and self.pool.references(table[written]) > 1
+
+    def _find_prefix(self, request: Request, cacheable: int) -> list[int]:
+        if not self.prefix_caching:
+            return []
+        extend_chain(request.chain, request.token_ids, self.block_size)
+        return self.pool.find(request.chain[: cacheable // self.block_size])

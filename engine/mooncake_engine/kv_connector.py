@@ -1,0 +1,215 @@
+"""Adapts ``mooncake_kv`` connectors to the engine's scheduler and workers.
+
+``SchedulerConnector`` is what the scheduler and the core hold; ``ConnectorExtension`` lives beside
+each rank's KV pool. Everything else about moving KV is in ``mooncake_kv``, which knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
+from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
+from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_kv import addresses, connector as kv
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector_worker import PushStep, RankContext, RankMemory
+from mooncake_kv.errors import InvalidKVParams, KVConfigError, SideChannelPortTaken
+from mooncake_kv.handshake import InstanceMetadata
+from mooncake_kv.params import (
+    FirstToken,
+    FirstTokenLogprobs,
+    KVTransferDict,
+    KVTransferParams,
+    parse_kv_transfer_params,
+)
+
+EXTENSION = "mooncake_engine.kv_connector:ConnectorExtension"
+"""As an executor takes it."""
+
+
+@contextmanager
+def engine_errors() -> Iterator[None]:
+    """Raises the engine's error where mooncake_kv raises its own."""
+    try:
+        yield
+    except SideChannelPortTaken as exc:
+        raise PortTaken(str(exc)) from exc
+    except KVConfigError as exc:
+        raise ConfigError(str(exc)) from exc
+    except InvalidKVParams as exc:
+        raise InvalidRequest(str(exc), param="kv_transfer_params") from exc
+
+
+def find_connector(name: str) -> kv.ConnectorType:
+    """The connector of that name.
+
+    Raises:
+        ConfigError: there is none, or its module can't be loaded; lists those there are.
+    """
+    with engine_errors():
+        return kv.find_connector(name)
+
+
+def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
+    """Resolve host names, and choose the address for peers where it was left open.
+
+    Raises:
+        ConfigError: a name has no address, or there is none to choose.
+    """
+    with engine_errors():
+        return addresses.settle_addresses(config)
+
+
+def resolve(host: str, option: str) -> str:
+    """The address of a host; ``option`` names what it was given by.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    with engine_errors():
+        return addresses.resolve(host, option)
+
+
+def read_kv_transfer_params(
+    params: KVTransferDict | None, prompt_token_ids: Sequence[int]
+) -> KVTransferParams:
+    """A request's ``kv_transfer_params``, where it enters the engine.
+
+    Raises:
+        InvalidRequest: a field is missing or of the wrong kind, or they contradict the prompt.
+    """
+    with engine_errors():
+        return parse_kv_transfer_params(params, prompt_token_ids)
+
+
+class SchedulerConnector:
+    """A connector, as the scheduler and the core hold it.
+
+    Args:
+        config: of the instance, with ``kv_transfer`` set.
+
+    Raises:
+        ConfigError: the connector can't be found.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.kv_transfer is not None, "an instance that works alone has no connector"
+        entry = find_connector(config.kv_transfer.connector)
+        self._connector = entry(config.kv_transfer, config.num_ranks)
+        self.on_rank_message = self._connector.on_rank_message
+        self.stats = self._connector.stats
+        self.compatibility = self._connector.compatibility
+        self.topology = self._connector.topology
+        self.close = self._connector.close
+        self.cancel_load = self._connector.cancel_load
+        self.cancel_send = self._connector.cancel_send
+
+    def start(
+        self,
+        instance: InstanceMetadata,
+        send: Callable[[bytes, int], None],
+        post: kv.PostEvent,
+    ) -> None:
+        """Wait for the ranks, bind the ports, begin to serve peers.
+
+        Args:
+            instance: what is served.
+            send: carries a message to a rank, as ``Executor.send``.
+            post: takes the connector's events.
+
+        Raises:
+            PortTaken: a port is in use.
+            ConfigError: a rank did not come up.
+        """
+        with engine_errors():
+            self._connector.start(
+                instance, send=lambda rank, message: send(message, rank), post=post
+            )
+
+    def on_new_request(self, request: Request) -> None:
+        self._connector.on_new_request(request.request_id, request.spec.kv_transfer_params)
+
+    def start_load_kv(self, request: Request) -> None:
+        self._connector.start_load_kv(
+            request.request_id,
+            request.block_ids,
+            request.spec.prompt_token_ids,
+            request.num_computed,
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> KVTransferDict | None:
+        logprobs = request.last_logprobs
+        first = FirstToken(
+            request.token_ids[-1],
+            None if logprobs is None else FirstTokenLogprobs(logprobs.logprob, logprobs.top),
+            request.num_cached_tokens,
+        )
+        return self._connector.request_finished(
+            request.request_id, block_ids, request.spec.prompt_token_ids, first
+        )
+
+
+class ConnectorExtension:
+    """A connector's worker, as an extension beside a rank's KV pool; see ``WorkerExtension``."""
+
+    def __init__(self, context: ExtensionContext) -> None:
+        config = context.config.kv_transfer
+        if config is None:
+            raise ConfigError(f"{type(self).__name__} needs a kv_transfer configuration")
+        self.context = context
+        self._sending: set[str] = set()
+        self._restarts: dict[str, tuple[int, ...]] = {}
+        pool, runtime = context.pool, context.backend.runtime
+        memory = RankMemory(
+            pool.geometry,
+            pool.shard,
+            pool.layout,
+            pool.region,
+            context.backend.capabilities.transports,
+        )
+        with engine_errors():
+            self._worker = find_connector(config.connector).worker(
+                RankContext(
+                    context.rank,
+                    config,
+                    memory,
+                    context.registry,
+                    make_event=partial(runtime.event, context.device),
+                    bind_thread=partial(runtime.bind_thread, context.device),
+                    emit=context.emit,
+                    fail=context.fail,
+                )
+            )
+        self.receive = self._worker.receive
+        self.close = self._worker.close
+
+    def begin_step(self, plan: StepPlan) -> LayerDone | None:
+        """The last step is over for the worker when the next one begins: its kernels are all
+        enqueued by then."""
+        self._worker.end_step()
+        return self._worker.begin_step(self._push_steps(plan))
+
+    def _push_steps(self, plan: StepPlan) -> list[PushStep]:
+        """What the step computes of the requests whose KV is sent."""
+        self._sending.difference_update(plan.removed)  # first: one step may remove and add a name
+        for new in plan.new_requests:
+            if new.sends_kv:
+                self._sending.add(new.request_id)
+                self._restarts[new.request_id] = new.block_ids
+        if not self._sending:
+            return []
+        return [
+            PushStep(
+                sequence.request_id,
+                sequence.start + sequence.count,
+                sequence.new_block_ids,
+                self._restarts.pop(sequence.request_id, None),
+            )
+            for sequence in plan.sequences
+            if sequence.request_id in self._sending
+        ]

@@ -1,1 +1,0 @@
-"""MooncakeConnector: the decode side pulls."""

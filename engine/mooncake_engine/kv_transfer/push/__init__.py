@@ -1,1 +1,0 @@
-"""MooncakeLayerwiseConnector: the prefill side pushes, layer by layer."""

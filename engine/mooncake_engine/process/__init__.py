@@ -1,0 +1,1 @@
+"""Operating-system processes: child processes, a local deployment, progress, time limits."""

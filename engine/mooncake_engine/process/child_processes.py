@@ -1,0 +1,346 @@
+"""Child processes: restarts, stop signals, and a group of children that
+ends with its parent.
+
+A child that dies once it has been ready may be started again, at the address that it had; else it
+takes the parent along. Every child leads a process group of its own, so that a terminal's Ctrl-C
+reaches the parent only and stopping a child stops what it has started. The kernel tells it to end
+if the parent is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO, TypeVar
+from urllib.parse import urlsplit
+
+from mooncake_engine.errors import EngineError
+from mooncake_hal.command_line import describe_exit
+
+_FIRST_DELAY_S = 1.0
+_LONGEST_DELAY_S = 30.0
+_STEADY_S = 60.0
+"""A program that ran this long gets all its restarts again."""
+
+
+class RestartPolicy:
+    """How often, and after which delay, one program is restarted; pure.
+
+    Args:
+        most: restarts in a row.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.num_in_a_row = 0
+
+    def next_delay_s(self, ran_s: float) -> float | None:
+        """How long to wait before the next start of a program that has died, each time twice as
+        long as before; None if no restart is left.
+
+        Args:
+            ran_s: how long it had run, in seconds.
+        """
+        if ran_s >= _STEADY_S:
+            self.num_in_a_row = 0
+        if self.num_in_a_row >= self.most:
+            return None
+        self.num_in_a_row += 1
+        return float(min(_FIRST_DELAY_S * 2.0 ** (self.num_in_a_row - 1), _LONGEST_DELAY_S))
+
+
+_SAME_STOP_S = 1.0
+"""Signals this close together are one request to stop: terminals and service managers signal
+several processes, and some of these pass the signal on."""
+
+
+class StopSignals:
+    """What SIGINT and SIGTERM have asked for so far."""
+
+    def __init__(self) -> None:
+        self.asked_at: float | None = None
+        self.is_hurried = False
+
+    def note(self, now: float) -> bool:
+        """A signal came at ``now``, in seconds of a steady clock. Whether it is the first one."""
+        if self.asked_at is None:
+            self.asked_at = now
+            return True
+        if now - self.asked_at > _SAME_STOP_S:
+            self.is_hurried = True
+        return False
+
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_URL = re.compile(r"https?://\S+")
+_PR_SET_PDEATHSIG = 1
+_HURRY_S = 5.0
+"""From the second SIGTERM to SIGKILL."""
+_LONGEST_LINE = 1 << 20
+_LAST_WORDS = 3
+_NAMES_ERROR = re.compile(r"\b(ERROR|CRITICAL)\b|\berror:|^[\w.]*(Error|Exception)\b")
+"""A log line of that level, a program's own refusal, or the end of a traceback."""
+
+
+class ChildDied(EngineError):
+    """A child ended that should run; the message holds its last lines on standard error."""
+
+
+class StderrTail:
+    """What a program said last on standard error: its errors, and its lines of any kind."""
+
+    def __init__(self) -> None:
+        self._errors: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._lines: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._is_in_traceback = False
+
+    def note(self, line: str) -> None:
+        """One more line."""
+        if not line:
+            return
+        self._lines.append(line)
+        is_continued = self._is_in_traceback and line[0].isspace()
+        if not is_continued and (self._is_in_traceback or _NAMES_ERROR.search(line)):
+            self._errors.append(line)
+        self._is_in_traceback = is_continued or line.startswith("Traceback (most recent call last)")
+
+    def __str__(self) -> str:
+        if self._errors:
+            return "; ".join(self._errors)
+        if self._lines:
+            return f"it named no error, its last lines are: {'; '.join(self._lines)}"
+        return "without a word"
+
+
+class Child:
+    """One running program. ``ready`` becomes the URL that it prints on standard output."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: TextIO) -> None:
+        self.name = name
+        self.process = process
+        self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.ensure_future(self._end())
+        self._log = log
+        self._last_words = StderrTail()
+
+    def death(self) -> ChildDied:
+        """The error that stops everything else."""
+        status = self.process.returncode
+        assert status is not None
+        return ChildDied(f"{self.name} died, {describe_exit(status)}: {self._last_words}")
+
+    async def stop(self, patience_s: float, hurried: asyncio.Event) -> None:
+        """End it, with everything that it started: SIGTERM, SIGTERM again, SIGKILL.
+
+        Args:
+            patience_s: how long it may take.
+            hurried: set when it shall end at once.
+        """
+        self._signal_group(signal.SIGTERM)
+        hurry = asyncio.ensure_future(hurried.wait())
+        await asyncio.wait(
+            {self.ended, hurry}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurry.cancel()
+        if not self.ended.done():
+            self._signal_group(signal.SIGTERM)  # a second one: not to wait for running requests
+            await asyncio.wait({self.ended}, timeout=_HURRY_S)
+        self.kill_group()
+        await self.ended
+        self._log.flush()
+
+    def kill_group(self) -> None:
+        """Kill what it has left behind."""
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    async def _end(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        relays = [self._relay(self.process.stdout, self._announce)]
+        relays.append(self._relay(self.process.stderr, self._last_words.note))
+        await asyncio.gather(*relays, self.process.wait())
+
+    async def _relay(self, stream: asyncio.StreamReader, notice: Callable[[str], None]) -> None:
+        async for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            notice(line)
+            self._log.write(f"{self.name:>9} │ {line}\n")
+            self._log.flush()
+
+    def _announce(self, line: str) -> None:
+        url = _URL.search(line)
+        if url is not None and not self.ready.done():
+            self.ready.set_result(url[0])
+
+
+class _SupervisedChild:
+    """A child through all its restarts."""
+
+    def __init__(self, name: str, argv: Sequence[str], restarts: RestartPolicy) -> None:
+        self.name = name
+        self.argv = argv
+        self.restarts = restarts
+        self.child: Child | None = None
+        self.url: str | None = None
+        self.started_at = 0.0
+
+
+class ChildProcesses:
+    """Starts children, and stops all of them when left: an async context manager, made in a loop.
+
+    Args:
+        log_dir: one log file per child there; None relays everything to standard error.
+        patience_s: how long a child may take to end.
+        max_restarts: how often in a row a child that dies is started again.
+    """
+
+    def __init__(
+        self, log_dir: Path | None = None, patience_s: float = 15.0, max_restarts: int = 0
+    ) -> None:
+        self._log_dir = log_dir
+        self._patience_s = patience_s
+        self._max_restarts = max_restarts
+        self._hurried = asyncio.Event()
+        self._is_stopping = False
+        self._logs: dict[str, TextIO] = {}
+        self._supervised: list[_SupervisedChild] = []
+        self._restarting: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+
+    async def start(self, name: str, argv: Sequence[str]) -> Child:
+        """Run a program."""
+        supervised = _SupervisedChild(name, argv, RestartPolicy(self._max_restarts))
+        self._supervised.append(supervised)
+        return await self._run(supervised)
+
+    async def _run(self, supervised: _SupervisedChild) -> Child:
+        address = [] if supervised.url is None else ["--port", str(urlsplit(supervised.url).port)]
+        process = await asyncio.create_subprocess_exec(
+            *supervised.argv,
+            *address,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(),
+            limit=_LONGEST_LINE,
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # siblings share cores: don't spin
+        )
+        child = Child(supervised.name, process, self._open_log(supervised.name))
+        supervised.child, supervised.started_at = child, asyncio.get_running_loop().time()
+        child.ended.add_done_callback(lambda _: self._note_end(supervised, child))
+        return child
+
+    async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of ``work``, which may start further children.
+
+        Raises:
+            ChildDied: a child ended meanwhile, for good; ``work`` has been cancelled.
+        """
+        working = asyncio.ensure_future(work)
+        try:
+            either: set[asyncio.Future[Any]] = {working, self._failed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise self._failed.result()
+            return working.result()
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def __aenter__(self) -> ChildProcesses:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop everything; the last one started depends on the others, and goes first."""
+        self._is_stopping = True
+        for restarting in self._restarting:
+            restarting.cancel()
+        await asyncio.gather(*self._restarting, return_exceptions=True)
+        children = [one.child for one in self._supervised if one.child is not None]
+        for child in children[-1:]:
+            await child.stop(self._patience_s, self._hurried)
+        rest = (child.stop(self._patience_s, self._hurried) for child in children[:-1])
+        await asyncio.gather(*rest)
+        for file in self._logs.values():
+            file.close()
+
+    def hurry(self) -> None:
+        """Children that are being stopped, or will be, end at once."""
+        self._hurried.set()
+
+    def _note_end(self, supervised: _SupervisedChild, child: Child) -> None:
+        if self._is_stopping:
+            return
+        if child.ready.done():
+            supervised.url = child.ready.result()
+        ran_s = asyncio.get_running_loop().time() - supervised.started_at
+        delay_s = None if supervised.url is None else supervised.restarts.next_delay_s(ran_s)
+        if delay_s is None:
+            self._fail(child.death())
+            return
+        restarts = supervised.restarts
+        log.error(
+            "%s; it is started again in %g s, for time %d of %d",
+            *(child.death(), delay_s, restarts.num_in_a_row, restarts.most),
+        )
+        restarting = asyncio.ensure_future(self._run_again(supervised, child, delay_s))
+        self._restarting.add(restarting)
+        restarting.add_done_callback(self._restarting.discard)
+
+    async def _run_again(self, supervised: _SupervisedChild, dead: Child, delay_s: float) -> None:
+        dead.kill_group()
+        await asyncio.sleep(delay_s)
+        try:
+            await self._run(supervised)
+        except OSError as exc:
+            self._fail(ChildDied(f"{supervised.name} can't be started again: {exc}"))
+
+    def _fail(self, cause: EngineError) -> None:
+        if not self._failed.done():
+            self._failed.set_result(cause)
+
+    def _open_log(self, name: str) -> TextIO:
+        if self._log_dir is None:
+            return sys.stderr
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        if name not in self._logs:
+            self._logs[name] = (self._log_dir / f"{name}.log").open("w")
+        return self._logs[name]
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """To be called in the child between fork and exec; the library is loaded before the fork."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def ask_kernel() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it died before we asked
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask_kernel

@@ -1,0 +1,227 @@
+"""``mooncake-engine up``: prefill instances, decode instances and a proxy with one command.
+
+The children are separate programs, as on a cluster, and are known by the URL that they print once
+they take requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shlex
+import signal
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.kv_connector import find_connector
+from mooncake_engine.process.child_processes import Child, ChildProcesses, StopSignals
+from mooncake_engine.server.api_server import bind
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_kv.config import KVTransferConfig
+
+_LAST_WORDS_S = 10.0
+"""Time that a child gets to shut down, beside the time for running requests."""
+_HEALTHY_S = 60.0
+_ANSWER_S = 600.0
+_POLL_S = 0.1
+_MAX_TOKENS = 128
+
+
+class LaunchFailed(EngineError):
+    """All processes run, but the deployment does not respond."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDeployment:
+    """What to start.
+
+    Args:
+        host, port: where the proxy listens; port 0 takes a free one.
+        num_prefill, num_decode: instances.
+        engine_argv: options of ``mooncake-engine serve``, the same for every instance.
+        transports: names for KV transfer, in order of preference.
+        connector: how KV moves; the proxy's flow follows from it.
+        log_dir: where logs go; None for standard error.
+        prompt: what to ask once everything is up.
+        otlp_endpoint: where the proxy's traces go; those of the instances are in ``engine_argv``.
+        shutdown_timeout_s: how long the proxy's running requests may continue after a stop.
+        max_restarts: how often in a row a part that dies is started again, while the others go on;
+            0 ends everything with the first one that dies.
+    """
+
+    host: str
+    port: int
+    num_prefill: int
+    num_decode: int
+    engine_argv: tuple[str, ...]
+    transports: tuple[str, ...] = ()
+    connector: str = KVTransferConfig().connector
+    log_dir: Path | None = None
+    prompt: str = "What is prefill?"
+    otlp_endpoint: str | None = None
+    shutdown_timeout_s: float = ServerOptions().shutdown_timeout_s
+    max_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+            if count < 1:
+                raise ConfigError(f"--{name} must be at least 1, got {count}")
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts must not be negative, got {self.max_restarts}")
+
+
+def up(deployment: LocalDeployment) -> None:
+    """Run a deployment until SIGINT or SIGTERM; nothing is left behind, however it ends. Running
+    requests may finish first, unless a second signal comes.
+
+    Raises:
+        PortTaken, ConfigError: before anything is started.
+        ChildDied, LaunchFailed: it could not be started, or a part of it ended.
+    """
+    with bind(deployment.host, deployment.port):
+        pass  # better to know now than after the models are loaded
+    with suppress(asyncio.CancelledError):  # how a signal ends it
+        asyncio.run(_up(deployment))
+
+
+async def _up(deployment: LocalDeployment) -> None:
+    patience_s = deployment.shutdown_timeout_s + _LAST_WORDS_S
+    children = ChildProcesses(deployment.log_dir, patience_s, deployment.max_restarts)
+    _stop_on_signal(children)
+    with tempfile.TemporaryDirectory(prefix="mooncake-") as directory:
+        secret_file = _write_secret(Path(directory))
+        async with children:
+            await children.guard(_serve(deployment, children, secret_file))
+
+
+async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_file: Path) -> None:
+    """Start everything, send the prompt, then wait for ever."""
+    pools: dict[str, list[Child]] = {"prefill": [], "decode": []}
+    for role, count in (("prefill", deployment.num_prefill), ("decode", deployment.num_decode)):
+        for index in range(count):
+            argv = _instance_argv(deployment, role, secret_file)
+            pools[role].append(await children.start(f"{role}-{index}", argv))
+    urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
+    proxy = await children.start("proxy", _proxy_argv(deployment, urls))
+    await _introduce(await proxy.ready, deployment.prompt)
+    await asyncio.Event().wait()
+
+
+def _stop_on_signal(children: ChildProcesses) -> None:
+    """The first SIGINT or SIGTERM ends the current task, a later one hurries the children."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    signals = StopSignals()
+
+    def stop() -> None:
+        if signals.note(loop.time()):
+            task.cancel()
+        elif signals.is_hurried:
+            children.hurry()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+def _write_secret(directory: Path) -> Path:
+    """What the instances prove to each other that they belong together."""
+    path = directory / "kv-secret"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+def _instance_argv(deployment: LocalDeployment, role: str, secret_file: Path) -> list[str]:
+    argv = [sys.executable, "-m", "mooncake_engine.cli", "serve", "--role", role, "--port", "0"]
+    argv += ["--kv-secret-file", str(secret_file), *deployment.engine_argv]
+    argv += ["--kv-connector", deployment.connector]
+    for name in deployment.transports:
+        argv += ["--transport", name]
+    return argv
+
+
+def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list[str]:
+    argv = [sys.executable, "-m", "mooncake_proxy", "--host", deployment.host]
+    argv += [
+        "--port",
+        str(deployment.port),
+        "--shutdown-timeout",
+        str(deployment.shutdown_timeout_s),
+    ]
+    argv += ["--flow", find_connector(deployment.connector).mode.value]
+    if deployment.otlp_endpoint is not None:
+        argv += ["--otlp-endpoint", deployment.otlp_endpoint]
+    for role, instances in urls.items():
+        for url in instances:
+            argv += [f"--{role}", url]
+    return argv
+
+
+async def _introduce(url: str, prompt: str) -> None:
+    """Print a curl command and the response to the prompt.
+
+    Raises:
+        LaunchFailed: the proxy does not become healthy, or does not respond.
+    """
+    await _until_healthy(url)
+    model = (await _call(f"{url}/v1/models"))["data"][0]["id"]
+    common = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0}
+    path = "/v1/chat/completions"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], **common}
+    try:
+        response = await _call(url + path, body)
+    except LaunchFailed:  # a model without a chat template continues texts
+        path, body = "/v1/completions", {"prompt": prompt, **common}
+        response = await _call(url + path, body)
+    choice = response["choices"][0]
+    streamed = shlex.quote(json.dumps(body | {"stream": True}, ensure_ascii=False))
+    curl = f"curl -N {url}{path} -H 'Content-Type: application/json' -d {streamed}"
+    print(f"\n{curl}\n")  # noqa: T201  # what the user came for
+    print(choice["text"] if "text" in choice else choice["message"]["content"], flush=True)  # noqa: T201
+
+
+async def _until_healthy(url: str) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _HEALTHY_S
+    while True:
+        try:
+            await _call(f"{url}/health")
+        except LaunchFailed as exc:
+            if loop.time() > deadline:
+                raise LaunchFailed(f"not healthy within {_HEALTHY_S:.0f} s: {exc}") from exc
+        else:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    return await asyncio.to_thread(_fetch, url, body)
+
+
+def _fetch(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """The JSON response to a GET, or to a POST with a body.
+
+    Raises:
+        LaunchFailed: with the server's message.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by http_proxy
+    try:
+        with opener.open(request, timeout=_ANSWER_S) as response:
+            decoded: dict[str, Any] = json.loads(response.read() or b"{}")
+    except urllib.error.HTTPError as exc:
+        with exc:
+            words = exc.read().decode(errors="replace")
+        raise LaunchFailed(f"{url} answers {exc.code}: {words}") from exc
+    except (OSError, ValueError) as exc:
+        raise LaunchFailed(f"{url} does not answer: {exc}") from exc
+    return decoded

@@ -1,0 +1,153 @@
+"""From what was noted of each request to figures. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(slots=True)
+class Record:
+    """What was noted of one request. Times are readings of one clock, in seconds.
+
+    Args:
+        index: in the trace.
+        planned_s: when it was to be sent.
+        sent_s, end_s: when it was sent, and over.
+        piece_times_s: when each piece of text came.
+        num_input, num_output, num_cached: tokens of prompt and answer, and prompt tokens that were
+            cached, as the endpoint counts them.
+        error: why it failed.
+    """
+
+    index: int
+    planned_s: float
+    sent_s: float = 0.0
+    end_s: float = 0.0
+    piece_times_s: list[float] = field(default_factory=list)
+    num_input: int = 0
+    num_output: int = 0
+    num_cached: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token; of answered requests only, as the others."""
+        return self.piece_times_s[0] - self.sent_s
+
+    @property
+    def e2e_s(self) -> float:
+        """From the request to the end of the answer."""
+        return self.end_s - self.sent_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Times between one piece and the next."""
+        return [later - sooner for sooner, later in pairwise(self.piece_times_s)]
+
+    @property
+    def tbt_s(self) -> float:
+        """Time between tokens as Mooncake measures it (FAST '25): mean of the longest tenth."""
+        gaps = sorted(self.gaps_s)
+        longest = gaps[-math.ceil(len(gaps) / 10) :]
+        return sum(longest) / len(longest) if longest else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """What a good answer keeps to; None is no limit. In seconds."""
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+    def is_met(self, record: Record) -> bool:
+        """Whether the request was answered, and in time."""
+        return (
+            record.error is None
+            and (self.ttft_s is None or record.ttft_s <= self.ttft_s)
+            and (self.tbt_s is None or record.tbt_s <= self.tbt_s)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How values lie."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        """Of any number of values; all zero if there are none."""
+        if not values:
+            return cls(0.0, 0.0, 0.0, 0.0, 0.0)
+        ordered = sorted(values)
+        p50, p90, p99 = (quantile(ordered, share) for share in (0.5, 0.9, 0.99))
+        return cls(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A replay in figures. Times in seconds, rates per second.
+
+    Args:
+        num_requests, num_failed: sent, and not answered in full.
+        duration_s: from the first request to the last answer.
+        ttft_s, tbt_s, e2e_s: to the first token, between pieces, and in all; of answered requests.
+        late_s: how much later than planned requests were sent: the client's own fault.
+        requests_per_s, input_tokens_per_s, output_tokens_per_s: throughput.
+        goodput_per_s: requests per second that met the objective.
+        good_share: of all requests.
+        cached_share: of prompt tokens.
+    """
+
+    num_requests: int
+    num_failed: int
+    duration_s: float
+    ttft_s: Distribution
+    tbt_s: Distribution
+    e2e_s: Distribution
+    late_s: Distribution
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    goodput_per_s: float
+    good_share: float
+    cached_share: float
+
+
+def summarise(records: Sequence[Record], objective: LatencyTargets) -> Summary:
+    """The figures of a replay with at least one request."""
+    answered = [record for record in records if record.error is None]
+    start, end = min(r.sent_s for r in records), max(r.end_s for r in records)
+    duration = max(end - start, 1e-9)
+    num_good = sum(objective.is_met(record) for record in records)
+    num_input = sum(record.num_input for record in answered)
+    return Summary(
+        num_requests=len(records),
+        num_failed=len(records) - len(answered),
+        duration_s=duration,
+        ttft_s=Distribution.of([record.ttft_s for record in answered]),
+        tbt_s=Distribution.of([gap for record in answered for gap in record.gaps_s]),
+        e2e_s=Distribution.of([record.e2e_s for record in answered]),
+        late_s=Distribution.of([max(record.sent_s - record.planned_s, 0.0) for record in records]),
+        requests_per_s=len(answered) / duration,
+        input_tokens_per_s=num_input / duration,
+        output_tokens_per_s=sum(record.num_output for record in answered) / duration,
+        goodput_per_s=num_good / duration,
+        good_share=num_good / len(records),
+        cached_share=sum(record.num_cached for record in answered) / max(num_input, 1),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of values in rising order, between neighbours if need be."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

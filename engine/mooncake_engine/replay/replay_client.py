@@ -1,0 +1,271 @@
+"""Sends a request to an OpenAI endpoint and records when each piece of the response came."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.replay.latency_summary import Record
+from mooncake_engine.replay.trace import probe_text
+from mooncake_hal.timing import timeout
+
+_PIECE_BYTES = 1 << 16
+_CONNECT_S = 10.0
+
+
+class ExchangeFailed(EngineError):
+    """A request that was not answered, or not with 200."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetServer:
+    """Where requests go.
+
+    Args:
+        url: ``http://host:port`` or ``https://…``, with or without a path.
+        headers: for every request.
+        timeout_s: how long one exchange may take.
+
+    Raises:
+        ConfigError: no such URL.
+    """
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url must be http://HOST:PORT or https://…, got {self.url!r}")
+
+    async def post(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
+        """The answer's body as it arrives.
+
+        Raises:
+            ExchangeFailed: no connection, no answer in time, or a status other than 200.
+        """
+        try:
+            async with timeout(_CONNECT_S):
+                reader, writer = await self._connect()
+        except (OSError, asyncio.TimeoutError) as exc:
+            raise ExchangeFailed(f"can't connect to {self.url}: {str(exc) or 'timeout'}") from exc
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        try:
+            writer.write(self._head(path, len(body)) + body)
+            async with aclosing(_answer(reader, deadline)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            writer.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        parts = urlsplit(self.url)
+        is_tls = parts.scheme == "https"
+        return await asyncio.open_connection(
+            parts.hostname,
+            parts.port or (443 if is_tls else 80),
+            ssl=ssl.create_default_context() if is_tls else None,
+        )
+
+    def _head(self, path: str, num_bytes: int) -> bytes:
+        parts = urlsplit(self.url)
+        lines = [f"POST {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}"]
+        lines += ["Content-Type: application/json", f"Content-Length: {num_bytes}"]
+        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        return "\r\n".join([*lines, "Connection: close", "", ""]).encode()
+
+
+class _Response:
+    """What the parser has understood."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.is_complete = False
+
+    def on_body(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+
+    def on_message_complete(self) -> None:
+        self.is_complete = True
+
+
+async def _answer(reader: asyncio.StreamReader, deadline: float) -> AsyncGenerator[bytes, None]:
+    response = _Response()
+    parser = httptools.HttpResponseParser(response)
+    refusal: list[bytes] = []
+    while not response.is_complete:
+        data = await _read(reader, deadline)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            raise ExchangeFailed(f"the answer is no HTTP: {exc}") from exc
+        pieces, response.pieces = response.pieces, []
+        if pieces and parser.get_status_code() != 200:
+            refusal += pieces
+        elif pieces:
+            yield b"".join(pieces)
+    if parser.get_status_code() != 200:
+        words = b"".join(refusal).decode(errors="replace")[:300]
+        raise ExchangeFailed(f"status {parser.get_status_code()}: {words}")
+
+
+async def _read(reader: asyncio.StreamReader, deadline: float) -> bytes:
+    """Some bytes of the answer.
+
+    Raises:
+        ExchangeFailed: it ends in the middle, or is late.
+    """
+    try:
+        async with timeout(deadline - asyncio.get_running_loop().time()):
+            data = await reader.read(_PIECE_BYTES)
+    except (OSError, asyncio.TimeoutError) as exc:
+        raise ExchangeFailed(f"the answer stopped: {str(exc) or 'timeout'}") from exc
+    if not data:
+        raise ExchangeFailed("the connection ended in the middle of the answer")
+    return data
+
+
+_PROBE_WORDS = (100, 300)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+    @property
+    def shows_something(self) -> bool:
+        delta = self.delta or _Delta()
+        return bool(self.text or delta.content or delta.reasoning_content or delta.tool_calls)
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: dict[str, Any] | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayClient:
+    """An endpoint under test.
+
+    Args:
+        server: where it is.
+        model: to ask for.
+        is_chat: use ``/v1/chat/completions``.
+        ignores_eos: send ``ignore_eos``, which OpenAI does not know, so that answers are as long
+            as the trace says.
+    """
+
+    server: TargetServer
+    model: str
+    is_chat: bool = False
+    ignores_eos: bool = True
+
+    async def ask(self, prompt: str, max_tokens: int, record: Record) -> None:
+        """Send a request and fill its record; a failure is noted in it, not raised."""
+        record.sent_s = time.perf_counter()
+        try:
+            async with aclosing(self._events(self._body(prompt, max_tokens, stream=True))) as found:
+                async for event in found:
+                    _note(event, record)
+            if not record.piece_times_s:
+                raise ExchangeFailed("the answer is empty")
+        except ExchangeFailed as exc:
+            record.error = str(exc)
+        record.end_s = time.perf_counter()
+
+    async def tokens_per_word(self) -> float:
+        """How many tokens a word of our prompts makes there.
+
+        Raises:
+            ExchangeFailed: the endpoint does not answer, or does not count.
+        """
+        counts = [await self._count_tokens(num_words) for num_words in _PROBE_WORDS]
+        per_word = (counts[1] - counts[0]) / (_PROBE_WORDS[1] - _PROBE_WORDS[0])
+        if per_word <= 0:
+            raise ExchangeFailed(
+                f"{self.server.url} does not count prompt tokens in usage: say --tokens-per-word"
+            )
+        return per_word
+
+    async def _count_tokens(self, num_words: int) -> int:
+        body = self._body(probe_text(num_words, f"probe {num_words}"), 1, stream=False)
+        async with aclosing(self.server.post(self._path, body)) as pieces:
+            answer = b"".join([piece async for piece in pieces])
+        try:
+            usage = _decode(answer).usage
+        except msgspec.DecodeError as exc:
+            raise ExchangeFailed(f"the answer is no completion: {exc}") from exc
+        return usage.prompt_tokens if usage else 0
+
+    @property
+    def _path(self) -> str:
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+
+    def _body(self, prompt: str, max_tokens: int, *, stream: bool) -> bytes:
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0}
+        if self.is_chat:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self.ignores_eos:
+            body["ignore_eos"] = True
+        return msgspec.json.encode(body)
+
+    async def _events(self, body: bytes) -> AsyncGenerator[_Event, None]:
+        held = b""
+        async with aclosing(self.server.post(self._path, body)) as pieces:
+            async for piece in pieces:
+                *lines, held = (held + piece).split(b"\n")
+                for line in lines:
+                    payload = line.strip().removeprefix(b"data:").strip()
+                    if line.startswith(b"data:") and payload != b"[DONE]":
+                        yield _understood(payload)
+
+
+def _understood(payload: bytes) -> _Event:
+    try:
+        event = _decode(payload)
+    except msgspec.DecodeError as exc:
+        raise ExchangeFailed(f"an event is no chunk of a completion: {exc}") from exc
+    if event.error is not None:
+        raise ExchangeFailed(str(event.error.get("message", event.error)))
+    return event
+
+
+def _note(event: _Event, record: Record) -> None:
+    if any(choice.shows_something for choice in event.choices):
+        record.piece_times_s.append(time.perf_counter())
+    if event.usage is not None:
+        record.num_input = event.usage.prompt_tokens
+        record.num_output = event.usage.completion_tokens
+        details = event.usage.prompt_tokens_details or {}
+        record.num_cached = details.get("cached_tokens") or 0

@@ -1,0 +1,224 @@
+"""``mooncake-engine bench``: replays a trace against an OpenAI endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.process.progress_bar import ProgressBar
+from mooncake_engine.replay.latency_summary import LatencyTargets, Record
+from mooncake_engine.replay.replay_client import ReplayClient, TargetServer
+from mooncake_engine.replay.replay_report import Report, page
+from mooncake_engine.replay.trace import Pacing, PromptWriter, TraceRequest, read_trace
+
+_LEAD_S = 1.0
+"""Long enough to write a prompt, short enough not to hold all of them."""
+
+
+class NothingAnswered(EngineError):
+    """Every request of a replay failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What to send, to whom, and when.
+
+    Args:
+        requests: of the trace, lengths as they are to be.
+        client: the endpoint.
+        writer: makes the prompts.
+        pacing: makes the times.
+    """
+
+    requests: Sequence[TraceRequest]
+    client: ReplayClient
+    writer: PromptWriter
+    pacing: Pacing
+
+    async def run(self, bar: ProgressBar) -> list[Record]:
+        """Send everything; the records are in the trace's order.
+
+        Raises:
+            NothingAnswered: with the first reason.
+        """
+        times = self.pacing.times_s(self.requests)
+        start = time.perf_counter() + _LEAD_S
+        limit = self.pacing.concurrency
+        room = nullcontext() if limit is None else asyncio.Semaphore(limit)
+        num_done = 0
+
+        async def one(index: int) -> Record:
+            nonlocal num_done
+            async with room:
+                record = await self._ask(index, start + times[index])
+            num_done += 1
+            bar("replaying", num_done / len(times))
+            return record
+
+        records = await asyncio.gather(*(one(index) for index in range(len(times))))
+        if all(record.error is not None for record in records):
+            raise NothingAnswered(f"no request was answered; the first one: {records[0].error}")
+        return records
+
+    async def _ask(self, index: int, at_s: float) -> Record:
+        """One request, at its time or at once. Its prompt is written shortly before, aside."""
+        request = self.requests[index]
+        await asyncio.sleep(at_s - time.perf_counter() - _LEAD_S)
+        prompt = await asyncio.to_thread(self.writer.write, request, index)
+        if self.pacing.concurrency is None:
+            await asyncio.sleep(at_s - time.perf_counter())
+        else:
+            at_s = time.perf_counter()
+        record = Record(index, at_s)
+        await self.client.ask(prompt, request.num_output, record)
+        return record
+
+
+def scaled(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
+    """The same requests with lengths multiplied, at least one token each."""
+    return [
+        replace(
+            request,
+            num_input=max(1, round(request.num_input * scale)),
+            num_output=max(1, round(request.num_output * scale)),
+        )
+        for request in requests
+    ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("trace", type=Path, help="trace file: Mooncake's JSON lines, or ShareGPT's JSON")
+    add("--url", required=True, metavar="URL", help="URL of the endpoint, with or without /v1")
+    add("--model", required=True, metavar="NAME", help="model name to request")
+    add("--chat", action="store_true", help="use /v1/chat/completions")
+    add("--openai-only", action="store_true", help="leave ignore_eos out; outputs may end early")
+    add("--num-requests", type=int, metavar="N", help="number of requests to send (default: all)")
+    add("--speedup", type=float, default=1.0, metavar="TIMES", help="divide the trace's times by")
+    add(
+        "--rate",
+        type=float,
+        metavar="PER_SECOND",
+        help="send at random times (Poisson) at this rate, instead of the trace's times",
+    )
+    add(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="keep N requests running, instead of following any times",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random times of --rate")
+    add(
+        "--length-scale",
+        type=float,
+        default=1.0,
+        metavar="TIMES",
+        help="multiply prompt and output lengths by",
+    )
+    add(
+        "--block-tokens",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="tokens that one hash id of the trace stands for",
+    )
+    add(
+        "--tokens-per-word",
+        type=float,
+        metavar="TOKENS",
+        help="tokens per word of the generated prompts (default: measured at the endpoint)",
+    )
+    add("--slo-ttft", type=float, metavar="MS", help="TTFT objective in ms")
+    add(
+        "--slo-tbt",
+        type=float,
+        metavar="MS",
+        help="TBT objective in ms: mean of the longest tenth of a request's gaps",
+    )
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="timeout of one request")
+    add(
+        "--out",
+        type=Path,
+        default=Path("bench"),
+        metavar="OUT",
+        help="write the results to OUT.json and OUT.html",
+    )
+
+
+def bench(args: argparse.Namespace) -> Report:
+    """Replay, write the files, and return what came of it. The API key is OPENAI_API_KEY's.
+
+    Raises:
+        ConfigError: a wrong option or trace; nothing was sent.
+        ExchangeFailed, NothingAnswered: the endpoint does not answer.
+    """
+    replay, objective = _replay(args), _objective(args)
+    as_json, as_page = (_writable(f"{args.out}.{ending}") for ending in ("json", "html"))
+    records, tokens_per_word = asyncio.run(_run(replay, args.tokens_per_word))
+    report = Report.of(_setting(args, tokens_per_word), records, objective)
+    as_json.write_bytes(report.json())
+    as_page.write_text(page(report), encoding="utf-8")
+    return report
+
+
+def _writable(name: str) -> Path:
+    """Where a result goes. Looked at before the replay, whose figures would be lost after it."""
+    path = Path(name)
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(f"--out: can't write {path}; name a file in a folder that can be written")
+    return path
+
+
+async def _run(replay: Replay, tokens_per_word: float | None) -> tuple[list[Record], float]:
+    found = tokens_per_word or await replay.client.tokens_per_word()
+    writer = replace(replay.writer, tokens_per_word=found)
+    return await replace(replay, writer=writer).run(ProgressBar()), found
+
+
+def _replay(args: argparse.Namespace) -> Replay:
+    for name in ("num_requests", "length_scale", "block_tokens", "tokens_per_word", "timeout"):
+        _check_positive(name, getattr(args, name))
+    pacing = Pacing(args.speedup, args.rate, args.concurrency, args.seed)
+    requests = scaled(read_trace(args.trace)[: args.num_requests], args.length_scale)
+    pacing.times_s(requests)  # refuse before anything is sent
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    server = TargetServer(args.url.rstrip("/").removesuffix("/v1"), headers, timeout_s=args.timeout)
+    writer = PromptWriter(block_tokens=max(1, round(args.block_tokens * args.length_scale)))
+    return Replay(
+        requests, ReplayClient(server, args.model, args.chat, not args.openai_only), writer, pacing
+    )
+
+
+def _objective(args: argparse.Namespace) -> LatencyTargets:
+    limits = []
+    for name in ("slo_ttft", "slo_tbt"):
+        value = getattr(args, name)
+        _check_positive(name, value)
+        limits.append(None if value is None else value / 1000)
+    return LatencyTargets(*limits)
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ConfigError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
+
+
+def _setting(args: argparse.Namespace, tokens_per_word: float) -> dict[str, str]:
+    pace = {"speedup": args.speedup, "rate": args.rate, "concurrency": args.concurrency}
+    asked = [f"{name} {value:g}" for name, value in pace.items() if value not in (None, 1.0)]
+    return {
+        "trace": str(args.trace),
+        "endpoint": args.url,
+        "model": args.model,
+        "pace": ", ".join(asked) or "the trace's own times",
+        "lengths": f"times {args.length_scale:g}, {tokens_per_word:.2f} tokens per word",
+    }

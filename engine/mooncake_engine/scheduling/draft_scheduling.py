@@ -1,0 +1,120 @@
+"""How many draft tokens each sequence gets in a step, and how many of them were accepted.
+
+The draft length adapts per sequence: two more after all drafts of a step were accepted, one less
+otherwise (the heuristic of Hugging Face's assisted generation). If the last remaining draft is
+rejected too, drafting pauses, each time twice as long. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.messages import SpeculationStats
+from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.scheduling.step_plan import ScheduledSequence, StepBuilder, StepResult
+
+LONGEST_REST = 16
+"""Tokens without draft tokens, at most: where nothing can be drafted, one in so many is computed in
+vain."""
+
+
+@dataclass(slots=True)
+class DraftLength:
+    """One sequence's.
+
+    Args:
+        limit: most draft tokens in a step; it begins with that.
+    """
+
+    limit: int
+    _length: int = field(init=False)
+    _rest: int = 1
+    _resumes_at: int = 0
+
+    def __post_init__(self) -> None:
+        self._length = self.limit
+
+    def at(self, num_tokens: int) -> int:
+        """How many draft tokens to try behind ``num_tokens`` tokens."""
+        return self._length if num_tokens >= self._resumes_at else 0
+
+    def learn(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
+        """Take in what became of draft tokens.
+
+        Args:
+            num_drafted: how many were run; with none there is nothing to learn.
+            num_accepted: how many of them, from the first on, were accepted.
+            num_tokens: of the sequence, now.
+        """
+        if not num_drafted:
+            return
+        if num_accepted:
+            self._rest = 1
+        elif self._length == 1:
+            self._resumes_at = num_tokens + self._rest
+            self._rest = min(2 * self._rest, LONGEST_REST)
+        change = 2 if num_accepted == num_drafted else -1
+        self._length = min(max(self._length + change, 1), self.limit)
+
+
+class DraftScheduler:
+    """Drafts run in what a step has to spare: tokens of its budget, and blocks that are free when
+    all requests have had theirs. They never make a request wait or preempt one.
+
+    Args:
+        limits: how many at most, and where outputs end.
+        blocks: the tables.
+    """
+
+    def __init__(self, limits: SchedulerLimits, blocks: BlockManager) -> None:
+        self._limits = limits
+        self._blocks = blocks
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._accepted_at = [0] * limits.num_speculative_tokens
+
+    def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> None:
+        """Give the step's decodes draft tokens, by priority."""
+        for index, sequence in enumerate(step.decodes):
+            request = requests[sequence.request_id]
+            room = min(step.budget, self._blocks.num_free_tokens(request))
+            num_draft_tokens = min(self._useful(request), room)
+            if num_draft_tokens > 0:
+                num_tokens = len(request.token_ids) + num_draft_tokens
+                growth = self._blocks.allocate_drafts(request, num_tokens)
+                step.draft(index, num_draft_tokens, growth)
+
+    def complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
+        """A sequence that was allowed drafts has run, and the request has its tokens."""
+        if request.block_ids:  # it has not ended
+            self._blocks.free_drafts(request)
+        num_drafted = result.num_drafted.get(sequence.request_id, 0)
+        num_accepted = len(result.tokens[sequence.request_id]) - 1
+        if num_drafted:
+            self._num_drafts += 1
+            self._num_draft_tokens += num_drafted
+            self._length(request).learn(num_drafted, num_accepted, len(request.token_ids))
+        for position in range(num_accepted):
+            self._accepted_at[position] += 1
+
+    def stats(self) -> SpeculationStats | None:
+        """What came of it so far; None if nothing is ever drafted."""
+        if not self._accepted_at:
+            return None
+        return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
+
+    def _useful(self, request: Request) -> int:
+        """Drafts that may become part of the output: one more token always comes after
+        them."""
+        if not request.num_output_tokens:
+            return 0
+        num_tokens = len(request.token_ids)
+        return min(self._length(request).at(num_tokens), request.max_num_tokens - num_tokens - 1)
+
+    def _length(self, request: Request) -> DraftLength:
+        if request.draft_length is None:
+            request.draft_length = DraftLength(self._limits.num_speculative_tokens)
+        return request.draft_length

@@ -1,0 +1,225 @@
+"""Tokens in, updates out, and what happens to a request's blocks when it ends."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
+from mooncake_engine.scheduling.request import Request, RequestStatus
+from mooncake_engine.scheduling.request_queues import RequestQueues
+from mooncake_engine.scheduling.scheduler_interface import KVConnector, SchedulerLimits
+from mooncake_engine.scheduling.step_plan import SampledToken
+
+PromptLogprobs = tuple[TokenLogprobs, ...]
+
+
+class OutputProcessor:
+    """What every request has got so far, and the tables that outlive their requests.
+
+    Args:
+        limits: what ends a request.
+        queues: where requests stand.
+        blocks: their tables.
+        connector: holds or sends the KV of prompts that peers wait for.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        queues: RequestQueues,
+        blocks: BlockManager,
+        connector: KVConnector | None,
+    ) -> None:
+        self._limits = limits
+        self._queues = queues
+        self._blocks = blocks
+        self._connector = connector
+        self._updates: list[TokenUpdate] = []
+        self._leased: dict[str, list[int]] = {}  # finished here; a peer has yet to read them
+        self._draining: dict[str, list[int]] = {}  # given up while a peer's KV was coming in
+        self._finished_in_flight: list[Request] = []  # steps that write to them are not over
+        self._expiries: list[tuple[float, str]] = []  # a heap; requests that ended stay in it
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether ``take_updates`` returns any."""
+        return bool(self._updates)
+
+    @property
+    def held_tables(self) -> list[list[int]]:
+        """Block tables kept for peers, until a cancelled load is drained, or until the last step
+        that writes to them is over."""
+        unsettled = [request.block_ids for request in self._finished_in_flight]
+        return [*self._leased.values(), *self._draining.values(), *unsettled]
+
+    def take_updates(self) -> list[TokenUpdate]:
+        """What happened to requests since this was asked last."""
+        updates, self._updates = self._updates, []
+        return updates
+
+    def track(self, request: Request) -> None:
+        """End the request when it is long enough, and when its time is up, if it has a limit."""
+        asked = 1 if request.keeps_kv else request.sampling.max_tokens
+        longest = self._limits.max_model_len
+        if asked is not None:
+            longest = min(longest, request.num_prompt_tokens + asked)
+        request.max_num_tokens = longest
+        if request.expiry is not None:
+            heapq.heappush(self._expiries, (request.expiry, request.request_id))
+
+    def end_overdue(self) -> None:
+        """End the requests whose time is up."""
+        while self._expiries and self._expiries[0][0] <= self._queues.now:
+            expiry, request_id = heapq.heappop(self._expiries)
+            request = self._queues.requests.get(request_id)
+            if request is not None and request.expiry == expiry:
+                words = f"not finished within {request.spec.timeout_s:g} s, the request's own limit"
+                update = TokenUpdate(request_id, finish=FinishReason.TIMEOUT, error=words)
+                self.finish(request, update)
+
+    def report_scores(self, request: Request, start: int, scores: PromptLogprobs) -> None:
+        """Tell of the prompt tokens after ``start``, but not again after a preemption."""
+        fresh = scores[request.num_scored - start :]
+        if fresh:
+            request.num_scored += len(fresh)
+            self._updates.append(TokenUpdate(request.request_id, prompt_logprobs=fresh))
+
+    def append(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
+        """Append sampled tokens, up to the one that ends the request: the rest is dropped."""
+        finish = None
+        for count, token in enumerate(tokens, start=1):
+            request.token_ids.append(token.token_id)
+            finish = self._finish_reason(request, token.token_id)
+            if finish is not None:
+                tokens = tokens[:count]
+                break
+        request.last_logprobs = tokens[-1].logprobs
+        if len(tokens) > 1:  # drafts, whose KV the step has left
+            request.num_computed += len(tokens) - 1
+            self._blocks.publish(request)
+        self._report(request, tokens, finish)
+
+    def report_first(self, request: Request, token: SampledToken) -> None:
+        """Report the first token, which a peer sampled and the request has already."""
+        self._report(request, (token,), self._finish_reason(request, token.token_id))
+
+    def _report(
+        self, request: Request, tokens: tuple[SampledToken, ...], finish: FinishReason | None
+    ) -> None:
+        """Tell of the newest tokens, and end the request if they are the last."""
+        last = tokens[-1]
+        update = TokenUpdate(
+            request.spec.request_id,
+            tuple([token.token_id for token in tokens]),
+            None if last.logprobs is None else _logprobs(tokens),
+            num_cached_tokens=request.num_cached_tokens,
+            finish=finish,
+            stop_token_id=last.token_id if finish is FinishReason.STOP else None,
+            # until after the second token: a peer's first one comes before the load
+            times=request.times if request.num_output_tokens <= len(tokens) + 1 else None,
+        )
+        if finish is None:
+            self._updates.append(update)
+        else:
+            self.finish(request, update)
+
+    def finish(self, request: Request, update: TokenUpdate) -> None:
+        """Take the request out of its queue, free its blocks or hold them, and report its end."""
+        was = request.state
+        is_loading = was is RequestStatus.TRANSFERRING
+        self._queues.release_followers(request)
+        self._queues.dequeue(request)
+        self._queues.finish(request)
+        if request.num_in_flight:
+            self._finished_in_flight.append(request)
+        elif request.keeps_kv and _is_complete(request, update):
+            update = self._hold_for_peer(request, update)
+        elif is_loading:
+            self.drain(request)
+            self.cancel_load(request)
+        else:
+            self._free(request)
+        self._updates.append(replace(update, times=request.times))
+
+    def complete(self, request: Request) -> None:
+        """The last step that ran a finished request is over: its blocks are free."""
+        self._finished_in_flight.remove(request)
+        self._free(request)
+
+    def fail(self, request: Request, reason: str) -> None:
+        """End a request that can't continue."""
+        update = TokenUpdate(request.request_id, finish=FinishReason.ERROR, error=reason)
+        self.finish(request, update)
+
+    def cancel_load(self, request: Request) -> None:
+        """Tell the connector that this request's KV is no longer wanted."""
+        if request.loads_kv and self._connector is not None:
+            self._connector.cancel_load(request.request_id)
+
+    def drain(self, request: Request) -> None:
+        """Reserve a table until its load is drained: a peer may still write to it."""
+        self._draining[request.request_id] = self._blocks.detach(request)
+
+    def is_draining(self, request_id: str) -> bool:
+        """Whether the request's blocks are reserved for a load that is not drained."""
+        return request_id in self._draining
+
+    def end_drain(self, request_id: str) -> None:
+        """The load is drained: its blocks are free."""
+        self._blocks.pool.release(self._draining.pop(request_id))
+
+    def cancel_send(self, request_id: str) -> None:
+        """Give up what is held for a peer, if anything; ``release`` follows."""
+        if request_id in self._leased and self._connector is not None:
+            self._connector.cancel_send(request_id)
+
+    def release(self, request_id: str) -> None:
+        """A peer has read what was held for it, or never will. Idempotent."""
+        self._blocks.pool.release(self._leased.pop(request_id, []))
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        sampling = request.spec.sampling
+        num_tokens = len(request.token_ids)
+        if num_tokens - len(request.spec.prompt_token_ids) >= sampling.min_tokens:
+            is_eos = token_id in self._limits.eos_token_ids and not sampling.ignore_eos
+            if is_eos or token_id in sampling.stop_token_ids:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= request.max_num_tokens else None
+
+    def _free(self, request: Request) -> None:
+        if request.sends_kv:
+            assert self._connector is not None, "a request that sends its KV needs a connector"
+            self._leased[request.request_id] = self._blocks.detach(request)
+            self._connector.cancel_send(request.request_id)
+            return
+        self._blocks.release(request)
+        self._blocks.drop_swapped(request)
+        self.cancel_load(request)
+
+    def _hold_for_peer(self, request: Request, update: TokenUpdate) -> TokenUpdate:
+        assert self._connector is not None, "a request that keeps its KV needs a connector"
+        table = self._blocks.detach(request)
+        self._leased[request.request_id] = table
+        params = self._connector.request_finished(request, table)
+        return TokenUpdate(
+            update.request_id,
+            update.token_ids,
+            update.logprobs,
+            update.finish,
+            num_cached_tokens=update.num_cached_tokens,
+            kv_transfer_params=params,
+        )
+
+
+def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:
+    """Of every token: a request asks for all of them or for none."""
+    return tuple([token.logprobs for token in tokens if token.logprobs is not None])
+
+
+def _is_complete(request: Request, update: TokenUpdate) -> bool:
+    """Whether a peer needs the KV; one that is being sent it needs it also when the first token is
+    a stop token."""
+    is_stop = update.finish is FinishReason.STOP and request.sends_kv
+    return update.finish is FinishReason.LENGTH or is_stop

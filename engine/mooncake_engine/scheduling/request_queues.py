@@ -1,0 +1,208 @@
+"""The queues of live requests, and the moves between them."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort_right
+from collections.abc import Iterator
+from itertools import count
+
+from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
+
+
+def priority_key(request: Request) -> tuple[int, float, int]:
+    """Sort key: smaller runs sooner, larger is preempted sooner."""
+    return request.group.priority_key
+
+
+class RequestQueue:
+    """Requests in order of ``priority_key``, which a request keeps when it queues again."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, float, int], int, Request]] = []
+        self._members: dict[str, Request] = {}
+        self._ties = count()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._members.values())
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        heapq.heappush(self._heap, (priority_key(request), next(self._ties), request))
+        self._members[request.request_id] = request
+
+    def peek(self) -> Request | None:
+        """The most urgent request, or None."""
+        while self._heap:
+            request = self._heap[0][2]
+            if self._members.get(request.request_id) is request:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, request: Request) -> None:
+        """Take a member out, wherever it stands."""
+        del self._members[request.request_id]
+
+    def lowest_priority(self) -> Request | None:
+        """The request that is preempted first, or None."""
+        return max(self._members.values(), key=priority_key, default=None)
+
+
+class RequestQueues:
+    """The queues, and the moves between them. A request is in exactly one of them.
+
+    Attributes:
+        requests: all of them, by id.
+        running: take part in steps, the most urgent first.
+        waiting: own no blocks.
+        ready: own blocks whose KV was loaded or swapped in; go before the waiting ones.
+        swapped: their KV is in host memory.
+        preallocating: wait for blocks to load a peer's KV into.
+        transferring: have them.
+        following: wait for a sibling's prompt.
+        removed: the workers have yet to forget these.
+        now: when the step began; moves are stamped with it.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = RequestQueue()
+        self.ready = RequestQueue()
+        self.swapped = RequestQueue()
+        self.preallocating = RequestQueue()
+        self.transferring: dict[str, Request] = {}
+        self.following: dict[str, Request] = {}
+        self.removed: list[str] = []
+        self.now = 0.0
+        self._queue_of: dict[str, RequestQueue] = {}
+        self._groups: dict[str, SequenceGroup] = {}
+        self._known: set[str] = set()
+        self._order = count()
+
+    def add(self, request: Request) -> None:
+        """A new request joins its group; it is in no queue yet."""
+        self.requests[request.request_id] = request
+        name = request.spec.group
+        group = None if name is None else self._groups.get(name)
+        if group is None:
+            key = (request.spec.priority, request.arrival, next(self._order))
+            group = SequenceGroup(key)
+            if name is not None:
+                self._groups[name] = group
+        prompt = request.spec.prompt_token_ids
+        is_same = all(member.spec.prompt_token_ids == prompt for member in group.members[:1])
+        assert is_same, f"group {name!r} answers two different prompts"
+        group.members.append(request)
+        request.group = group
+
+    def finish(self, request: Request) -> None:
+        """A request that has left its queue is finished."""
+        request.state = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+        group = request.group
+        group.members.remove(request)
+        if not group.members and request.spec.group is not None:
+            del self._groups[request.spec.group]
+        self.forget(request)
+
+    def wait(self, request: Request) -> None:
+        """Wait for a turn, with blocks or without."""
+        request.state = RequestStatus.WAITING
+        self._push(self.ready if request.block_ids else self.waiting, request)
+
+    def preallocate(self, request: Request) -> None:
+        """Wait for blocks to load a peer's KV into."""
+        request.state = RequestStatus.PREALLOCATING
+        self._push(self.preallocating, request)
+
+    def transfer(self, request: Request) -> None:
+        """Have blocks that a peer's KV comes into."""
+        request.state = RequestStatus.TRANSFERRING
+        request.load_started = self.now
+        self.transferring[request.request_id] = request
+
+    def run(self, request: Request) -> None:
+        """Take part in steps."""
+        request.state = RequestStatus.RUNNING
+        request.scheduled = request.scheduled or self.now
+        insort_right(self.running, request, key=priority_key)
+        self._known.add(request.request_id)
+
+    def swap(self, request: Request) -> None:
+        """Wait in host memory."""
+        request.state = RequestStatus.SWAPPED
+        self._push(self.swapped, request)
+
+    def follow(self, request: Request, leader: Request) -> None:
+        """Wait for a sibling's prompt; the state stays."""
+        self.dequeue(request)
+        request.leader = leader
+        self.following[request.request_id] = request
+
+    def followers(self, leader: Request) -> list[Request]:
+        """Who waits for this request's prompt."""
+        if len(leader.group.members) == 1:
+            return []
+        return [member for member in leader.group.members if member.leader is leader]
+
+    def follow_leader(self, leader: Request) -> None:
+        """Siblings that wait for the same prompt follow the one that computes it now."""
+        for member in leader.group.members[:]:
+            is_waiting = self._queue_of.get(member.request_id) is self.waiting
+            if member is not leader and is_waiting and member.shares_first_token:
+                self.follow(member, leader)
+
+    def release_followers(self, leader: Request) -> None:
+        """Its prompt will not be shared: its followers queue again."""
+        for follower in self.followers(leader):
+            self.dequeue(follower)
+            is_loading = follower.state is RequestStatus.PREALLOCATING
+            self._push(self.preallocating if is_loading else self.waiting, follower)
+
+    def dequeue(self, request: Request) -> None:
+        """Take a request out of its queue."""
+        if request.leader is not None:
+            request.leader = None
+            del self.following[request.request_id]
+        elif request.state is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif request.state is RequestStatus.TRANSFERRING:
+            del self.transferring[request.request_id]
+        else:
+            self._queue_of.pop(request.request_id).remove(request)
+
+    def forget(self, request: Request) -> None:
+        """The workers are to forget it."""
+        if request.request_id in self._known:
+            self._known.remove(request.request_id)
+            self.removed.append(request.request_id)
+
+    def take_removed(self) -> tuple[str, ...]:
+        """Whom the workers are to forget, said once."""
+        removed, self.removed = tuple(self.removed), []
+        return removed
+
+    def check(self) -> None:
+        """Prove that every request is in one queue.
+
+        Raises:
+            AssertionError: names the first that is not.
+        """
+        queues = (self.waiting, self.ready, self.swapped, self.preallocating)
+        placed = [*self.running, *self.transferring.values(), *self.following.values()]
+        placed += [request for queue in queues for request in queue]
+        names = sorted(request.request_id for request in placed)
+        assert names == sorted(self.requests), f"in two queues or in none: {names}"
+        for request in placed:
+            assert request in request.group.members, f"{request.request_id} has lost its group"
+        for request in self.following.values():
+            assert request.leader in request.group.members, "a follower of a request that is gone"
+
+    def _push(self, queue: RequestQueue, request: Request) -> None:
+        queue.push(request)
+        self._queue_of[request.request_id] = queue

@@ -1,0 +1,78 @@
+"""Scheduler limits, and the connector interface that the scheduler calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mooncake_engine.scheduling.request import Request
+from mooncake_kv.config import LoadFailurePolicy
+from mooncake_kv.params import KVTransferDict
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What bounds a step and a request.
+
+    Args:
+        max_num_seqs: sequences in one step.
+        max_num_batched_tokens: tokens in one step.
+        max_model_len: tokens of one sequence; the pool has room for at least one such.
+        eos_token_ids: tokens that end a request.
+        load_failure: what becomes of a request whose KV does not arrive.
+        load_timeout_s: how long a request may wait for blocks to load KV into.
+        watermark: share of the blocks that admitting a request leaves free for those that run.
+        delay_factor: a prompt waits that many times the duration of the last step that computed
+            prompts, so that more are computed together; 0 admits at once.
+        num_speculative_tokens: draft tokens that a sequence may have in one step.
+        uses_async_scheduling: workers hand a sampled token to the next step themselves, so that a
+            request may be planned again before its token is known here.
+        reports_received_blocks: plans say which blocks peers have written, so that workers
+            convert them.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    load_timeout_s: float = 120.0
+    watermark: float = 0.0
+    delay_factor: float = 0.0
+    num_speculative_tokens: int = 0
+    uses_async_scheduling: bool = False
+    reports_received_blocks: bool = False
+
+
+class KVConnector(Protocol):
+    """Moves KV. Calls return at once; I/O is elsewhere."""
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come whose KV comes from a peer (``loads_kv``) or leaves as it is computed
+        (``sends_kv``)."""
+        ...
+
+    def start_load_kv(self, request: Request) -> None:
+        """Load the prompt's KV that is not ``num_computed`` yet into the request's blocks;
+        ``Scheduler.load_ended`` follows. Comes also where nothing is left to load: the peer's
+        blocks are free then."""
+        ...
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> KVTransferDict | None:
+        """Hold a finished prefill's blocks for a peer until ``Scheduler.release`` is called.
+
+        Returns:
+            What the peer needs to fetch the KV; None if it is sent there.
+        """
+        ...
+
+    def cancel_load(self, request_id: str) -> None:
+        """Give up on a request whose KV was to come from a peer.
+
+        If a load was started, ``Scheduler.load_ended`` follows when it is drained.
+        """
+        ...
+
+    def cancel_send(self, request_id: str) -> None:
+        """Stop holding or sending; ``Scheduler.release`` follows when nobody uses the blocks."""
+        ...

@@ -1,0 +1,271 @@
+"""The plan of one step, as the scheduler gives it to the workers, and their result.
+
+Workers keep each request's tokens and sampling state from ``new_requests`` until ``removed``, so a
+step's plan grows with the batch and not with the requests' histories. Every rank gets the same
+plan, and every rank samples the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mooncake_engine.kv_cache.block_manager import NO_GROWTH, BlockCopies, Growth
+from mooncake_engine.messages import TokenLogprobs
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that begins to run, or runs again after preemption (replacing what was known).
+
+    Args:
+        request_id: key for the later messages.
+        token_ids: all tokens known so far: the prompt, then any outputs.
+        num_prompt_tokens: how many of them are the prompt.
+        sampling: how to choose its tokens.
+        seed: resolved seed; with the output position it fixes each random choice.
+        block_ids: its block table so far.
+        sends_kv: its KV goes to a peer as it is computed.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    block_ids: tuple[int, ...]
+    sends_kv: bool = False
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's share of a step. A Struct, because a step makes one per running request.
+
+    Args:
+        request_id: which.
+        start: position of the first token to run; everything before it has its KV.
+        count: how many tokens to run.
+        new_block_ids: blocks to append to its block table before the step.
+        is_sampling: whether a token is sampled after the last one.
+        new_blocks_at: where in its table they go; None is at its end. Blocks from there on are its
+            own no more: one that was copied on write, or some that were lent for draft tokens.
+        siblings: requests that sample from the same logits; all their tokens so far are the same.
+        num_draft_tokens: so many tokens at most may be drafted after the last one and run with it;
+            the table has room for them.
+    """
+
+    request_id: str
+    start: int
+    count: int
+    new_block_ids: tuple[int, ...] = ()
+    is_sampling: bool = True
+    new_blocks_at: int | None = None
+    siblings: tuple[str, ...] = ()
+    num_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Sequences with ``count == 1`` that sample come first.
+
+    Args:
+        step: counts up from 0.
+        removed: requests to forget, before anything else.
+        new_requests: requests that the workers don't know yet.
+        swap_outs: ``(block, host block)`` to copy to host memory, before any other copy.
+        swap_ins: ``(host block, block)`` to copy back from there, next.
+        block_copies: ``(source, target)`` blocks to copy then, before running (copy on write).
+        sequences: what to run; may be empty.
+        received_blocks: those that peers have written since the last plan that had some, to be
+            brought into the form that the workers keep KV in, before any copy.
+    """
+
+    step: int
+    removed: tuple[str, ...] = ()
+    new_requests: tuple[NewRequest, ...] = ()
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()
+    sequences: tuple[ScheduledSequence, ...] = ()
+    received_blocks: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step runs at most."""
+        return sum(sequence.count + sequence.num_draft_tokens for sequence in self.sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether workers have nothing to do, copies of blocks and requests to forget included."""
+        has_copies = self.swap_outs or self.swap_ins or self.block_copies
+        return not (self.sequences or has_copies or self.removed)
+
+    @property
+    def reads_freed_blocks(self) -> bool:
+        """Whether it copies from blocks that may have been given up since it was planned."""
+        return bool(self.swap_outs or self.block_copies)
+
+
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
+    """A sampled token and, if its request asked, its log probabilities."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a plan, keyed by request id.
+
+    Args:
+        step: the plan's.
+        tokens: of every sequence that sampled: the draft tokens that were accepted, and one more.
+        prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
+        failed: requests that can't continue, and why; their tokens mean nothing.
+        num_drafted: how many tokens were drafted, where any were.
+    """
+
+    step: int
+    tokens: dict[str, tuple[SampledToken, ...]]
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    num_drafted: dict[str, int] = field(default_factory=dict)
+
+
+class StepBuilder:
+    """Collects a step's sequences within its token budget.
+
+    Args:
+        budget: tokens that may still be added.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._new_requests: list[NewRequest] = []
+        self._decodes: list[ScheduledSequence] = []
+        self._prefills: list[ScheduledSequence] = []
+        self._decoding: list[Request] = []
+        self._prefilling: list[Request] = []
+        self._swap_outs: list[tuple[int, int]] = []
+        self._swap_ins: list[tuple[int, int]] = []
+        self._copies: list[tuple[int, int]] = []
+
+    def add_new_request(self, request: Request) -> None:
+        """Tell the workers about a request, with the block table that it has now."""
+        self._new_requests.append(
+            NewRequest(
+                request.request_id,
+                tuple(request.token_ids),
+                request.num_prompt_tokens,
+                request.sampling,
+                request.seed,
+                tuple(request.block_ids),
+                request.sends_kv,
+            )
+        )
+
+    def add(
+        self,
+        request: Request,
+        count: int,
+        growth: Growth = NO_GROWTH,
+        followers: Sequence[Request] = (),
+    ) -> None:
+        """Run the request's next ``count`` tokens, which are in flight from now on.
+
+        Args:
+            request: whose.
+            count: at most what it has pending.
+            growth: what its table gained since the workers heard of it.
+            followers: siblings that sample their first token from its prompt.
+        """
+        start = request.num_computed + request.num_in_flight
+        is_sampling = count == len(request.token_ids) + request.num_output_placeholders - start
+        sequence = ScheduledSequence(
+            request.spec.request_id,
+            start,
+            count,
+            growth.block_ids,
+            is_sampling,
+            growth.at if growth.block_ids else None,
+            tuple([follower.request_id for follower in followers]) if followers else (),
+        )
+        request.num_in_flight += count
+        request.num_output_placeholders += is_sampling
+        if count == 1 and is_sampling:
+            sequences, requests = self._decodes, self._decoding
+        else:
+            sequences, requests = self._prefills, self._prefilling
+        sequences.append(sequence)
+        requests.append(request)
+        for follower in followers:
+            follower.num_in_flight = start + count - follower.num_computed
+            follower.num_output_placeholders = 1
+            requests.append(follower)
+        self.budget -= count
+        if growth.copied is not None:
+            self.copy(growth)
+
+    @property
+    def decodes(self) -> Sequence[ScheduledSequence]:
+        """The sequences that run one token and sample after it, so far."""
+        return self._decodes
+
+    def draft(self, index: int, num_draft_tokens: int, growth: Growth) -> None:
+        """Let one of the ``decodes`` draft tokens.
+
+        Args:
+            index: which.
+            num_draft_tokens: how many tokens at most.
+            growth: blocks lent for them, behind those that the sequence has gained already.
+        """
+        sequence = self._decodes[index]
+        at = sequence.new_blocks_at if sequence.new_block_ids else growth.at
+        block_ids = sequence.new_block_ids + growth.block_ids
+        self._decodes[index] = ScheduledSequence(
+            sequence.request_id,
+            sequence.start,
+            sequence.count,
+            block_ids,
+            new_blocks_at=at if block_ids else None,
+            num_draft_tokens=num_draft_tokens,
+        )
+        self.budget -= num_draft_tokens
+
+    def copy(self, growth: Growth) -> None:
+        """Copy the block that a table no longer shares, if it is so."""
+        if growth.copied is not None:
+            self._copies.append(growth.copied)
+
+    def swap_out(self, copies: BlockCopies) -> None:
+        """Copy blocks to host memory before anything else."""
+        assert not self._swap_ins, "what comes in may go out again in a later step only"
+        self._swap_outs += copies
+
+    def swap_in(self, copies: BlockCopies) -> None:
+        """Copy blocks back from host memory."""
+        assert not self._swap_outs, "host blocks that are read in a step are not written in it"
+        self._swap_ins += copies
+
+    @property
+    def requests(self) -> list[Request]:
+        """Who takes part, in the plan's order, siblings behind the one whose logits they share."""
+        return self._decoding + self._prefilling
+
+    def build(
+        self, step: int, removed: tuple[str, ...], received_blocks: tuple[int, ...] = ()
+    ) -> StepPlan:
+        """The plan, decodes first."""
+        return StepPlan(
+            step,
+            removed,
+            tuple(self._new_requests),
+            tuple(self._swap_outs),
+            tuple(self._swap_ins),
+            tuple(self._copies),
+            (*self._decodes, *self._prefills),
+            received_blocks,
+        )

@@ -1,0 +1,244 @@
+"""Runs one instance: binds its port, loads the engine, serves the API, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
+from mooncake_engine.kv_connector import resolve
+from mooncake_engine.process.child_processes import StopSignals
+from mooncake_engine.server.app import create_app
+from mooncake_engine.server.live_requests import LiveRequests
+from mooncake_engine.server.request_tracing import Tracing, load_tracing
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.text.completion_output import EngineClient
+from mooncake_engine.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+StartEngine = Callable[[EngineConfig], EngineClient]
+"""Loads an engine; blocks until it is ready."""
+_KEEP_ALIVE_S = 75
+_LAST_WORDS_S = 5
+"""How long clients may take to read the end of their responses."""
+
+
+def check_kv_port(config: EngineConfig) -> None:
+    """Raises PortTaken or ConfigError if the side channel can't have the port that it was given."""
+    kv_transfer = config.kv_transfer
+    if kv_transfer is not None and kv_transfer.port:
+        host = resolve(kv_transfer.host, "--kv-host")
+        bind(host, kv_transfer.port, option="--kv-port").close()
+
+
+def serve(
+    config: EngineConfig,
+    host: str,
+    port: int,
+    start_engine: StartEngine,
+    options: ServerOptions | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then finish running requests within the time of ``options``;
+    a second signal ends it at once. To be called in the main thread.
+
+    Prints ``ready http://HOST:PORT`` on standard output once requests are taken; ``port`` 0 takes
+    a free one.
+
+    Raises:
+        PortTaken, ConfigError: before anything is loaded.
+        CheckpointError, or whatever else keeps the engine from starting.
+        EngineDead: it died while it served; every request has got an error.
+    """
+    check_kv_port(config)
+    options = options or ServerOptions()
+    with closing(bind(host, port)) as listener, _tracing(config, options) as tracing:
+        tokenizer = Tokenizer.load(config.model)
+        port = listener.getsockname()[1]
+        if config.kv_transfer is not None:
+            config = replace(config, kv_transfer=replace(config.kv_transfer, api_port=port))
+        with closing(start_engine(config)) as engine:
+            reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            url = f"http://[{reachable}]:{port}" if ":" in host else f"http://{reachable}:{port}"
+            log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
+            live = LiveRequests()
+            app = create_app(engine, tokenizer, options, tracing, live)
+            draining = Draining(options.shutdown_timeout_s, live, partial(_num_held, engine))
+            # What is loaded stays: full collections need not walk it while tokens wait.
+            gc.collect()
+            gc.freeze()
+            _run_server(app, listener, url, draining, engine)
+            engine.check_health()
+
+
+def _num_held(engine: EngineClient) -> int:
+    """Finished prefills whose KV a peer may still fetch."""
+    if _is_dead(engine):
+        return 0
+    return int(engine.stats().kv_transfer.get("leases_held", 0))
+
+
+def _is_dead(engine: EngineClient) -> bool:
+    try:
+        engine.check_health()
+    except EngineDead:
+        return True
+    return False
+
+
+@contextmanager
+def _tracing(config: EngineConfig, options: ServerOptions) -> Iterator[Tracing | None]:
+    if options.otlp_endpoint is None:
+        yield None
+        return
+    with closing(load_tracing(options.otlp_endpoint, config.role)) as tracing:
+        yield tracing
+
+
+def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+    """A socket that owns the port, and takes no connections before the server listens on it.
+
+    Args:
+        option: where the port came from, for the message.
+
+    Raises:
+        PortTaken: the port is somebody else's.
+        ConfigError: the host is not an address of this machine, or the port is not ours to take.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        # Only now is the port exclusive: Linux lets others with the option bind it until we listen.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except (OSError, OverflowError) as exc:
+        listener.close()
+        if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
+            raise PortTaken(
+                f"port {port} on {host} is in use: stop what holds it, or choose another {option}"
+            ) from exc
+        raise ConfigError(f"can't listen on {host} port {port}: {exc}") from exc
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Says when it takes requests, and takes none from the first signal on. It listens up to the
+    end all the same, so that those who come late are told."""
+
+    def __init__(
+        self, config: uvicorn.Config, url: str, draining: Draining, engine: EngineClient
+    ) -> None:
+        super().__init__(config)
+        self._url = url
+        self._draining = draining
+        self._engine = engine
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.should_exit:
+            _announce(f"ready {self._url}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._draining.stop(time.monotonic())
+
+    async def on_tick(self, counter: int) -> bool:
+        if await super().on_tick(counter) or self._draining.is_over(time.monotonic()):
+            return True
+        # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
+        return _is_dead(self._engine)
+
+
+def _announce(line: str) -> None:
+    """Tell whoever started us; that the disk under standard output is full keeps nobody from
+    being served."""
+    try:
+        print(line, flush=True)  # noqa: T201  # that is what it is for
+    except OSError as exc:
+        log.warning("can't write to standard output: %s", exc)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
+
+
+def _run_server(
+    app: Starlette, listener: socket.socket, url: str, draining: Draining, engine: EngineClient
+) -> None:
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        backlog=2048,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+    )
+    server = _Server(config, url, draining, engine)
+    # uvicorn puts its own in front of these while it runs.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    # From here on listening keeps others off the port. Connections inherit the option: without it,
+    # those that end at this side would keep a restarted instance from its port for a minute.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.run(sockets=[listener])
+
+
+class Draining:
+    """Decides when an instance that was asked to stop may end.
+
+    Args:
+        timeout_s: how long running requests may continue.
+        live: the requests whose clients wait.
+        num_held: how many finished prefills wait for a peer to fetch their KV.
+    """
+
+    def __init__(self, timeout_s: float, live: LiveRequests, num_held: Callable[[], int]) -> None:
+        self._timeout_s = timeout_s
+        self._live = live
+        self._num_held = num_held
+        self._signals = StopSignals()
+        self._is_told = False
+        self._was_idle = False
+
+    def stop(self, now: float) -> None:
+        """A signal came at ``now`` (``time.monotonic``): a second one wants the end at once. To be
+        called from a signal handler."""
+        if self._signals.note(now):
+            self._live.close()
+
+    def is_over(self, now: float) -> bool:
+        """Whether there is nothing left to wait for, or no time left. What still runs is ended
+        with an error then; its clients have yet to be told. To be asked again and again."""
+        asked_at = self._signals.asked_at
+        if asked_at is None:
+            return False
+        num_live, num_held = len(self._live), self._num_held()
+        # Another thread counts the KV of a finished prefill, maybe after its response: look twice.
+        was_idle, self._was_idle = self._was_idle, not num_live and not num_held
+        if self._was_idle:
+            return was_idle
+        if not self._is_told:
+            self._is_told = True
+            log.info(
+                "no new requests: %d run, peers have yet to fetch the KV of %d; at most %g s",
+                *(num_live, num_held, self._timeout_s),
+            )
+        if not self._signals.is_hurried and now - asked_at < self._timeout_s:
+            return False
+        log.warning("%d requests are cut off, the KV of %d is given up", num_live, num_held)
+        self._live.cut_off()
+        return True

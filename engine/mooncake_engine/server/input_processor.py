@@ -1,0 +1,381 @@
+"""From a decoded request to a RequestContext: tokenising, and all checks without the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.kv_connector import read_kv_transfer_params
+from mooncake_engine.messages import EngineInfo, EngineRequest
+from mooncake_engine.sampling_params import Grammar, SamplingParams
+from mooncake_engine.server.kv_transfer_requests import (
+    KVTransferRequest,
+    check_same_tokenizer,
+    read_kv_transfer_request,
+)
+from mooncake_engine.server.live_requests import choice_ids
+from mooncake_engine.server.openai_protocol import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    StreamOptions,
+    TokenizeRequest,
+)
+from mooncake_engine.server.request_context import GeneratedChoice, Prompt, RequestContext
+from mooncake_engine.server.sampling_fields import (
+    chat_sampling,
+    check_grammar,
+    completion_sampling,
+    grammar_of,
+    is_prompt_only,
+    structure_field,
+)
+from mooncake_engine.server.tool_choice import offered_tools, template_calls
+from mooncake_engine.text.detokenizer import text_offsets
+from mooncake_engine.text.limits import check_prompt, check_text_size, choice_sampling
+from mooncake_engine.text.tokenizer import Tokenizer
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class InputProcessor:
+    """Makes the contexts of requests, for one engine and its tokenizer.
+
+    Args:
+        model_names: that the model is served under; responses carry the first one.
+        info: of the engine.
+        tokenizer: the model's.
+        tool_format: in which the model calls tools; None if it can't.
+    """
+
+    model_names: tuple[str, ...]
+    info: EngineInfo
+    tokenizer: Tokenizer
+    tool_format: str | None = None
+
+    async def completion(
+        self, request: CompletionRequest, request_id: str, headers: Mapping[str, str]
+    ) -> RequestContext:
+        """The context of a completion.
+
+        Args:
+            request_id: the client's, or ours.
+            headers: of the HTTP request, by names in lower case.
+
+        Raises:
+            InvalidRequest: for whatever is wrong with it.
+        """
+        self.check_model(request.model)
+        sampling = completion_sampling(request, self.info)
+        sampling = await self._structured(sampling, grammar_of(request), structure_field(request))
+        prompts = await completion_prompts(request, self.tokenizer, self.info)
+        if request.echo:
+            prompts = await asyncio.to_thread(  # long prompts take milliseconds
+                self._echoed, prompts, with_offsets=request.logprobs is not None
+            )
+        context = self._context(request, request_id, headers, sampling, prompts)
+        return replace(context, echoes=bool(request.echo), is_prompt_only=is_prompt_only(request))
+
+    async def chat(
+        self, request: ChatRequest, request_id: str, headers: Mapping[str, str]
+    ) -> RequestContext:
+        """The context of a chat completion; arguments and errors as of ``completion``."""
+        self.check_model(request.model)
+        check_chat_size(request, self.info)
+        sampling = chat_sampling(request, self.info)
+        structure = grammar_of(request)
+        tools = offered_tools(request, self.tool_format, structure)
+        field = structure_field(request) if tools.grammar is structure else "tools"
+        sampling = await self._structured(sampling, tools.grammar, field)
+        prompt = await chat_prompt(request, self.tokenizer, self.info, tools.shown)
+        context = self._context(request, request_id, headers, sampling, [prompt])
+        return replace(
+            context, is_chat=True, tool_format=tools.tool_format, tool_schemas=tools.schemas
+        )
+
+    def check_model(self, model: str | None) -> None:
+        """Raises InvalidRequest (404) for a model that is not served here."""
+        if model is not None and model not in self.model_names:
+            served = ", ".join(map(repr, self.model_names))
+            raise InvalidRequest(
+                f"the model {model!r} is not served here; {served} is",
+                param="model",
+                status=404,
+            )
+
+    async def _structured(
+        self, sampling: SamplingParams, grammar: Grammar | None, field: str
+    ) -> SamplingParams:
+        if grammar is None:
+            return sampling
+        structured = replace(sampling, grammar=grammar)
+        await check_grammar(grammar, field, self.tokenizer, self.info)
+        return structured
+
+    def _echoed(self, prompts: Sequence[Prompt], *, with_offsets: bool) -> list[Prompt]:
+        """The prompts with what an echo of them needs."""
+        return [
+            Prompt(
+                prompt.token_ids,
+                self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text,
+                text_offsets(self.tokenizer, prompt.token_ids) if with_offsets else (),
+            )
+            for prompt in prompts
+        ]
+
+    def _context(
+        self,
+        request: GenerationFields,
+        request_id: str,
+        headers: Mapping[str, str],
+        sampling: SamplingParams,
+        prompts: Sequence[Prompt],
+    ) -> RequestContext:
+        is_streamed, streaming = bool(request.stream), _stream_options(request)
+        num_choices = len(prompts) * sampling.num_candidates
+        if num_choices > _MAX_CHOICES:
+            raise InvalidRequest(
+                f"a request may have at most {_MAX_CHOICES} choices, got {num_choices}: "
+                f"{len(prompts)} prompts with {sampling.num_candidates} each",
+                param="n",
+            )
+        kv_transfer = read_kv_transfer_request(
+            request.kv_transfer_params, num_choices, stream=is_streamed
+        )
+        check_same_tokenizer(kv_transfer, self.tokenizer.fingerprint)
+        common = EngineRequest(
+            request_id,
+            (),
+            sampling,
+            priority=request.priority or 0,
+            timeout_s=_timeout_s(request.timeout, headers.get(TIMEOUT_HEADER.lower())),
+        )
+        return RequestContext(
+            request_id=request_id,
+            created=int(time.time()) if kv_transfer.created is None else kv_transfer.created,
+            model=self.model_names[0],
+            prompts=tuple(prompts),
+            choices=self._choices(common, prompts, kv_transfer),
+            sampling=sampling,
+            kv_transfer=kv_transfer,
+            is_streamed=is_streamed,
+            includes_usage=streaming.include_usage,
+            has_usage_in_chunks=streaming.include_usage and streaming.continuous_usage_stats,
+            returns_token_ids=bool(request.return_token_ids),
+            shows_prompt_logprobs=request.prompt_logprobs is not None,
+            trace_parent=headers.get("traceparent"),
+        )
+
+    def _choices(
+        self, common: EngineRequest, prompts: Sequence[Prompt], kv_transfer: KVTransferRequest
+    ) -> tuple[GeneratedChoice, ...]:
+        """Prompt after prompt; ``common`` is what their engine requests have in common."""
+        per_prompt = common.sampling.num_candidates
+        names = choice_ids(common.request_id, len(prompts) * per_prompt)
+        group = secrets.token_hex(8)  # ids are the clients', and may not be unique
+        choices = []
+        for i, name in enumerate(names):
+            number, index = divmod(i, per_prompt)
+            prompt = prompts[number]
+            num_tokens = len(prompt.token_ids)
+            request = replace(
+                common,
+                request_id=name,
+                prompt_token_ids=prompt.token_ids,
+                sampling=choice_sampling(common.sampling, index, num_tokens, self.info),
+                kv_transfer_params=read_kv_transfer_params(kv_transfer.params(i), prompt.token_ids),
+                group=f"{group}-{number}" if per_prompt > 1 else None,
+            )
+            choices.append(GeneratedChoice(i, prompt, request))
+        return tuple(choices)
+
+
+def _timeout_s(in_body: float | None, in_header: str | None) -> float | None:
+    """How long a request may take, in seconds: the shorter of body and header.
+
+    Raises:
+        InvalidRequest: not a positive number of seconds.
+    """
+    limits = []
+    for value, name in ((in_body, "timeout"), (in_header, TIMEOUT_HEADER)):
+        if value is None:
+            continue
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if not 0.0 < seconds < math.inf:
+            raise InvalidRequest(
+                f"{name} must be a positive number of seconds, got {value}", param=name
+            )
+        limits.append(seconds)
+    return min(limits, default=None)
+
+
+def _stream_options(request: GenerationFields) -> StreamOptions:
+    """How a stream is to look; the defaults where nothing is said.
+
+    Raises:
+        InvalidRequest: nothing is streamed, or in a way that is not served.
+    """
+    if request.stream_options is None:
+        return StreamOptions()
+    if not request.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+    if request.stream_options.include_obfuscation:
+        raise InvalidRequest(
+            "chunks are not obfuscated here: leave include_obfuscation out or send false",
+            param="stream_options.include_obfuscation",
+        )
+    return request.stream_options
+
+
+_LONG_TEXT = 20_000
+"""Characters; longer texts take milliseconds to encode: other requests should not wait for them."""
+_MAX_PROMPTS = 1024
+_MAX_CHOICES = 4096
+_CHARACTERS_PER_MESSAGE = 16
+
+
+async def completion_prompts(
+    request: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo
+) -> list[Prompt]:
+    """One prompt per string or list of token ids.
+
+    Raises:
+        InvalidRequest: an empty or mixed list, or token ids outside the vocabulary.
+        PromptTooLong: no room for output tokens.
+    """
+    add_special_tokens = request.add_special_tokens is not False
+    prompts = []
+    for prompt in _separate(request.prompt):
+        if isinstance(prompt, str):
+            check_text_size(len(prompt), info, param="prompt")
+            ids = await encode(tokenizer, prompt, add_special_tokens=add_special_tokens)
+            checked = Prompt(ids, prompt)
+        else:
+            checked = Prompt(tuple(prompt))
+        check_prompt(checked.token_ids, info, param="prompt")
+        prompts.append(checked)
+    return prompts
+
+
+async def chat_prompt(
+    request: ChatRequest,
+    tokenizer: Tokenizer,
+    info: EngineInfo,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Prompt:
+    """The conversation as the chat template lays it out, with the tools that are offered.
+
+    Raises:
+        InvalidRequest: no messages, no template, or the template refuses them.
+        PromptTooLong: no room for output tokens.
+    """
+    text = await render_chat(request, tokenizer, tools)
+    check_text_size(len(text), info, param="messages")
+    ids = await encode(tokenizer, text, add_special_tokens=bool(request.add_special_tokens))
+    check_prompt(ids, info, param="messages")
+    return Prompt(ids, text)
+
+
+def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) -> None:
+    """Raises PromptTooLong for messages or tools that fit into no context, before they are laid
+    out. Each message has some tokens beside its text."""
+    if request.tools:
+        check_text_size(len(msgspec.json.encode(request.tools)), info, param="tools")
+    num_characters = sum(map(_num_characters, request.messages or ()))
+    check_text_size(num_characters, info, param="messages")
+
+
+def _num_characters(message: ChatMessage) -> int:
+    content = message.content or ""
+    parts = [content] if isinstance(content, str) else [part.text for part in content]
+    parts += [call.function.arguments for call in message.tool_calls or ()]
+    return _CHARACTERS_PER_MESSAGE + sum(map(len, parts)) + len(message.reasoning_content or "")
+
+
+async def render_chat(
+    request: ChatRequest | TokenizeRequest,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The conversation's text, as the chat template lays it out with the tools that are offered.
+
+    Raises:
+        InvalidRequest: no messages, no template, or the template refuses them.
+    """
+    if not request.messages:
+        raise InvalidRequest("messages must hold at least one message", param="messages")
+    continues = bool(request.continue_final_message)
+    adds_prompt = request.add_generation_prompt
+    if continues and adds_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    render = partial(
+        tokenizer.render_chat,
+        [_template_message(message) for message in request.messages],
+        add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+        continue_final_message=continues,
+        tools=tools,
+        template_kwargs=request.chat_template_kwargs,
+    )
+    is_long = sum(map(_num_characters, request.messages)) > _LONG_TEXT
+    return await asyncio.to_thread(render) if is_long else render()
+
+
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    """Token ids of a text, without holding up the event loop."""
+    if len(text) < _LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _separate(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(element) for element in prompt}
+    if kinds == {int}:
+        return [cast("list[int]", prompt)]
+    if kinds not in ({str}, {list}):
+        raise InvalidRequest(
+            "prompt must be a string, strings, token ids, or lists of token ids; "
+            f"got a list of {' and '.join(sorted(kind.__name__ for kind in kinds)) or 'nothing'}",
+            param="prompt",
+        )
+    if len(prompt) > _MAX_PROMPTS:
+        raise InvalidRequest(
+            f"prompt must hold at most {_MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt"
+        )
+    return cast("list[str] | list[list[int]]", prompt)
+
+
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    """As chat templates expect it: plain text, and ``developer`` by its older name."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    laid_out: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.name is not None:
+        laid_out["name"] = message.name
+    if message.reasoning_content is not None:
+        laid_out["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        laid_out["tool_calls"] = template_calls(message.tool_calls)
+    if message.tool_call_id is not None:
+        laid_out["tool_call_id"] = message.tool_call_id
+    return laid_out

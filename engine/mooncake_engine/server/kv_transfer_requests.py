@@ -1,0 +1,150 @@
+"""What ``kv_transfer_params`` say: whether an answer goes on elsewhere, or comes from there.
+
+The fields are those of the field's proxies; ours come on top: ``created``, ``choices`` (one entry
+per answer, where a request has several) and ``first_token_delivered``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.messages import TokenUpdate
+from mooncake_kv.params import KVTransferDict
+
+_PARAM = "kv_transfer_params"
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferRequest:
+    """How a request's answers are shared between instances.
+
+    Args:
+        is_outgoing: this instance prefills; a peer continues.
+        is_incoming: a peer has prefilled; this instance continues.
+        is_first_delivered: the client already has what the peer's first token shows.
+        created: when the peer began, for a steady ``created`` in the API.
+        num_cached_tokens: what the peer had cached.
+        tokenizer: fingerprint of the peer's tokenizer, if it told.
+        choices: per answer, what the core gets.
+    """
+
+    is_outgoing: bool = False
+    is_incoming: bool = False
+    is_first_delivered: bool = False
+    created: int | None = None
+    num_cached_tokens: int | None = None
+    tokenizer: str | None = None
+    choices: tuple[KVTransferDict | None, ...] = ()
+
+    def params(self, index: int) -> KVTransferDict | None:
+        """What the core gets with answer ``index``; None if nothing crosses."""
+        return self.choices[index] if self.choices else None
+
+    def finished_update(self, index: int) -> TokenUpdate | None:
+        """The whole answer ``index``, if it ended at the peer while its siblings go on here."""
+        params = self.params(index)
+        if params is None or "finished_update" not in params:
+            return None
+        try:
+            return msgspec.convert(params["finished_update"], TokenUpdate)
+        except msgspec.ValidationError as exc:
+            raise InvalidRequest(f"{_PARAM}.finished_update: {exc}", param=_PARAM) from exc
+
+
+def read_kv_transfer_request(
+    params: KVTransferDict | None, num_choices: int, *, stream: bool
+) -> KVTransferRequest:
+    """Check a request's ``kv_transfer_params``.
+
+    Raises:
+        InvalidRequest: they contradict themselves or the request.
+    """
+    if not params:
+        return KVTransferRequest()
+    is_outgoing = _flag(params, "do_remote_decode")
+    is_incoming = _flag(params, "do_remote_prefill")
+    if is_outgoing and is_incoming:
+        raise InvalidRequest(
+            "do_remote_decode and do_remote_prefill exclude each other", param=_PARAM
+        )
+    if not is_outgoing and not is_incoming:
+        return KVTransferRequest()
+    if is_outgoing and stream:
+        raise InvalidRequest(
+            "a prefill for another instance (do_remote_decode) needs stream: false", param="stream"
+        )
+    return KVTransferRequest(
+        is_outgoing=is_outgoing,
+        is_incoming=is_incoming,
+        is_first_delivered=is_incoming and _flag(params, "first_token_delivered"),
+        created=_count(params, "created"),
+        num_cached_tokens=_count(params, "remote_cached_tokens") if is_incoming else None,
+        tokenizer=params.get("tokenizer_fingerprint") if is_incoming else None,
+        choices=_choices(params, num_choices),
+    )
+
+
+def check_same_tokenizer(kv_transfer: KVTransferRequest, tokenizer: str) -> None:
+    """Raises InvalidRequest if the peer reads and shows tokens in another way."""
+    if kv_transfer.tokenizer is not None and kv_transfer.tokenizer != tokenizer:
+        raise InvalidRequest(
+            f"the prefill instance's tokenizer or chat template is {kv_transfer.tokenizer}, this "
+            f"instance's is {tokenizer}: serve the same model directory on both",
+            param=_PARAM,
+        )
+
+
+def kv_transfer_response(
+    last_updates: Sequence[TokenUpdate | KVTransferDict], facts: dict[str, Any]
+) -> KVTransferDict | None:
+    """What a prefill instance's answer says; None if every answer ended here.
+
+    Args:
+        last_updates: per answer, the core's params, or the whole answer if it ended here.
+        facts: put at the top level: ``created``, ``remote_cached_tokens``, ...
+    """
+    choices = [
+        {"do_remote_prefill": False, "finished_update": msgspec.to_builtins(answer)}
+        if isinstance(answer, TokenUpdate)
+        else answer
+        for answer in last_updates
+    ]
+    going_on = [params for params in choices if params["do_remote_prefill"]]
+    if not going_on:
+        return None
+    top = {**facts, **going_on[0]}
+    return top if len(choices) == 1 else {**top, "choices": choices}
+
+
+def _choices(params: KVTransferDict, num_choices: int) -> tuple[KVTransferDict, ...]:
+    if num_choices == 1:
+        return (params,)
+    choices = params.get("choices")
+    if choices is None and _flag(params, "do_remote_decode"):
+        return (params,) * num_choices
+    if not isinstance(choices, list) or len(choices) != num_choices:
+        raise InvalidRequest(
+            f"{_PARAM}.choices must have one entry for each of {num_choices} answers", param=_PARAM
+        )
+    if not all(isinstance(choice, dict) for choice in choices):
+        raise InvalidRequest(f"{_PARAM}.choices must hold objects", param=_PARAM)
+    return tuple(choices)
+
+
+def _flag(params: KVTransferDict, name: str) -> bool:
+    value = params.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequest(f"{_PARAM}.{name} must be true or false, got {value!r}", param=_PARAM)
+    return bool(value)
+
+
+def _count(params: KVTransferDict, name: str) -> int | None:
+    value = params.get(name)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise InvalidRequest(f"{_PARAM}.{name} must be a count, got {value!r}", param=_PARAM)
+    return value

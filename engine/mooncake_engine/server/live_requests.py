@@ -1,0 +1,175 @@
+"""Requests that are being served: their ids, aborts, client disconnects and merged streams."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from mooncake_engine.errors import EngineError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """The client closed its connection; no response can be sent."""
+
+
+class RequestAborted(EngineError):
+    """The request was aborted through ``/abort``."""
+
+
+class ShuttingDown(EngineError):
+    """The instance takes no new requests, or can't wait for the end of those that run."""
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[Item, None]],
+) -> AsyncGenerator[tuple[int, Item], None]:
+    """Items of several streams as they come, each with its stream's index.
+
+    The first error of a stream ends the others and comes out here, as does closing this one.
+    """
+    if len(streams) == 1:  # the usual case needs no tasks
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Item] | asyncio.Task[None]] = asyncio.Queue()
+    tasks = {asyncio.create_task(_drain(i, stream, queue)) for i, stream in enumerate(streams)}
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    try:
+        num_live = len(tasks)
+        while num_live:
+            entry = await queue.get()
+            if isinstance(entry, asyncio.Task):
+                entry.result()
+                num_live -= 1
+            else:
+                yield entry
+    finally:
+        await cancel_all(tasks)
+
+
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, Result], ending: asyncio.Future[EngineError]
+) -> Result:
+    """The result of ``work``, which is cancelled if the client goes away first.
+
+    Args:
+        receive: of an ASGI connection whose request body has been read.
+        ending: done when the work has to end; its result says why.
+
+    Raises:
+        ClientGone, or the result of ``ending``: what came first; ``work`` has been cancelled and
+            has ended.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    waited: set[asyncio.Future[Any]] = {working, watching, ending}
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ending.result() if ending.done() else ClientGone
+    finally:
+        await cancel_all(waited)
+
+
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended; their errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _drain(
+    index: int,
+    stream: AsyncGenerator[Item, None],
+    queue: asyncio.Queue[tuple[int, Item] | asyncio.Task[None]],
+) -> None:
+    async with aclosing(stream):
+        async for item in stream:
+            queue.put_nowait((index, item))
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+_SANE = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+
+def request_id_from(header: str | None) -> str:
+    """The client's ``X-Request-Id`` if it is safe to log and echo, else a new one."""
+    if header is not None and _SANE.fullmatch(header):
+        return header
+    return uuid.uuid4().hex
+
+
+def choice_ids(request_id: str, num_choices: int) -> list[str]:
+    """What the engine calls each choice; it adds to these to make them unique."""
+    if num_choices == 1:
+        return [request_id]
+    return [f"{request_id}-{index}" for index in range(num_choices)]
+
+
+class LiveRequests:
+    """The requests whose clients wait, by the clients' ids, which may repeat."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, set[asyncio.Future[EngineError]]] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._live.values()))
+
+    @contextmanager
+    def tracking(self, request_id: str) -> Iterator[asyncio.Future[EngineError]]:
+        """Inside, the future is done as soon as the request has to end; its result says why.
+
+        Raises:
+            ShuttingDown: no new requests are taken.
+        """
+        self.check_open()
+        ending: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        self._live.setdefault(request_id, set()).add(ending)
+        try:
+            yield ending
+        finally:
+            self._live[request_id].discard(ending)
+            if not self._live[request_id]:
+                del self._live[request_id]
+
+    def abort(self, request_id: str) -> None:
+        """Tell every request of that name; unknown names are normal."""
+        self._end(self._live.get(request_id, ()), RequestAborted("the request was aborted"))
+
+    def close(self) -> None:
+        """Take no new requests from now on."""
+        self._is_closed = True
+
+    def check_open(self) -> None:
+        """Raises ShuttingDown if no new requests are taken."""
+        if self._is_closed:
+            raise ShuttingDown("the instance is shutting down and takes no new requests")
+
+    def cut_off(self) -> None:
+        """End every request."""
+        cause = ShuttingDown("the instance is shutting down and can't wait for this answer's end")
+        for endings in self._live.values():
+            self._end(endings, cause)
+
+    @staticmethod
+    def _end(endings: Iterable[asyncio.Future[EngineError]], cause: EngineError) -> None:
+        for ending in endings:
+            if not ending.done():
+                ending.set_result(cause)

@@ -1,0 +1,332 @@
+"""The requests that the API takes, how their bytes are decoded, and errors in OpenAI's form.
+
+A field that is not here is refused by name. Fields of type ``None`` are OpenAI's too, but not
+supported: they may be sent as null, which is what clients do when they don't use them. What only
+a service with accounts has a use for (``user``, ``metadata``, ``service_tier``) changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from mooncake_engine.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+)
+from mooncake_engine.server.live_requests import RequestAborted, ShuttingDown
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``include_usage``: one last chunk with the token counts; ``continuous_usage_stats``: those so
+    far in every chunk, too. Chunks are never obfuscated."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JsonObjectFormat(
+    msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
+    """Some JSON object."""
+
+
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A schema and what OpenAI's clients say about it. It is always kept to the letter."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    """JSON that a schema describes."""
+
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's field: a JSON schema, a regular expression, one of several texts, or a grammar."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat have in common. null always means the default."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    prompt_logprobs: int | None = None
+    timeout: float | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    suffix: None = None
+
+
+class TextPart(
+    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
+):
+    """A piece of a message's content; only text is served."""
+
+    text: str
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What an earlier response called, its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in an earlier response."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call; its parameters are a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool; only functions are served."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Names one of the functions."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The function that has to be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn. The null fields are those that clients send back from earlier responses."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    function_call: None = None
+    refusal: None = None
+    audio: None = None
+    annotations: None = None
+
+
+class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: None = None
+    function_call: None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    service_tier: Literal["auto", "default"] | None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+
+class AbortBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /abort``: a client's request id, or the ``remote_request_id`` of a hand-over."""
+
+    request_id: str
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /tokenize``: a prompt, or messages to lay out as a chat request would have them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+RequestType = TypeVar("RequestType", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`")
+_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`")
+_NOT_SUPPORTED = "Expected `null`"
+
+
+def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
+    """Parse and type-check.
+
+    Raises:
+        InvalidRequest: malformed JSON, an unknown field (with the nearest known one), a missing
+            field, a wrong type, or an OpenAI field that this server does not support.
+    """
+    try:
+        return msgspec.json.decode(body, type=request_type)
+    except msgspec.ValidationError as exc:
+        raise _explain(str(exc), request_type) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidRequest(f"the body must be a JSON object: {exc}") from exc
+
+
+def _explain(message: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
+    path_match = _PATH.search(message)
+    path = path_match["path"] if path_match else ""
+    fact = message[: path_match.start()] if path_match else message
+    if unknown := _UNKNOWN.match(message):
+        return _explain_unknown(unknown["field"], path, request_type)
+    if missing := _MISSING.match(message):
+        param = f"{path}.{missing['field']}" if path else missing["field"]
+        return InvalidRequest(f"{param} is required", param=param)
+    if message.startswith(_NOT_SUPPORTED):
+        return InvalidRequest(
+            f"{path} is not supported by this server; leave it out or send null", param=path
+        )
+    if path:
+        return InvalidRequest(f"{path}: {fact[0].lower()}{fact[1:]}", param=path)
+    return InvalidRequest(f"the body must be a JSON object: {fact[0].lower()}{fact[1:]}")
+
+
+def _explain_unknown(field: str, path: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
+    param = f"{path}.{field}" if path else field
+    known = [] if path else list(request_type.__struct_fields__)
+    nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.6)
+    hint = f"; did you mean {nearest[0]}?" if nearest else "; remove it"
+    return InvalidRequest(f"unknown field {param}{hint}", param=param)
+
+
+_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """An error as a client sees it."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def body(self) -> bytes:
+        """OpenAI's error object, encoded."""
+        error: dict[str, Any] = {"message": self.message, "type": self.type}
+        return msgspec.json.encode({"error": error | {"param": self.param, "code": self.code}})
+
+    def response(self) -> Response:
+        """The HTTP response, where nothing has been sent yet."""
+        headers = {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else None
+        return Response(self.body, self.status, headers, media_type="application/json")
+
+
+def to_api_error(exc: Exception) -> ApiError:
+    """What to tell the client. Anything that is not the client's doing is a 5xx."""
+    if isinstance(exc, InvalidRequest):
+        code = {404: "model_not_found", 413: "request_too_large"}.get(exc.status)
+        if isinstance(exc, PromptTooLong):
+            code = "context_length_exceeded"
+        return ApiError(exc.status, str(exc), "invalid_request_error", exc.param, code)
+    if isinstance(exc, Overloaded):
+        return ApiError(429, str(exc), "overloaded_error", code="overloaded")
+    if isinstance(exc, EngineDead):
+        return ApiError(503, str(exc), "server_error", code="engine_dead")
+    if isinstance(exc, ShuttingDown):
+        return ApiError(503, str(exc), "server_error", code="shutting_down")
+    if isinstance(exc, DeadlineExceeded):
+        return ApiError(504, str(exc), "timeout", code="deadline_exceeded")
+    if isinstance(exc, RequestAborted):
+        return ApiError(409, str(exc), "aborted_error", code="aborted")
+    return ApiError(500, str(exc) or type(exc).__name__, "server_error")

@@ -1,0 +1,263 @@
+"""Prometheus metrics, under vLLM's names where the meaning is the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from mooncake_engine.messages import FinishReason, SpeculationStats, StepSizes
+from mooncake_engine.server.request_context import ChoiceStats, RequestContext
+from mooncake_engine.text.completion_output import EngineClient, TextUpdate
+
+_LABELS = ("model_name", "engine")
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_BETWEEN_TOKENS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_WHOLE_REQUEST_S = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+_ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
+_LEVELS = frozenset({"leases_held", "reservations"})
+"""Of a connector's figures those that fall again; the others count."""
+_HISTOGRAMS = {
+    "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
+    "between_tokens": (
+        "vllm:inter_token_latency_seconds",
+        "Between one token and the next.",
+        _BETWEEN_TOKENS_S,
+    ),
+    "per_token": (
+        "vllm:request_time_per_output_token_seconds",
+        "Between tokens, one average per request.",
+        _BETWEEN_TOKENS_S,
+    ),
+    "whole": ("vllm:e2e_request_latency_seconds", "Arrival to last token.", _WHOLE_REQUEST_S),
+    "prompt_tokens": ("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKENS),
+    "tokens": ("vllm:request_generation_tokens", "Generated tokens per request.", _TOKENS),
+    "computed": (
+        "vllm:request_prefill_kv_computed_tokens",
+        "Prompt tokens that no cache held, per request.",
+        _TOKENS,
+    ),
+    "max_tokens": ("vllm:request_params_max_tokens", "The request's max_tokens.", _TOKENS),
+    "longest": (
+        "vllm:request_max_num_generation_tokens",
+        "Generated tokens of a prompt's longest answer.",
+        _TOKENS,
+    ),
+    "n": ("vllm:request_params_n", "The request's n.", _ANSWERS),
+    "inference": (
+        "vllm:request_inference_time_seconds",
+        "First step to last token.",
+        _WHOLE_REQUEST_S,
+    ),
+    # by the names of a request's phases
+    "queue": ("vllm:request_queue_time_seconds", "Waiting for a place.", _WHOLE_REQUEST_S),
+    "kv_transfer": (
+        "mooncake:request_kv_transfer_time_seconds",
+        "Loading a peer's KV.",
+        _WHOLE_REQUEST_S,
+    ),
+    "prefill": (
+        "vllm:request_prefill_time_seconds",
+        "First step to first token.",
+        _WHOLE_REQUEST_S,
+    ),
+    "decode": (
+        "vllm:request_decode_time_seconds",
+        "First token to last token.",
+        _WHOLE_REQUEST_S,
+    ),
+}
+
+
+class ServerMetrics:
+    """One server's metrics, in a registry of their own."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.registry = CollectorRegistry()
+        self._label_values = (engine.config.model_name, "0")
+        self.registry.register(_EngineCollector(engine, self._label_values))
+        ProcessCollector(registry=self.registry)
+        self._histograms = {
+            name: self._histogram(metric, words, buckets)
+            for name, (metric, words, buckets) in _HISTOGRAMS.items()
+        }
+        self._finished = Counter(
+            "vllm:request_success",
+            "Finished requests by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self._responses = Counter(
+            "http_requests",
+            "HTTP requests answered, by class of status.",
+            ("method", "handler", "status"),
+            registry=self.registry,
+        )
+        self._by_reason = {
+            reason: self._finished.labels(*self._label_values, reason.value)
+            for reason in FinishReason
+        }
+
+    def advance(self, stats: ChoiceStats, update: TextUpdate, now: float) -> None:
+        """An update of a choice has come at ``now`` (``time.monotonic``)."""
+        is_first = stats.first_token is None
+        gap = stats.advance(update, now)
+        if gap is not None:
+            self._observe("between_tokens", gap)
+        elif is_first and stats.first_token is not None:
+            self._observe("first_token", now - stats.started)
+
+    def end(self, context: RequestContext, now: float, otherwise: FinishReason) -> None:
+        """A request is over; ``otherwise`` is the reason of choices that have not come to their own
+        end."""
+        for choice in context.choices:
+            self._by_reason[choice.stats.finish or otherwise].inc()
+            if choice.stats.finish is not None:
+                self._end_choice(choice.stats, now)
+                if choice.request.sampling.max_tokens is not None:
+                    self._observe("max_tokens", choice.request.sampling.max_tokens)
+        for group in context.choices_by_prompt:
+            if all(choice.stats.finish is not None for choice in group):
+                self._observe("n", context.sampling.n)
+                self._observe("longest", max(choice.stats.num_tokens for choice in group))
+
+    def _end_choice(self, stats: ChoiceStats, now: float) -> None:
+        self._observe("whole", now - stats.started)
+        self._observe("prompt_tokens", stats.num_prompt_tokens)
+        self._observe("computed", max(0, stats.num_prompt_tokens - stats.num_cached_tokens))
+        self._observe("tokens", stats.num_tokens)
+        phases = stats.phases()
+        for phase in phases:
+            self._observe(phase.name, phase.duration_s)
+        if phases and stats.times is not None and stats.times.scheduled is not None:
+            self._observe("inference", phases[-1].end - stats.times.scheduled)
+        if stats.num_tokens > 1 and stats.first_token and stats.last_token:
+            decode_s = stats.last_token - stats.first_token
+            self._observe("per_token", decode_s / (stats.num_tokens - 1))
+
+    def count_response(self, method: str, handler: str, status: int) -> None:
+        """An HTTP request got its status; ``handler`` is the path of its route."""
+        self._responses.labels(method, handler, f"{status // 100}xx").inc()
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, words, _LABELS, registry=self.registry, buckets=buckets)
+        return family.labels(*self._label_values)
+
+
+class _EngineCollector:
+    """Reads the engine's snapshot whenever Prometheus asks."""
+
+    def __init__(self, engine: EngineClient, label_values: tuple[str, ...]) -> None:
+        self._engine = engine
+        self._label_values = label_values
+
+    def describe(self) -> list[Metric]:
+        """Nothing to say before the first scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics at this moment."""
+        stats, facts = self._engine.stats(), self._engine.info
+        pool = {"block_size": str(facts.block_size), "num_gpu_blocks": str(facts.num_kv_blocks)}
+        labels = dict(zip(_LABELS, self._label_values, strict=True))
+        yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **pool})
+        gauge, counter = self._gauge, self._counter
+        yield gauge("vllm:num_requests_running", "Requests in steps.", stats.num_running)
+        num_queued = stats.num_waiting - stats.num_swapped
+        yield gauge("vllm:num_requests_waiting", "Requests queued.", num_queued)
+        yield self._waiting(capacity=num_queued - stats.num_loading, deferred=stats.num_loading)
+        yield gauge("vllm:num_requests_swapped", "KV in host memory.", stats.num_swapped)
+        yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", stats.kv_cache_usage)
+        yield counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)
+        yield counter("mooncake:num_swap_outs", "Preemptions by swap.", stats.num_swap_outs)
+        yield counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries
+        )
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits)
+        yield counter("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
+        yield counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield self._step_sizes(stats.step_sizes)
+        if stats.speculation is not None:
+            yield from self._speculation(stats.speculation)
+        for name, value in sorted(stats.kv_transfer.items()):
+            safe = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            family = gauge if safe in _LEVELS else counter
+            yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
+
+    def _waiting(self, **counts: int) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests queued: for a place, or for a peer's KV (deferred).",
+            labels=(*_LABELS, "reason"),
+        )
+        for reason, count in counts.items():
+            family.add_metric((*self._label_values, reason), count)
+        return family
+
+    def _step_sizes(self, sizes: StepSizes) -> Metric:
+        cumulative = [*accumulate(sizes.num_steps)]
+        bounds = [*(f"{2.0**i}" for i in range(len(cumulative) - 1)), "+Inf"]
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of a step.", labels=_LABELS
+        )
+        buckets = list(zip(bounds, cumulative, strict=True))
+        family.add_metric(self._label_values, buckets, sizes.num_tokens)
+        return family
+
+    def _speculation(self, stats: SpeculationStats) -> Iterator[Metric]:
+        prefix, counter = "vllm:spec_decode_num", self._counter
+        yield counter(f"{prefix}_drafts", "Drafts of some tokens each.", stats.num_drafts)
+        yield counter(f"{prefix}_draft_tokens", "Draft tokens.", stats.num_draft_tokens)
+        yield counter(
+            f"{prefix}_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens
+        )
+        by_position = CounterMetricFamily(
+            f"{prefix}_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in their draft.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, count in enumerate(stats.accepted_at):
+            by_position.add_metric((*self._label_values, str(position)), count)
+        yield by_position
+
+    def _gauge(self, name: str, words: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, words, labels=_LABELS)
+        family.add_metric(self._label_values, value)
+        return family
+
+    def _counter(self, name: str, words: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, words, labels=_LABELS)
+        family.add_metric(self._label_values, value)
+        return family

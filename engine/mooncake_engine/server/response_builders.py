@@ -1,0 +1,338 @@
+"""Bodies and chunks of completions and chat completions, with their log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from mooncake_engine.messages import FinishReason, TokenLogprobs
+from mooncake_engine.server.request_context import GeneratedChoice, Prompt, RequestContext
+from mooncake_engine.server.tool_choice import call_deltas, call_prefix, whole_calls
+from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
+
+_MARK = "\x00"
+_ENCODED_MARK = msgspec.json.encode(_MARK)
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream in good order."""
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token id stands for."""
+
+
+class ResponseBuilder(Protocol):
+    """Lays out one endpoint's responses as plain data; ``sse`` and ``ChunkTemplate`` encode it."""
+
+    object_name: str
+    chunk_object_name: str
+
+    def api_id(self, context: RequestContext) -> str:
+        """The response's ``id``."""
+
+    def opening(self, context: RequestContext, index: int) -> dict[str, Any] | None:
+        """What a choice's first chunk holds before any text, if the endpoint has such a chunk."""
+
+    def plain_delta(self, index: int, text: str) -> dict[str, Any]:
+        """A choice in a chunk that holds text and nothing else."""
+
+    def delta(
+        self,
+        context: RequestContext,
+        choice: GeneratedChoice,
+        update: TextUpdate,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        """A choice in a chunk in full; the first one holds the echo."""
+
+    def choice(self, context: RequestContext, choice: GeneratedChoice) -> dict[str, Any]:
+        """A choice of a complete response."""
+
+    def beside_choices(
+        self, context: RequestContext, choices: Sequence[GeneratedChoice]
+    ) -> dict[str, Any]:
+        """Fields that a complete response has at its top level."""
+
+
+class CompletionResponseBuilder:
+    """``/v1/completions``."""
+
+    object_name = "text_completion"
+    chunk_object_name = "text_completion"
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+
+    def api_id(self, context: RequestContext) -> str:
+        return f"cmpl-{context.request_id}"
+
+    def opening(self, context: RequestContext, index: int) -> dict[str, Any] | None:
+        return None
+
+    def plain_delta(self, index: int, text: str) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+
+    def delta(
+        self,
+        context: RequestContext,
+        choice: GeneratedChoice,
+        update: TextUpdate,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        prompt, body = choice.prompt, self.plain_delta(choice.index, update.text)
+        if context.echoes and is_first:
+            body["text"] = f"{prompt.text}{update.text}"
+        return self._filled(body, context, prompt, update, is_first=is_first)
+
+    def choice(self, context: RequestContext, choice: GeneratedChoice) -> dict[str, Any]:
+        prompt, output = choice.prompt, choice.output
+        text = f"{prompt.text}{output.text}" if context.echoes else output.text
+        body = self.plain_delta(choice.index, text)
+        self._filled(body, context, prompt, output, is_first=True)
+        if context.returns_token_ids:
+            body["prompt_token_ids"] = prompt.token_ids
+        if context.shows_prompt_logprobs:
+            body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self._token_bytes)
+        return body
+
+    def beside_choices(
+        self, context: RequestContext, choices: Sequence[GeneratedChoice]
+    ) -> dict[str, Any]:
+        return {}
+
+    def _filled(
+        self,
+        body: dict[str, Any],
+        context: RequestContext,
+        prompt: Prompt,
+        output: TextUpdate | ChoiceOutput,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        body["finish_reason"] = output.finish
+        body["stop_reason"] = output.stop_reason
+        if context.wants_logprobs:
+            echoed = prompt if context.echoes else None
+            body["logprobs"] = self._logprobs(output, echoed, is_first=is_first)
+        if context.returns_token_ids:
+            body["token_ids"] = output.token_ids
+        return body
+
+    def _logprobs(
+        self, output: TextUpdate | ChoiceOutput, echoed: Prompt | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        if echoed is None:
+            return completion_logprobs(output.logprobs, output.text_offsets, self._token_bytes)
+        offsets = [len(echoed.text or "") + offset for offset in output.text_offsets]
+        if not is_first:
+            return completion_logprobs(output.logprobs, offsets, self._token_bytes)
+        entries = [*output.prompt_logprobs, *output.logprobs]
+        lists = completion_logprobs(entries, [*echoed.offsets, *offsets], self._token_bytes)
+        return after_first_token(lists, self._token_bytes(echoed.token_ids[0]))
+
+
+class ChatResponseBuilder:
+    """``/v1/chat/completions``."""
+
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+
+    def api_id(self, context: RequestContext) -> str:
+        return f"chatcmpl-{context.request_id}"
+
+    def opening(self, context: RequestContext, index: int) -> dict[str, Any] | None:
+        if context.kv_transfer.is_first_delivered:
+            return None
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def plain_delta(self, index: int, text: str) -> dict[str, Any]:
+        delta = {"content": text}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(
+        self,
+        context: RequestContext,
+        choice: GeneratedChoice,
+        update: TextUpdate,
+        *,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        body = self.plain_delta(choice.index, update.text)
+        if update.calls:
+            calls = call_deltas(call_prefix(context.request_id, choice.index), update)
+            content = {"content": update.text} if update.text else {}
+            body["delta"] = content | {"tool_calls": calls}
+        return self._filled(body, context, update)
+
+    def choice(self, context: RequestContext, choice: GeneratedChoice) -> dict[str, Any]:
+        index, output = choice.index, choice.output
+        message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+        if output.calls:
+            message["content"] = output.text or None
+            message["tool_calls"] = whole_calls(call_prefix(context.request_id, index), output)
+        body: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
+        if context.returns_token_ids:
+            body["prompt_token_ids"] = choice.prompt.token_ids
+        return self._filled(body, context, output)
+
+    def beside_choices(
+        self, context: RequestContext, choices: Sequence[GeneratedChoice]
+    ) -> dict[str, Any]:
+        if not context.shows_prompt_logprobs:
+            return {}
+        entries = choices[0].output.prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(entries, self._token_bytes)}
+
+    def _filled(
+        self, body: dict[str, Any], context: RequestContext, output: TextUpdate | ChoiceOutput
+    ) -> dict[str, Any]:
+        body["finish_reason"] = output.finish
+        if output.ends_with_calls and output.finish is FinishReason.STOP:
+            body["finish_reason"] = "tool_calls"
+        if output.finish is not None:
+            body["stop_reason"] = output.stop_reason
+        if context.wants_logprobs:
+            body["logprobs"] = chat_logprobs(output.logprobs, self._token_bytes)
+        if context.returns_token_ids:
+            body["token_ids"] = output.token_ids
+        return body
+
+
+class ChunkTemplate:
+    """The chunks of one choice that hold nothing but text: two byte strings, encoded once.
+
+    A streamed token costs one JSON string between the two.
+    """
+
+    def __init__(self, builder: ResponseBuilder, context: RequestContext, index: int) -> None:
+        choice = builder.plain_delta(index, _MARK)
+        whole = sse(chunk(builder, context, [choice]))
+        self._head, _, self._tail = whole.rpartition(_ENCODED_MARK)
+
+    def encode(self, text: str) -> bytes:
+        """The event that adds ``text``."""
+        return self._head + msgspec.json.encode(text) + self._tail
+
+
+def chunk(
+    builder: ResponseBuilder, context: RequestContext, choices: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """A chunk of a streamed response; ``usage`` is there, if only as null, if it was asked for."""
+    if context.includes_usage:
+        more.setdefault("usage", None)
+    return {
+        "id": builder.api_id(context),
+        "object": builder.chunk_object_name,
+        "created": context.created,
+        "model": context.model,
+        "choices": choices,
+        **more,
+    }
+
+
+def sse(payload: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+
+
+_LEAST = -9999.0
+"""JSON has no infinity; vLLM's value for a token that could not be chosen."""
+
+
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs], text_offsets: Sequence[int], token_bytes: TokenBytes
+) -> dict[str, Any]:
+    """The form of ``/v1/completions``: four parallel lists."""
+    return {
+        "tokens": [_name(token_bytes(entry.token_id)) for entry in entries],
+        "token_logprobs": [_finite(entry.logprob) for entry in entries],
+        "top_logprobs": [
+            # the chosen token, too, whatever its rank: clients look it up there
+            {
+                _name(token_bytes(token_id)): _finite(value)
+                for token_id, value in (*entry.top, (entry.token_id, entry.logprob))
+            }
+            for entry in entries
+        ],
+        "text_offset": list(text_offsets),
+    }
+
+
+def after_first_token(lists: dict[str, Any], token: bytes) -> dict[str, Any]:
+    """The four lists with a prompt's first token before them: nothing precedes it, so that it has
+    no probability. Its offset is among the offsets already."""
+    return {
+        "tokens": [_name(token), *lists["tokens"]],
+        "token_logprobs": [None, *lists["token_logprobs"]],
+        "top_logprobs": [None, *lists["top_logprobs"]],
+        "text_offset": lists["text_offset"],
+    }
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprobs], token_bytes: TokenBytes
+) -> list[dict[str, Any] | None]:
+    """vLLM's form of ``prompt_logprobs``: per token, by id; null for the first one.
+
+    Args:
+        entries: of the prompt's tokens from the second one on.
+    """
+    return [None, *(_by_id(entry, token_bytes) for entry in entries)]
+
+
+def _by_id(entry: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, Any]:
+    ranked = [(token_id, value, rank) for rank, (token_id, value) in enumerate(entry.top, 1)]
+    return {
+        str(token_id): {
+            "logprob": _finite(value),
+            "rank": rank,
+            "decoded_token": token_bytes(token_id).decode(errors="replace"),
+        }
+        for token_id, value, rank in [*ranked, (entry.token_id, entry.logprob, entry.rank)]
+    }
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> dict[str, Any]:
+    """The form of ``/v1/chat/completions``: one object per token."""
+    return {
+        "content": [
+            _described(token_bytes(entry.token_id), entry.logprob)
+            | {
+                "top_logprobs": [
+                    _described(token_bytes(token_id), value) for token_id, value in entry.top
+                ]
+            }
+            for entry in entries
+        ]
+    }
+
+
+def _described(token: bytes, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token.decode(errors="replace"),
+        "logprob": _finite(logprob),
+        "bytes": list(token),
+    }
+
+
+def _name(token: bytes) -> str:
+    """A token's text, or OpenAI's spelling for a piece of a character: names must differ."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)

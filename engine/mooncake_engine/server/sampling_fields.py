@@ -1,0 +1,263 @@
+"""Sampling parameters and structured-output grammars from a request's fields."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.messages import EngineInfo
+from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
+from mooncake_engine.server.openai_protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
+from mooncake_engine.text.grammars import choice_grammar, json_schema_grammar, vocabulary_of
+from mooncake_engine.text.tokenizer import Tokenizer
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_MAX_STOPS = 64
+_MAX_STOP_CHARACTERS = 8192
+_MAX_STOP_TOKEN_IDS = 1024
+"""Stop token ids are looked up for each generated token."""
+
+
+def completion_sampling(request: CompletionRequest, info: EngineInfo) -> SamplingParams:
+    """Of a completion; ``max_tokens`` is 16 unless given.
+
+    Raises:
+        InvalidRequest: a value out of range, or a combination that is not served.
+    """
+    _check_ranking(request)
+    max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    if is_prompt_only(request):
+        max_tokens = 1  # it is not shown
+    sampling = _sampling(request, info, max_tokens=max_tokens, logprobs=request.logprobs)
+    if request.best_of is not None:
+        sampling = replace(sampling, best_of=request.best_of)
+    if not request.echo or request.logprobs is None:
+        return sampling
+    return replace(sampling, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0))
+
+
+def _check_ranking(request: CompletionRequest) -> None:
+    if request.use_beam_search:
+        raise InvalidRequest(
+            "beam search is not served here: best_of returns the most probable of several sampled "
+            "answers, temperature 0 the greedy one",
+            param="use_beam_search",
+        )
+    if request.stream and (request.best_of or 1) > (request.n or 1):
+        raise InvalidRequest(
+            f"best_of {request.best_of} of n {request.n or 1} can't be streamed: which answers are "
+            "best is known at the end; leave stream or best_of out",
+            param="best_of",
+        )
+
+
+def is_prompt_only(request: CompletionRequest) -> bool:
+    """Whether the client wants to know about its prompt, and no new token: ``max_tokens`` 0."""
+    shows_prompt = request.echo or request.prompt_logprobs is not None
+    return request.max_tokens == 0 and bool(shows_prompt)
+
+
+def chat_sampling(request: ChatRequest, info: EngineInfo) -> SamplingParams:
+    """Of a chat completion; without a limit it goes on to the context's end.
+
+    Raises:
+        InvalidRequest: a value out of range, or a combination that is not served.
+    """
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    limit = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens: int | None = getattr(request, limit)
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequest(f"{limit} must be at least 1, got {max_tokens}", param=limit)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _sampling(request, info, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _sampling(
+    request: GenerationFields,
+    info: EngineInfo,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    if request.store:
+        raise InvalidRequest("answers are not stored here: leave store out", param="store")
+    given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest(
+            "prompt_logprobs come with whole answers: use stream: false, or echo with logprobs",
+            param="prompt_logprobs",
+        )
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    if len(stop_token_ids) > _MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids must hold at most {_MAX_STOP_TOKEN_IDS} ids, "
+            f"got {len(stop_token_ids)}",
+            param="stop_token_ids",
+        )
+    num_ends = len({*stop_token_ids, *info.eos_token_ids})
+    if request.min_tokens and num_ends >= info.vocab_size:
+        raise InvalidRequest(
+            "min_tokens forbids tokens that end the output, and every token does: no token is left",
+            param="min_tokens",
+        )
+    logit_bias = tuple((request.logit_bias or {}).items())
+    _check_token_ids("stop_token_ids", stop_token_ids, info)
+    _check_token_ids("logit_bias", [token_id for token_id, _ in logit_bias], info)
+    for token_id, bias in logit_bias:
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidRequest(
+                f"logit_bias must be in [-100, 100], got {bias} for token {token_id}",
+                param="logit_bias",
+            )
+    return SamplingParams(
+        **given,
+        stop=_stops(request.stop),
+        stop_token_ids=stop_token_ids,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        logit_bias=logit_bias,
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > _MAX_STOPS:
+        raise InvalidRequest(
+            f"stop must hold at most {_MAX_STOPS} strings, got {len(stops)}", param="stop"
+        )
+    num_characters = sum(map(len, stops))
+    if num_characters > _MAX_STOP_CHARACTERS:
+        raise InvalidRequest(
+            f"stop must hold at most {_MAX_STOP_CHARACTERS} characters together, "
+            f"got {num_characters}",
+            param="stop",
+        )
+    return stops
+
+
+def _check_token_ids(name: str, token_ids: tuple[int, ...] | list[int], info: EngineInfo) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < info.vocab_size:
+            raise InvalidRequest(
+                f"{name} must be token ids in [0, {info.vocab_size}), got {token_id}", param=name
+            )
+
+
+_MAX_CHARACTERS = 512 << 10
+
+
+def grammar_of(request: GenerationFields) -> Grammar | None:
+    """The grammar that ``response_format`` or ``structured_outputs`` ask for.
+
+    Raises:
+        InvalidRequest: both are given, or more than one structure.
+    """
+    found = [_of_format(request), _of_structure(request.structured_outputs)]
+    grammars = [grammar for grammar in found if grammar is not None]
+    if len(grammars) > 1:
+        raise InvalidRequest(
+            "response_format and structured_outputs exclude each other", param="response_format"
+        )
+    return grammars[0] if grammars else None
+
+
+async def check_grammar(
+    grammar: Grammar, field: str, tokenizer: Tokenizer, info: EngineInfo
+) -> None:
+    """Compile a grammar, on another thread; the engine will find it compiled.
+
+    Args:
+        field: of the request, which asked for it.
+
+    Raises:
+        InvalidRequest: it is wrong or too large, or the library is not installed.
+    """
+    if len(grammar.source) > _MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"the {grammar.kind.value} has {len(grammar.source)} characters, more than "
+            f"{_MAX_CHARACTERS}",
+            param=field,
+        )
+
+    def compile_grammar() -> None:
+        vocabulary = vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids)
+        vocabulary.matcher(grammar)
+
+    try:
+        await asyncio.to_thread(compile_grammar)
+    except InvalidRequest as exc:
+        raise InvalidRequest(str(exc), param=field) from exc
+
+
+def structure_field(request: GenerationFields) -> str:
+    """The field that asks for structured output, where one does."""
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
+
+
+def _of_format(request: GenerationFields) -> Grammar | None:
+    wanted = request.response_format
+    if isinstance(wanted, JsonObjectFormat):
+        return json_schema_grammar({"type": "object"})
+    if isinstance(wanted, JsonSchemaFormat):
+        schema = wanted.json_schema.schema
+        return json_schema_grammar({} if schema is None else schema)
+    return None
+
+
+def _of_structure(wanted: StructuredOutputs | None) -> Grammar | None:
+    if wanted is None:
+        return None
+    given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"structured_outputs must hold one of json, regex, choice and grammar, got {given}",
+            param="structured_outputs",
+        )
+    if wanted.json is not None:
+        return json_schema_grammar(_schema(wanted.json))
+    if wanted.choice is not None:
+        if not wanted.choice:
+            raise InvalidRequest(
+                "structured_outputs.choice must hold at least one text", param="structured_outputs"
+            )
+        return choice_grammar(wanted.choice)
+    if wanted.regex is not None:
+        return Grammar(GrammarKind.REGEX, wanted.regex)
+    return Grammar(GrammarKind.LARK, wanted.grammar or "")
+
+
+def _schema(given: str | dict[str, object] | bool) -> object:
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given)
+    except msgspec.DecodeError as exc:
+        raise InvalidRequest(
+            f"structured_outputs.json is no JSON: {exc}", param="structured_outputs"
+        ) from exc

@@ -1,0 +1,118 @@
+"""ServerOptions: every option of the HTTP server."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tool_call_parsers import PARSERS, detect_parser
+from mooncake_hal.options import option
+
+AUTO, NONE = "auto", "none"
+ACCESS_LOGS = ("off", "errors", "all")
+
+
+def read_keys(path: Path | None) -> frozenset[str]:
+    """API keys of a file, one per line; empty lines and ``#`` comments are skipped. None: no keys.
+
+    Raises:
+        ConfigError: it can't be read, or holds no key, which would lock everybody out.
+    """
+    if path is None:
+        return frozenset()
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"can't read --api-key-file: {exc}") from exc
+    keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} holds no key; put one per line")
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What is set about the API, beside the engine.
+
+    ``api_keys``: one of them is needed to generate; empty for no check. ``model_aliases``: names
+    that the model is served under, beside its own. ``shutdown_timeout_s`` is by default some
+    seconds less than the 30 that Kubernetes and others allow.
+
+    Raises:
+        ConfigError: an unknown parser, an endpoint that is no http or https URL, a negative time.
+    """
+
+    tool_call_parser: str = field(
+        default=AUTO,
+        metadata=option(
+            metavar="NAME",
+            help="format of tool calls: auto (from the chat template), none, hermes (Qwen), "
+            "llama3_json, qwen3_coder",
+        ),
+    )
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata=option(metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP"),
+    )
+    shutdown_timeout_s: float = field(
+        default=25.0,
+        metadata=option(
+            "--shutdown-timeout",
+            metavar="SECONDS",
+            help="how long running requests may continue after SIGTERM or Ctrl-C; a second signal "
+            "stops at once",
+        ),
+    )
+    access_log: str = field(
+        default="off",
+        metadata=option(choices=ACCESS_LOGS, help="write one JSON line per request to stderr"),
+    )
+    api_keys: frozenset[str] = field(
+        default=frozenset(),
+        metadata=option(
+            "--api-key-file",
+            metavar="FILE",
+            parse=Path,
+            to_field=read_keys,
+            default=None,
+            help="API keys, one per line; requests without one of them are refused",
+        ),
+    )
+    model_aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = [AUTO, NONE, *PARSERS]
+        if self.tool_call_parser not in known:
+            raise ConfigError(
+                f"--tool-call-parser must be one of {', '.join(known)}, "
+                f"got {self.tool_call_parser!r}"
+            )
+        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+            raise ConfigError(
+                "--otlp-endpoint must be the URL of a collector such as http://collector:4318, "
+                f"got {self.otlp_endpoint!r}"
+            )
+
+        if not 0.0 <= self.shutdown_timeout_s < math.inf:
+            raise ConfigError(
+                "--shutdown-timeout must be a number of seconds, at least 0, "
+                f"got {self.shutdown_timeout_s:g}"
+            )
+
+    def tool_format(self, tokenizer: Tokenizer) -> str | None:
+        """The form in which this model calls tools; None if it can't."""
+        if self.tool_call_parser == AUTO:
+            return detect_parser(tokenizer.chat_template)
+        return None if self.tool_call_parser == NONE else self.tool_call_parser
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or an IPv6 address is cut off
+        return False

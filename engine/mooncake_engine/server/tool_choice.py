@@ -1,0 +1,243 @@
+"""Tools: what a request offers, the grammar that forces a call, and calls in a response."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.sampling_params import Grammar, GrammarKind
+from mooncake_engine.server.openai_protocol import ChatRequest, NamedToolChoice, Tool, ToolCall
+from mooncake_engine.text.argument_types import types_of
+from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
+from mooncake_engine.text.grammars import JSON_STYLE
+from mooncake_engine.text.tool_call_parsers import PARSERS, Schemas
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools of one request.
+
+    Args:
+        tool_format: how the model calls them; None where no calls are looked for.
+        shown: what the chat template gets.
+        grammar: that the output must follow where a call is wanted.
+    """
+
+    tool_format: str | None = None
+    shown: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    grammar: Grammar | None = None
+
+    @property
+    def schemas(self) -> Schemas:
+        """Of their parameters."""
+        functions = [tool["function"] for tool in self.shown]
+        return {function["name"]: function.get("parameters", {}) for function in functions}
+
+
+def offered_tools(
+    request: ChatRequest, tool_format: str | None, structure: Grammar | None
+) -> OfferedTools:
+    """What a request offers and wants, for a model that calls tools in that form.
+
+    Args:
+        structure: grammar of an output that calls nothing.
+
+    Raises:
+        InvalidRequest: a choice without tools or of an unknown one, two tools of one name, a model
+            without tools, or a structure beside a call that has to be made.
+    """
+    choice = request.tool_choice
+    if not request.tools:
+        if choice not in (None, "none"):
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        return OfferedTools(grammar=structure)
+    if choice == "none":
+        return OfferedTools(grammar=structure)
+    for name, count in Counter(tool.function.name for tool in request.tools).items():
+        if not name or count > 1:
+            raise InvalidRequest(
+                f"tools must have names of their own, got {name!r} {count} times", param="tools"
+            )
+    if tool_format is None:
+        raise InvalidRequest(
+            "this model's chat template shows no way to call tools that is known here; if it has "
+            f"one, start the server with --tool-call-parser, one of {', '.join(PARSERS)}",
+            param="tools",
+        )
+    shown = shown_tools(request.tools)
+    return OfferedTools(tool_format, shown, _grammar(request, tool_format, structure))
+
+
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates expect them."""
+    shown = []
+    for tool in tools:
+        function: dict[str, Any] = {"name": tool.function.name}
+        if tool.function.description is not None:
+            function["description"] = tool.function.description
+        if tool.function.parameters is not None:
+            function["parameters"] = tool.function.parameters
+        shown.append({"type": "function", "function": function})
+    return shown
+
+
+def call_prefix(request_id: str, index: int) -> str:
+    """Prefix of the ids of a choice's calls."""
+    return f"call_{request_id}_{index}"
+
+
+def call_deltas(prefix: str, update: TextUpdate) -> list[dict[str, Any]]:
+    """Pieces of calls as a stream shows them."""
+    return [
+        {"index": delta.index, "function": {"arguments": delta.arguments}}
+        if delta.name is None
+        else {
+            "index": delta.index,
+            **_call(f"{prefix}_{delta.index}", delta.name, delta.arguments),
+        }
+        for delta in update.calls
+    ]
+
+
+def whole_calls(prefix: str, output: ChoiceOutput) -> list[dict[str, Any]]:
+    """The calls of a complete choice."""
+    names = [delta.name for delta in output.calls if delta.name is not None]
+    arguments = [""] * len(names)
+    for delta in output.calls:
+        arguments[delta.index] += delta.arguments
+    pairs = zip(names, arguments, strict=True)
+    return [_call(f"{prefix}_{index}", *pair) for index, pair in enumerate(pairs)]
+
+
+def template_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """An earlier response's calls as chat templates expect them: arguments as data.
+
+    Raises:
+        InvalidRequest: arguments that are no JSON.
+    """
+    shown = []
+    for call in calls:
+        try:
+            arguments = msgspec.json.decode(call.function.arguments or "{}")
+        except (msgspec.DecodeError, RecursionError) as exc:
+            raise InvalidRequest(
+                f"a tool call's arguments must be JSON: {exc}", param="messages"
+            ) from exc
+        named = {} if call.id is None else {"id": call.id}
+        function = {"name": call.function.name, "arguments": arguments}
+        shown.append({"type": "function", **named, "function": function})
+    return shown
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) -> Grammar | None:
+    """The grammar that the output must follow; None where it is free."""
+    tools, choice = request.tools or [], request.tool_choice
+    is_one = request.parallel_tool_calls is False
+    if choice in (None, "auto"):
+        if structure is None:
+            return None
+        if structure.kind is not GrammarKind.JSON_SCHEMA:
+            raise InvalidRequest(
+                "beside tools, structured_outputs may only be a JSON schema",
+                param="structured_outputs",
+            )
+        instead = f"%json {structure.source}"
+        return call_grammar(tools, tool_format, is_one=is_one, instead=instead)
+    if structure is not None:
+        raise InvalidRequest(
+            "an answer that has to call a tool has no other structure: leave response_format and "
+            "structured_outputs out",
+            param="tool_choice",
+        )
+    if not isinstance(choice, NamedToolChoice):
+        return call_grammar(tools, tool_format, is_one=is_one)
+    named = [tool for tool in tools if tool.function.name == choice.function.name]
+    if not named:
+        raise InvalidRequest(
+            f"tool_choice names {choice.function.name!r}, which is not among the tools",
+            param="tool_choice",
+        )
+    return call_grammar(named, tool_format, is_one=True)
+
+
+_ARGUMENTS_FIELD = {"hermes": "arguments", "llama3_json": "parameters"}
+_TAGGED = ('"<tool_call>\\n" call "\\n</tool_call>"', '"\\n"')
+_CALLS = {"hermes": _TAGGED, "qwen3_coder": _TAGGED, "llama3_json": ("call", '"; "')}
+"""By form: a call in Lark, and what stands between two of them."""
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def call_grammar(
+    tools: Sequence[Tool], tool_format: str, *, is_one: bool, instead: str | None = None
+) -> Grammar:
+    """Calls of these tools, or ``instead`` of any call something else, as a Lark rule's body."""
+    call, separator = _CALLS[tool_format]
+    calls = "one" if is_one else f"one ({separator} one)*"
+    rules = ["start: calls" if instead is None else "start: calls | instead"]
+    rules += [f"calls: {calls}", f"one: {call}"]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        if tool_format in _ARGUMENTS_FIELD:
+            body = json.dumps(_schema(tool, _ARGUMENTS_FIELD[tool_format]))
+            rules.append(f"call_{i}: %json {body}")
+        else:
+            rules += _tagged_call(tool, f"call_{i}")
+    if instead is not None:
+        rules.append(f"instead: {instead}")
+    return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
+
+
+def _tagged_call(tool: Tool, rule: str) -> Iterator[str]:
+    """The rules of a call in Qwen3-Coder's form: its arguments in the schema's order."""
+    parameters = tool.function.parameters or {}
+    required = parameters.get("required") or []
+    properties = parameters.get("properties") or {}
+    parts = []
+    for i, name in enumerate(properties):
+        parts.append(f"{rule}_{i}" if name in required else f"{rule}_{i}?")
+        opening = json.dumps(f"<parameter={name}>\n")
+        yield f"{rule}_{i}: {opening} {rule}_{i}_value"
+        yield _tagged_value(parameters, name, f"{rule}_{i}_value")
+    opening = json.dumps(f"<function={tool.function.name}>\n")
+    yield " ".join([f"{rule}: {opening}", *parts, '"</function>"'])
+
+
+def _tagged_value(parameters: dict[str, Any], name: str, rule: str) -> str:
+    """The rule of an argument with its closing tag: strings have no quotes and no escapes."""
+    schema = parameters["properties"][name]
+    end = '"\\n</parameter>\\n"'
+    types = types_of(parameters, name)
+    if types and "string" not in types:
+        definitions = {key: parameters[key] for key in _DEFINITIONS if key in parameters}
+        body = json.dumps({"x-guidance": JSON_STYLE, **definitions, **schema})
+        return f"{rule}: %json {body} {end}"
+    texts = schema.get("enum") if isinstance(schema, dict) else None
+    if texts and types == {"string"}:
+        return f"{rule}: ({' | '.join(json.dumps(text) for text in texts)}) {end}"
+    return f"{rule}[suffix={end}]: /(?s:.*)/"
+
+
+def _schema(tool: Tool, field_name: str) -> dict[str, Any]:
+    """A call as a schema. Definitions move up with it, because references start at the top."""
+    parameters = dict(tool.function.parameters or {"type": "object"})
+    names = [name for name in _DEFINITIONS if name in parameters]
+    definitions: dict[str, Any] = {name: parameters.pop(name) for name in names}
+    return {
+        "x-guidance": JSON_STYLE,
+        **definitions,
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, field_name: parameters},
+        "required": ["name", field_name],
+        "additionalProperties": False,
+    }

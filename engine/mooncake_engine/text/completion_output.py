@@ -1,0 +1,304 @@
+"""Text of one choice: the engine's token updates turned into text updates, and collected."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import DeadlineExceeded, RequestFailed
+from mooncake_engine.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    RequestTimes,
+    TokenLogprobs,
+    TokenUpdate,
+)
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.text.detokenizer import IncrementalDetokenizer
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tool_call_parsers import CallDelta, ParsedText, ToolCallParser
+from mooncake_kv.connector import CompatibilityReport, Topology
+from mooncake_kv.params import KVTransferDict
+
+
+class EngineClient(Protocol):
+    """What the front end needs of an engine; ``AsyncEngine`` is one."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """How it was set up."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What is known since it was loaded."""
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
+        """Updates up to the one with ``finish``; closing the iterator early aborts the request.
+
+        Raises:
+            InvalidRequest, Overloaded, EngineDead: at the first ``anext``, or the last at any.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """End a live request, or release the KV that a finished prefill holds for a peer.
+        Unknown ids are normal."""
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the KV of finished prompts; False if it is refused because some is in use."""
+
+    def stats(self) -> EngineStats:
+        """A snapshot for metrics."""
+
+    def pairing(self) -> CompatibilityReport | None:
+        """Whom it can't exchange KV with; None if it works alone."""
+
+    def topology(self) -> Topology | None:
+        """Where peers reach this instance; None if it works alone."""
+
+    def check_health(self) -> None:
+        """Raises EngineDead with the first cause."""
+
+    def close(self) -> None:
+        """End every request and free everything; idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextUpdate:
+    """What became certain about one choice.
+
+    Args:
+        text: to append to what came before; may be empty.
+        token_ids: the tokens behind it; text that is held back comes later than its token.
+        logprobs: one per token, if asked for.
+        text_offsets: per token, how many characters had been decoded before it.
+        finish: set on the last update, and only there.
+        stop_reason: the client's stop string or stop token that ended it; None for EOS.
+        num_cached_tokens: prompt tokens that needed no computing.
+        kv_transfer_params: for the peer, if it continues there.
+        calls: pieces of tool calls, where they are looked for; they are no part of ``text``.
+        ends_with_calls: on the last update, whether the output calls tools.
+        prompt_logprobs: of the next prompt tokens, from the second one on.
+        times: how the request came on; with the engine's last update.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    text_offsets: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    kv_transfer_params: KVTransferDict | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    times: RequestTimes | None = None
+    calls: tuple[CallDelta, ...] = ()
+    ends_with_calls: bool = False
+
+
+class TextOutputProcessor:
+    """Turns one request's token updates into text updates; pure.
+
+    Args:
+        tokenizer, sampling: what the text depends on.
+        parser: finds tool calls in it; None leaves them in the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        parser: ToolCallParser | None = None,
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling)
+        self._is_stop_kept = sampling.include_stop_str_in_output
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+        self._parser = parser
+
+    def advance(self, update: TokenUpdate) -> TextUpdate:
+        """The text that an update makes certain.
+
+        Raises:
+            RequestFailed: the engine could not finish the request.
+            DeadlineExceeded: not in time.
+        """
+        if update.finish is FinishReason.ERROR:
+            raise RequestFailed(update.error or "the engine failed the request without saying why")
+        if update.finish is FinishReason.TIMEOUT:
+            raise DeadlineExceeded(update.error or "the request's time is up")
+        text, offsets = self._push(update)
+        stop_string = self._detokenizer.stop_string
+        if stop_string is None and update.finish is not None and not continues_at_peer(update):
+            text += self._detokenizer.finish()
+        ends_here = stop_string is not None
+        is_last = ends_here or (update.finish is not None and not continues_at_peer(update))
+        parsed = self._parse(text, is_last=is_last)
+        # A stop token that the client asked for; as in vLLM, EOS needs no mention.
+        stop_token = update.stop_token_id if update.stop_token_id in self._stop_token_ids else None
+        return TextUpdate(
+            text=parsed.content,
+            token_ids=update.token_ids[: len(offsets)],
+            logprobs=(update.logprobs or ())[: len(offsets)],
+            text_offsets=offsets,
+            finish=FinishReason.STOP if ends_here else update.finish,
+            stop_reason=stop_string if ends_here else stop_token,
+            num_cached_tokens=update.num_cached_tokens,
+            kv_transfer_params=update.kv_transfer_params,
+            prompt_logprobs=update.prompt_logprobs,
+            times=update.times,
+            calls=parsed.calls,
+            ends_with_calls=is_last and self._parser is not None and self._parser.num_calls > 0,
+        )
+
+    def _parse(self, text: str, *, is_last: bool) -> ParsedText:
+        if self._parser is None:
+            return ParsedText(text)
+        parsed = self._parser.push(text)
+        if not is_last:
+            return parsed
+        rest = self._parser.finish()
+        return ParsedText(parsed.content + rest.content, parsed.calls + rest.calls)
+
+    def _push(self, update: TokenUpdate) -> tuple[str, tuple[int, ...]]:
+        """Certain text, and an offset per token up to the one that completes a stop string.
+        A stop token has no text, unless it is asked for."""
+        detokenizer = self._detokenizer
+        is_last_silent = update.stop_token_id is not None and not self._is_stop_kept
+        num_shown = len(update.token_ids) - is_last_silent
+        text, offsets = "", []
+        for token_id in update.token_ids[:num_shown]:
+            offsets.append(detokenizer.num_characters)
+            text += detokenizer.push((token_id,))
+            if detokenizer.stop_string is not None:
+                return text, tuple(offsets)
+        if is_last_silent:
+            offsets.append(detokenizer.num_characters)
+        return text, tuple(offsets)
+
+
+def continues_at_peer(update: TokenUpdate) -> bool:
+    """Whether a peer continues the choice after this last update."""
+    params = update.kv_transfer_params
+    return params is not None and bool(params.get("do_remote_prefill"))
+
+
+async def generate_text(
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    request: EngineRequest,
+    *,
+    parser: ToolCallParser | None = None,
+    is_first_delivered: bool = False,
+) -> AsyncGenerator[TextUpdate, None]:
+    """One choice's text as it becomes certain; closing the iterator early aborts the request.
+
+    Args:
+        parser: finds tool calls in the text.
+        is_first_delivered: the client already has the first token's text and log probabilities,
+            from a prefill instance: they are left out here.
+
+    Raises:
+        InvalidRequest, Overloaded, EngineDead: the engine does not take the request.
+        RequestFailed: it could not be finished; DeadlineExceeded: not in time.
+    """
+    processor = TextOutputProcessor(tokenizer, request.sampling, parser)
+    async with aclosing(engine.generate(request)) as updates:
+        async for whole_update in updates:
+            update = whole_update
+            if is_first_delivered and update.token_ids:
+                is_first_delivered = False
+                first, update = _split_first_token(update)
+                yield without_shown(processor.advance(first))
+                if not update.token_ids and update.finish is None:
+                    continue
+            text_update = processor.advance(update)
+            if text_update.finish is not None and update.finish is not text_update.finish:
+                _release_kept_kv(engine, update)
+                text_update = replace(text_update, kv_transfer_params=None)
+            yield text_update
+            if text_update.finish is not None:
+                return
+
+
+def without_shown(update: TextUpdate) -> TextUpdate:
+    """An update less what the client has from a prefill instance."""
+    return replace(update, text="", calls=(), logprobs=(), text_offsets=())
+
+
+def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
+    logprobs = update.logprobs
+    first = TokenUpdate(
+        update.request_id,
+        update.token_ids[:1],
+        logprobs and logprobs[:1],
+        num_cached_tokens=update.num_cached_tokens,
+    )
+    rest = replace(update, token_ids=update.token_ids[1:], logprobs=logprobs and logprobs[1:])
+    return first, rest
+
+
+def _release_kept_kv(engine: EngineClient, update: TokenUpdate) -> None:
+    """A stop string ended the choice after the engine had kept its KV for a peer."""
+    if continues_at_peer(update):
+        assert update.kv_transfer_params is not None
+        engine.abort(update.kv_transfer_params.get("remote_request_id", update.request_id))
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """All updates of one choice together; the fields are those of ``TextUpdate``."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    kv_transfer_params: KVTransferDict | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    ends_with_calls: bool = False
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Of all its tokens together."""
+        return sum(entry.logprob for entry in self.logprobs)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+    def add(self, update: TextUpdate) -> None:
+        """Take an update in."""
+        self.texts.append(update.text)
+        self.token_ids.extend(update.token_ids)
+        self.logprobs.extend(update.logprobs)
+        self.text_offsets.extend(update.text_offsets)
+        self.finish = update.finish
+        self.stop_reason = update.stop_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        self.kv_transfer_params = update.kv_transfer_params
+        self.prompt_logprobs.extend(update.prompt_logprobs)
+        self.calls.extend(update.calls)
+        self.ends_with_calls = update.ends_with_calls
+
+
+def best_choices(
+    candidates: Sequence[ChoiceOutput], sampling: SamplingParams
+) -> list[ChoiceOutput]:
+    """The ``n`` most probable of a prompt's choices, the best first; all, as they are, where no
+    more were generated. Log probabilities that only served the ranking are dropped."""
+    if not sampling.is_ranked:
+        return list(candidates)
+    ranked = sorted(candidates, key=lambda output: output.cumulative_logprob, reverse=True)
+    best = ranked[: sampling.n]
+    if sampling.logprobs is None:
+        for output in best:
+            output.logprobs = []
+    return best

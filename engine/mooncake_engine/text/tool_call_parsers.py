@@ -1,0 +1,529 @@
+"""Tool calls in generated text, found while it arrives; one parser per form, by vLLM's names.
+
+Hermes' form (Qwen, Hermes) puts each call between tags; Llama 3's makes the output nothing but
+calls; Qwen3-Coder's is no JSON at all: tags, and arguments without quotes. What is no well-formed
+call stays text: nothing is lost, but for the tags, the names of the fields and the white space
+around well-formed calls. The result depends on the text alone, not on how it was cut into pieces.
+
+    <tool_call>
+    <function=write_file>
+    <parameter=path>
+    notes.txt
+    </parameter>
+    </function>
+    </tool_call>
+
+In Qwen3-Coder's form the tool's schema gives an argument's type. Strings are passed on as they are
+written; other arguments when they are complete. The outer tags may be missing: models forget them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mooncake_engine.text.argument_types import encode_argument, types_of
+
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class ObjectScanner:
+    """Follows brackets and strings, and nothing else: what is between them is not judged. White
+    space may come first.
+
+    No character is looked at twice.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._is_in_string = False
+        self._is_escaped = False
+        self.is_complete = False
+        self.is_broken = False
+
+    def feed(self, text: str) -> int:
+        """Read on, up to the object's end or to a character that can't be part of it.
+
+        Returns:
+            How many characters belong to the object. ``is_complete`` and ``is_broken`` say why
+            it is fewer than were given.
+        """
+        for position, character in enumerate(text):
+            if self._is_in_string:
+                self._read_in_string(character)
+            elif not self._read(character):
+                self.is_broken = True
+                return position
+            if self.is_complete:
+                return position + 1
+        return len(text)
+
+    def _read_in_string(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == '"':
+            self._is_in_string = False
+
+    def _read(self, character: str) -> bool:
+        """Whether the character may stand there."""
+        if not self._open and character != "{":
+            return character.isspace()
+        if character in _CLOSING:
+            self._open.append(_CLOSING[character])
+        elif character in "}]":
+            if self._open.pop() != character:
+                return False
+            self.is_complete = not self._open
+        elif character == '"':
+            self._is_in_string = True
+        return True
+
+
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+    r"(?=\{)"
+)
+_HEAD_CHARACTERS = 1024
+"""Calls with longer names have to be complete to be seen."""
+_ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a tool call.
+
+    Args:
+        index: which call of the choice.
+        name: of the tool; with the call's first piece, and only there.
+        arguments: JSON to append to what came before.
+    """
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedText:
+    """What became certain: text that is no call, and pieces of calls."""
+
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Of the tools that are offered: their parameters' JSON schemas, by name."""
+
+
+class ToolCallParser(ABC):
+    """Tells calls from text. ``opening`` and ``closing`` are the tags around a call, ``layout`` the
+    characters between two of them that mean nothing.
+
+    Args:
+        schemas: for forms that don't tell the types of their arguments.
+    """
+
+    opening = ""
+    closing = ""
+    layout = " \t\r\n"
+
+    def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
+        self.num_calls = 0
+        self._schemas = schemas
+        self._held = ""
+        self._lead = ""  # what stood before a call; text after all, if it turns out to be none
+        self._state: Callable[[], bool] = self._read_text
+        self._tail: list[str] = []
+        self._is_after_call = False
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def push(self, text: str) -> ParsedText:
+        """Read on; what is certain now."""
+        self._held += text
+        while self._held and self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> ParsedText:
+        """The text has ended: what was held back is no call."""
+        is_layout = self._state == self._read_tail or self._is_after_call
+        if not is_layout or self._held.strip(self.layout):
+            self._emit(self._lead + self._held)
+        self._held = self._lead = ""
+        return self._take()
+
+    @abstractmethod
+    def _read_text(self) -> bool:
+        """Read text up to the next call. Whether there is more to do; like all states."""
+
+    def _emit(self, text: str) -> None:
+        """This is certainly no call."""
+        self._content.append(text)
+        self._is_after_call = False
+
+    def _release(self, end: int) -> None:
+        """Let the beginning of what is held be text, but for white space between two calls."""
+        text, self._held = self._held[:end], self._held[end:]
+        if not self._is_after_call or text.strip():
+            self._emit(text)
+
+    def _name_call(self, name: str, arguments: str = "") -> None:
+        self._calls.append(CallDelta(self.num_calls, name, arguments))
+        self.num_calls += 1
+        self._lead = ""
+
+    def _read_tail(self) -> bool:
+        """What closes a call; anything else is text."""
+        if not self._tail:
+            self._state, self._is_after_call = self._read_text, True
+            return True
+        text, wanted = self._held.lstrip(), self._tail[0]
+        if text.startswith(wanted):
+            self._held = text[len(wanted) :]
+            del self._tail[0]
+            return True
+        if wanted.startswith(text):
+            return False
+        self._state = self._read_text
+        return True
+
+    def _take(self) -> ParsedText:
+        parsed = ParsedText("".join(self._content), tuple(self._calls))
+        self._content.clear()
+        self._calls.clear()
+        return parsed
+
+
+class JsonCallParser(ToolCallParser):
+    """Calls that are JSON objects with a name and arguments."""
+
+    def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
+        super().__init__(schemas)
+        self._scanner = ObjectScanner()
+        self._num_scanned = 0
+
+    @abstractmethod
+    def _refuse(self) -> None:
+        """``_held`` begins like a call and is none: let it, or its beginning, be text."""
+
+    def _begin_call(self) -> bool:
+        """``_held`` begins with the opening tag, or with the call itself where there is none."""
+        self._scanner, self._num_scanned = ObjectScanner(), len(self.opening)
+        self._is_after_call = False
+        self._state = self._read_head
+        return True
+
+    def _read_head(self) -> bool:
+        """Up to the arguments, or to the call's end if its fields stand in another order."""
+        start = len(self.opening)
+        is_short = len(self._held) <= _HEAD_CHARACTERS
+        head = _HEAD.match(self._held, start) if is_short else None
+        if head is not None and (name := _loads(head["name"])) is not None:
+            self._name_call(name)
+            self._held = self._held[head.end() :]
+            self._scanner, self._state = ObjectScanner(), self._read_arguments
+            return True
+        return self._scan_whole(start)
+
+    def _scan_whole(self, start: int) -> bool:
+        """Read on to the end of an object that does not begin like a call."""
+        self._num_scanned += self._scanner.feed(self._held[self._num_scanned :])
+        if self._scanner.is_broken:
+            self._refuse()
+            return True
+        if not self._scanner.is_complete:
+            return False
+        call = _whole_call(self._held[start : self._num_scanned])
+        if call is None:
+            self._refuse()
+            return True
+        self._name_call(call[0])
+        self._calls.append(CallDelta(self.num_calls - 1, arguments=call[1]))
+        self._held = self._held[self._num_scanned :]
+        return self._end_call([])
+
+    def _read_arguments(self) -> bool:
+        count = self._scanner.feed(self._held)
+        self._calls.append(CallDelta(self.num_calls - 1, arguments=self._held[:count]))
+        self._held = self._held[count:]
+        if self._scanner.is_complete:
+            return self._end_call(["}"])
+        if self._scanner.is_broken:
+            self._state = self._read_text
+            return True
+        return False
+
+    def _end_call(self, missing: list[str]) -> bool:
+        self._tail = [*missing, self.closing] if self.closing else missing
+        self._state = self._read_tail
+        return True
+
+
+class HermesParser(JsonCallParser):
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, anywhere, any number."""
+
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+
+    def _read_text(self) -> bool:
+        start = self._held.find(self.opening)
+        if start >= 0:
+            self._release(start)
+            return self._begin_call()
+        end = len(self._held) - overlap(self._held, self.opening)
+        if not self._is_after_call or self._held[:end].strip():
+            self._release(end)
+        return False
+
+    def _refuse(self) -> None:
+        self._emit(self.opening)
+        self._held = self._held[len(self.opening) :]
+        self._state = self._read_text
+
+
+class Llama3Parser(JsonCallParser):
+    """``{"name": …, "parameters": {…}}``, separated by ``;`` or white space, and nothing else.
+
+    The tag before it is a special token, which is not part of the text as a rule.
+    """
+
+    layout = " \t\r\n;"
+    _TAG = "<|python_tag|>"
+
+    def _read_text(self) -> bool:
+        rest = self._held.lstrip(self.layout if self.num_calls else None)
+        if rest.startswith(self._TAG):
+            rest = rest[len(self._TAG) :].lstrip()
+        if rest.startswith("{"):
+            self._lead = self._held[: len(self._held) - len(rest)]
+            self._held = rest
+            return self._begin_call()
+        if not rest or self._TAG.startswith(rest):
+            return False
+        self._state = self._read_rest
+        return True
+
+    def _refuse(self) -> None:
+        self._held, self._lead = self._lead + self._held, ""
+        self._state = self._read_rest
+
+    def _read_rest(self) -> bool:
+        """Text up to the end: calls would have come first."""
+        self._emit(self._held)
+        self._held = ""
+        return False
+
+
+def _whole_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call whose fields stand in any order."""
+    call = _loads(text, dict)
+    if call is None or len(call) != 2 or not isinstance(call.get("name"), str):
+        return None
+    arguments = next((call[field] for field in _ARGUMENTS if field in call), None)
+    if not isinstance(arguments, dict):
+        return None
+    return call["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def _loads(text: str, kind: type = str) -> Any:
+    """A JSON value of that kind, or None."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, kind) else None
+
+
+def overlap(text: str, tag: str) -> int:
+    """How many characters at the text's end may begin the tag."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0
+
+
+_LONGEST_NAME = 1024
+_NAME = re.compile(rf"[^<>\n]{{1,{_LONGEST_NAME}}}")
+
+
+class Qwen3CoderParser(ToolCallParser):
+    """Such calls, anywhere, any number."""
+
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+    function = "<function="
+    _END = "</function>"
+    _PARAMETER = "<parameter="
+    _VALUE_END = "</parameter>"
+
+    def __init__(self, schemas: Schemas = MappingProxyType({})) -> None:
+        super().__init__(schemas)
+        self._tool = ""
+        self._parameter = ""
+        self._num_arguments = 0
+        self._has_opening = False
+        self._is_value_begun = False
+
+    def finish(self) -> ParsedText:
+        """A string that was cut off is part of its call all the same."""
+        if self._state == self._read_string:
+            self._write_string(self._held)
+            self._held = ""
+        return super().finish()
+
+    def _read_text(self) -> bool:
+        starts = [self._held.find(tag) for tag in (self.opening, self.function)]
+        found = [start for start in starts if start >= 0]
+        if found:
+            self._release(min(found))
+            self._state, self._is_after_call = self._read_head, False
+            return True
+        end = len(self._held) - max(overlap(self._held, t) for t in (self.opening, self.function))
+        if not self._is_after_call or self._held[:end].strip():
+            self._release(end)
+        return False
+
+    def _read_head(self) -> bool:
+        """The tags before the first argument."""
+        self._has_opening = self._held.startswith(self.opening)
+        rest = self._held[len(self.opening) :].lstrip() if self._has_opening else self._held
+        name = self._name_in(rest, self.function)
+        if name is None:
+            return False
+        if not name:
+            self._refuse()
+            return True
+        self._tool, self._num_arguments = name.strip(), 0
+        self._name_call(self._tool, "{")
+        self._held = rest[len(self.function) + len(name) + 1 :]
+        self._state, self._is_after_call = self._read_inside, True
+        return True
+
+    def _name_in(self, text: str, tag: str) -> str | None:
+        """The name in ``<tag=NAME>`` at a text's beginning; empty if there is no such tag, None if
+        that can't be told yet."""
+        if not text.startswith(tag):
+            return None if tag.startswith(text) else ""
+        name = _NAME.match(text, len(tag))
+        end = len(tag) if name is None else name.end()
+        if end == len(text) and end <= len(tag) + _LONGEST_NAME:
+            return None
+        if name is None or text[end] != ">" or not name[0].strip():
+            return ""
+        return name[0]
+
+    def _refuse(self) -> None:
+        tag = self.opening if self._has_opening else self.function
+        self._emit(tag)
+        self._held = self._held[len(tag) :]
+        self._state = self._read_text
+
+    def _read_inside(self) -> bool:
+        """Up to the next argument or the call's end."""
+        text = self._held.lstrip()
+        for end in (self._END, self.closing):
+            if text.startswith(end):
+                self._write("}")
+                self._held = text[len(end) :]
+                self._state = self._read_end if end == self._END else self._read_text
+                return True
+        name = self._name_in(text, self._PARAMETER)
+        if name is None or any(end.startswith(text) for end in (self._END, self.closing)):
+            return False
+        if not name:
+            self._write("}")
+            self._state = self._read_text
+            return True
+        self._parameter = name.strip()
+        types = types_of(self._schemas.get(self._tool, {}), self._parameter)
+        if types - {"string"}:
+            self._state = self._read_value
+            return self._read_value()
+        self._held = text[len(self._PARAMETER) + len(name) + 1 :]
+        self._write(self._key() + '"')
+        self._state, self._is_value_begun = self._read_string, False
+        return True
+
+    def _read_end(self) -> bool:
+        """The outer closing tag, if it is there."""
+        text = self._held.lstrip()
+        if text.startswith(self.closing):
+            self._held = text[len(self.closing) :]
+        elif self.closing.startswith(text):
+            return False
+        self._state = self._read_text
+        return True
+
+    def _read_value(self) -> bool:
+        """An argument that is no string, with its tag: text, if it does not end."""
+        end = self._held.find(self._VALUE_END)
+        if end < 0:
+            return False
+        value = _unwrapped(self._held[self._held.index(">") + 1 : end])
+        types = types_of(self._schemas.get(self._tool, {}), self._parameter)
+        self._write(self._key() + encode_argument(value, types))
+        self._held = self._held[end + len(self._VALUE_END) :]
+        self._state = self._read_inside
+        return True
+
+    def _read_string(self) -> bool:
+        if not self._is_value_begun:
+            self._held = self._held.removeprefix("\n")
+            self._is_value_begun = True
+        end = self._held.find(self._VALUE_END)
+        if end >= 0:
+            self._write_string(self._held[:end].removesuffix("\n"))
+            self._write('"')
+            self._held = self._held[end + len(self._VALUE_END) :]
+            self._state = self._read_inside
+            return True
+        end = len(self._held) - overlap(self._held, self._VALUE_END)
+        end -= self._held[:end].endswith("\n")
+        self._write_string(self._held[:end])
+        self._held = self._held[end:]
+        return False
+
+    def _key(self) -> str:
+        comma = ", " if self._num_arguments else ""
+        self._num_arguments += 1
+        return f"{comma}{json.dumps(self._parameter, ensure_ascii=False)}: "
+
+    def _write_string(self, text: str) -> None:
+        if text:
+            self._write(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _write(self, arguments: str) -> None:
+        self._calls.append(CallDelta(self.num_calls - 1, arguments=arguments))
+
+
+def _unwrapped(value: str) -> str:
+    """Without the line break on either side that the form puts there."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+PARSERS: dict[str, type[ToolCallParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3Parser,
+    "qwen3_coder": Qwen3CoderParser,
+}
+"""By the names that vLLM gives them."""
+
+
+def detect_parser(chat_template: str | None) -> str | None:
+    """The form that a chat template teaches, or None."""
+    if chat_template is None or "tools" not in chat_template:
+        return None
+    if Qwen3CoderParser.function in chat_template:  # within Hermes' tags
+        return "qwen3_coder"
+    if HermesParser.opening in chat_template:
+        return "hermes"
+    is_llama = '"parameters"' in chat_template and "<|start_header_id|>" in chat_template
+    return "llama3_json" if is_llama else None

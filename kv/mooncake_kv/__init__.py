@@ -1,0 +1,1 @@
+"""Moving KV between instances: pull and push connectors, leases, peers; no torch and no engine."""

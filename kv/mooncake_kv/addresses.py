@@ -1,0 +1,72 @@
+"""Where an instance listens for peers, and the address that it advertises to them."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from dataclasses import replace
+
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import KVConfigError
+
+logger = logging.getLogger(__name__)
+
+_SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Documentation addresses (RFC 5737, RFC 3849): the kernel says from which of ours it would reach
+them."""
+
+
+def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
+    """Resolve both, and choose the advertised one where it was left open.
+
+    Raises:
+        KVConfigError: a name has no address; or the instance listens on all addresses, which peers
+            can't connect to, and there is no default route to choose one by.
+    """
+    host = resolve(config.host, "--kv-host")
+    if config.advertise_host:
+        advertised = resolve(config.advertise_host, "--kv-advertise-host")
+        if ipaddress.ip_address(advertised).is_unspecified:
+            raise KVConfigError(
+                f"peers can't connect to --kv-advertise-host {advertised}: name an address"
+            )
+    elif ipaddress.ip_address(host).is_unspecified:
+        advertised = _facing_the_world(host)
+        logger.warning(
+            "listening on %s for peers, who are told %s, the address of the default route; "
+            "--kv-advertise-host names another",
+            host,
+            advertised,
+        )
+    else:
+        advertised = host
+    return replace(config, host=host, advertise_host=advertised)
+
+
+def resolve(host: str, option: str) -> str:
+    """The address of a host, which may be a name, or an address with or without brackets.
+
+    Raises:
+        KVConfigError: it has none.
+    """
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
+        raise KVConfigError(f"{option} {host!r} has no address: {exc}") from exc
+    return str(found[0][4][0])
+
+
+def _facing_the_world(host: str) -> str:
+    """Our address on the default route; nothing is sent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_SOMEWHERE[family], 9))
+            return str(probe.getsockname()[0])
+    except OSError as exc:
+        raise KVConfigError(
+            f"listening on {host}, peers can't be told an address: there is no default route "
+            f"({exc}); give one with --kv-advertise-host"
+        ) from exc

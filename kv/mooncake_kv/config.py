@@ -1,0 +1,129 @@
+"""KVTransferConfig: every option of KV transfer, and the address that peers are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from mooncake_hal.options import option, port_range
+from mooncake_hal.port_range import PortRange
+from mooncake_kv.errors import KVConfigError
+
+
+class LoadFailurePolicy(str, Enum):
+    """What a decode instance does when KV does not come across."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+def read_secret(path: Path) -> str:
+    """A deployment's secret, from a file: everybody on the host can see a command line.
+
+    Raises:
+        KVConfigError: the file can't be read, or is empty.
+    """
+    try:
+        secret = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise KVConfigError(f"can't read --kv-secret-file: {exc}") from exc
+    if not secret:
+        raise KVConfigError(f"--kv-secret-file {path} is empty; put the deployment's secret there")
+    return secret
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """How KV moves between instances. Each field's option says what it means.
+
+    ``api_port`` is the port of the instance's own API, which transports leave alone; 0: none.
+    """
+
+    connector: str = field(
+        default="MooncakeConnector",
+        metadata=option(
+            "--kv-connector",
+            is_unset_by_default=True,
+            metavar="NAME",
+            help="how KV moves between prefill and decode instances: MooncakeConnector (decode "
+            "pulls) or MooncakeLayerwiseConnector (prefill pushes layer by layer)",
+        ),
+    )
+    host: str = field(
+        default="127.0.0.1",
+        metadata=option(
+            "--kv-host",
+            metavar="HOST",
+            help="address that the side channel and transports listen on",
+        ),
+    )
+    advertise_host: str = field(
+        default="",
+        metadata=option(
+            "--kv-advertise-host",
+            metavar="HOST",
+            help="address that peers connect to",
+            default_text="--kv-host; where that is 0.0.0.0 or ::, the address of the default route",
+        ),
+    )
+    port: int = field(
+        default=0,
+        metadata=option(
+            "--kv-port", metavar="PORT", help="port of the side channel; 0 takes a free one"
+        ),
+    )
+    port_range: PortRange | None = field(
+        default=None,
+        metadata=option(
+            "--kv-port-range",
+            parse=port_range,
+            metavar="FIRST-LAST",
+            help="range that the side channel and the transports of all ranks take free ports from",
+            default_text="any port",
+        ),
+    )
+    api_port: int = 0
+    transports: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "--transport",
+            is_repeated=True,
+            metavar="NAME",
+            help="transport for KV: shm, tcp, rdma, ...; repeat it in order of preference",
+            default_text="the best that both ends have",
+        ),
+    )
+    secret: str = field(
+        default="",
+        metadata=option(
+            "--kv-secret-file",
+            parse=Path,
+            to_field=read_secret,
+            default=None,
+            metavar="FILE",
+            help="file with the secret that all instances of a deployment share",
+        ),
+    )
+    lease_s: float = field(
+        default=30.0,
+        metadata=option(
+            "--lease-seconds",
+            metavar="SECONDS",
+            help="how long a prefill instance keeps finished KV without a message from the peer",
+        ),
+    )
+    transfer_timeout_s: float = field(
+        default=30.0,
+        metadata=option(
+            "--transfer-timeout-seconds",
+            metavar="SECONDS",
+            help="deadline of one request's KV transfer; the same on both sides",
+        ),
+    )
+    load_failure: LoadFailurePolicy = field(
+        default=LoadFailurePolicy.RECOMPUTE,
+        metadata=option(
+            "--kv-load-failure", help="what to do with a request whose KV did not arrive"
+        ),
+    )

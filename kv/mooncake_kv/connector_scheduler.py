@@ -1,0 +1,229 @@
+"""What every connector does beside the scheduler: wait for ranks, bind the side channel, serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from mooncake_hal.session.addressing import host_identity
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector import (
+    CompatibilityReport,
+    ConnectorFailed,
+    PostEvent,
+    RankEndpointInfo,
+    Topology,
+)
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
+from mooncake_kv.io_loop import IoLoop, Spawn
+from mooncake_kv.params import InstanceAddress
+from mooncake_kv.peers import Handshake, PeerTable
+from mooncake_kv.protocol import AnyMessage
+from mooncake_kv.ranks import (
+    LoadReport,
+    PushReport,
+    RankGroup,
+    RankReady,
+    SendToRank,
+    decode_from_rank,
+)
+from mooncake_kv.side_channel import SideChannelServer
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+
+CLOSING_ROUNDS = 4
+"""Of the loop, in which connections that were closed end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorContext:
+    """What a connector's senders and receivers work with.
+
+    Args:
+        instance: this one.
+        lease_s: how long KV is held without a word from its reader.
+        post: takes events.
+        spawn: runs a task on the connector's loop; its failure is the engine's.
+        clock: seconds, monotonic.
+        can_revoke: whether a write ends with its writer, by every transport of this instance.
+        landing_s: how long one may outlast its writer where it does not end with it.
+        incompatible: the peers whose handshake was refused, by either end.
+    """
+
+    instance: InstanceMetadata
+    lease_s: float
+    post: PostEvent
+    spawn: Spawn
+    clock: Callable[[], float] = time.monotonic
+    can_revoke: bool = True
+    landing_s: float = 0.0
+    incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What a sender or a receiver has done so far: ``refused`` of the ``failures`` were with peers
+    that can't exchange KV with this instance."""
+
+    transfers: int = 0
+    failures: int = 0
+    refused: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class ConnectorScheduler(ABC):
+    """Life cycle of a connector's scheduler side. Its subclass brings a sender and a receiver.
+
+    Args:
+        config: addresses, secret, deadlines.
+        num_ranks: of this instance.
+        check_compatible: judges peers that this instance asks.
+    """
+
+    def __init__(
+        self, config: KVTransferConfig, num_ranks: int, check_compatible: CompatibilityCheck
+    ) -> None:
+        self._config = config
+        self._num_ranks = num_ranks
+        self._check_compatible = check_compatible
+        self._incompatible = IncompatiblePeers()
+        self._readiness: dict[int, RankReady] = {}
+        self._ranks_ready = threading.Event()
+        self._is_started = False
+
+    @abstractmethod
+    def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
+        """Build sender and receiver; returns what runs beside them until the end. Loop thread."""
+
+    @abstractmethod
+    def _handle(self, message: AnyMessage) -> AnyMessage:
+        """Reply to a peer; quick, and raises nothing but HandshakeRefused. Loop thread."""
+
+    @abstractmethod
+    def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
+        """A rank has drained a load or a push. Loop thread."""
+
+    @abstractmethod
+    async def _drain(self) -> bool:
+        """End what must not go on after the side channel has fallen silent; False if something
+        does. Loop thread."""
+
+    def on_rank_message(self, rank: int, message: bytes) -> None:
+        decoded = decode_from_rank(message)
+        if isinstance(decoded, RankReady):
+            self._readiness[rank] = decoded
+            if len(self._readiness) == self._num_ranks:
+                self._ranks_ready.set()
+        else:
+            self._loop.call(self._take_report, rank, decoded)
+
+    def start(self, instance: InstanceMetadata, *, send: SendToRank, post: PostEvent) -> None:
+        if not self._ranks_ready.wait(START_TIMEOUT_S):
+            raise KVConfigError(
+                f"{len(self._readiness)} of {self._num_ranks} ranks opened their "
+                f"transports within {START_TIMEOUT_S:g} s"
+            )
+        ready = [self._readiness[rank] for rank in range(self._num_ranks)]
+        self._instance = msgspec.structs.replace(
+            instance, ranks=tuple(rank.metadata for rank in ready), host=_host()
+        )
+        self._ranks = RankGroup(self._num_ranks, send)
+        self._loop = IoLoop("kv-connector", lambda exc: post(ConnectorFailed(exc)))
+        can_revoke = all(rank.can_revoke for rank in ready)
+        try:
+            self._loop.run(self._open(post, can_revoke), START_TIMEOUT_S)
+        except BaseException:
+            self._loop.close()
+            raise
+        self._is_started = True
+
+    def close(self) -> None:
+        if not self._is_started:
+            return
+        self._is_started = False
+        self._loop.run(self._shut(), START_TIMEOUT_S + self._config.transfer_timeout_s)
+        self._loop.close()
+
+    def compatibility(self) -> CompatibilityReport:
+        return CompatibilityReport(self._instance.engine_id, self._incompatible.engine_ids)
+
+    def topology(self) -> Topology:
+        instance, address = self._instance, self._address
+        return Topology(
+            instance.engine_id,
+            address.host,
+            address.port,
+            instance.tp_size,
+            instance.pp_size,
+            instance.block_size,
+            instance.hardware.backend,
+            instance.hardware.generation,
+            tuple(RankEndpointInfo(rank.endpoints) for rank in instance.ranks),
+        )
+
+    async def _open(self, post: PostEvent, can_revoke: bool) -> None:
+        config = self._config
+        secret = config.secret.encode()
+        server = await SideChannelServer.listen(config.host, _ports(config), secret, self._handle)
+        self._server = server
+        self._peers = PeerTable(
+            secret,
+            Handshake(self._instance, self._ranks, self._check_compatible, self._incompatible),
+        )
+        self._address = InstanceAddress(
+            self._instance.engine_id,
+            config.advertise_host or config.host,
+            server.port,
+            self._instance.tp_size,
+            self._instance.block_size,
+            config.lease_s,
+        )
+        context = ConnectorContext(
+            self._instance,
+            config.lease_s,
+            post,
+            self._loop.spawn,
+            can_revoke=can_revoke,
+            landing_s=config.transfer_timeout_s,
+            incompatible=self._incompatible,
+        )
+        for task in (*self._open_flows(context), server.serve(), self._peers.sweep()):
+            self._loop.spawn(task)
+        host = self._address.host
+        advertised = "" if host == config.host else f", {host} for peers"
+        logger.info("KV side channel on %s port %d%s", config.host, server.port, advertised)
+
+    async def _shut(self) -> None:
+        if not await self._drain():
+            # A port that nobody listens on says that nobody writes: keep it until the process ends.
+            logger.error("writes to peers have not ended; their blocks stay reserved until we do")
+            return
+        self._peers.close()
+        self._server.close()
+        for _ in range(CLOSING_ROUNDS):
+            await asyncio.sleep(0)
+
+
+def _host() -> str:
+    """Which host this is; empty where the kernel does not show what tells it from others."""
+    try:
+        return host_identity()
+    except OSError:
+        return ""
+
+
+def _ports(config: KVTransferConfig) -> Iterable[int]:
+    """What the side channel may listen on; 0 is any free port."""
+    return config.port_range if config.port_range and not config.port else (config.port,)

@@ -1,0 +1,253 @@
+"""Base class of a connector's per-rank side: opens transports, takes orders, ends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import msgspec
+
+from mooncake_hal.backend import Event
+from mooncake_hal.errors import HalError
+from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.layout import KVLayout
+from mooncake_hal.negotiation import AUTO, Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.handshake import RankMetadata
+from mooncake_kv.ranks import RankReady, encode
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Wanted(TypedDict):
+    """The arguments of ``Transports.open`` that choose transports."""
+
+    wanted: str
+    allowed: Sequence[str]
+
+
+def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> Wanted:
+    """Which transports a rank opens: those that were asked for, or all that move its memory.
+
+    Args:
+        config: may name some.
+        movers: those that can move the memory, best first.
+    """
+    forced = config.transports
+    return Wanted(wanted=forced[0] if len(forced) == 1 else AUTO, allowed=forced or movers)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """A rank's KV memory, which somebody else owns, and which outlives the worker.
+
+    Args:
+        geometry: of the whole model's KV.
+        shard: the part of it that this rank holds.
+        layout: where each of its blocks lies.
+        region: the memory, to be registered with transports.
+        transports: names of those that can move it, best first.
+    """
+
+    geometry: KVGeometry
+    shard: KVShard
+    layout: KVLayout
+    region: MemoryRegion
+    transports: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What a connector's worker gets to work with.
+
+    Args:
+        rank: which rank of the instance this is.
+        config: addresses, secret, deadlines.
+        memory: what it moves.
+        registry: of transports.
+        make_event: a new event on the rank's device. The worker records it behind the step's
+            kernels in the step's thread, and waits for it in a thread of its own.
+        bind_thread: makes the rank's device current in the calling thread.
+        emit: sends a message to the scheduler side. Any thread; never blocks for long.
+        fail: a background thread died of this; the instance ends with it.
+    """
+
+    rank: int
+    config: KVTransferConfig
+    memory: RankMemory
+    registry: Registry
+    make_event: Callable[[], Event]
+    bind_thread: Callable[[], None]
+    emit: Callable[[bytes], None]
+    fail: Callable[[BaseException], None]
+
+
+LayerDone = Callable[[int], None]
+"""Takes a held layer's number in the model once the step's KV of that layer is enqueued."""
+
+
+class PushStep(msgspec.Struct, frozen=True, gc=False):
+    """What a step computes of one request whose KV is pushed. A Struct, because it is made in the
+    step's thread.
+
+    Args:
+        request_id: which.
+        stop: the step runs its tokens before this one.
+        new_block_ids: what its block table grows by before the step.
+        restart: its block table, if it runs for the first time or starts over after preemption;
+            all of it is sent again then.
+    """
+
+    request_id: str
+    stop: int
+    new_block_ids: tuple[int, ...] = ()
+    restart: tuple[int, ...] | None = None
+
+
+class RankTransports:
+    """A rank's KV memory, registered with every transport it may use. Any thread.
+
+    Args:
+        config: names the transports wanted, and the deployment's secret.
+        memory: what they move.
+        registry: of transports.
+
+    Raises:
+        KVConfigError: a transport that was asked for can't be used here, or none can.
+    """
+
+    def __init__(self, config: KVTransferConfig, memory: RankMemory, registry: Registry) -> None:
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._connecting: dict[tuple[str, int], threading.Lock] = {}
+        self._lock = threading.Lock()
+        secret = config.secret.encode()
+        options = EndpointOptions(
+            host=config.host,
+            advertise_host=config.advertise_host or None,
+            port_range=config.port_range,
+            secret=secret,
+            device=memory.region.device,
+        )
+        try:
+            self._transports = Transports.open(
+                registry, options, **transports_wanted(config, memory.transports)
+            )
+            self._transports.register(memory.region)
+        except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be
+            raise KVConfigError(f"KV can't be moved as asked: {exc}") from exc
+
+    @property
+    def addresses(self) -> dict[str, bytes]:
+        """What peers connect to, by transport, best first."""
+        return self._transports.addresses
+
+    @property
+    def can_revoke(self) -> bool:
+        """Whether each of these transports stops what is in flight; see ``Transport``."""
+        return self._transports.can_revoke
+
+    def peer(self, engine_id: str, rank: int, addresses: dict[str, bytes]) -> Peer:
+        """The connection to a peer's rank, made at first use by the best common transport.
+
+        Raises:
+            TransportUnavailable: no common transport reaches it; says why for each.
+            TransferError: it can't be connected to.
+        """
+        with self._lock:
+            connecting = self._connecting.setdefault((engine_id, rank), threading.Lock())
+        with connecting:  # callers that want the same peer wait, others don't
+            known = self._peers.get((engine_id, rank))
+            if known is not None:
+                return known
+            choice = self._transports.connect(addresses, timeout=CONNECT_TIMEOUT_S)
+            with self._lock:
+                self._peers[engine_id, rank] = choice.peer
+        logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
+        return choice.peer
+
+    def forget(self, engine_id: str) -> None:
+        """Drop the connections to all ranks of a peer. Idempotent."""
+        with self._lock:
+            keys = [key for key in self._peers if key[0] == engine_id]
+            peers = [self._peers.pop(key) for key in keys]
+            for key in [key for key in self._connecting if key[0] == engine_id]:
+                del self._connecting[key]
+        for peer in peers:
+            peer.close()
+
+    def close(self) -> None:
+        """Close all connections and endpoints. Idempotent."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()
+        self._transports.close()
+
+
+class ConnectorWorker(ABC):
+    """One rank's half of a connector. Its subclass moves the bytes.
+
+    Args:
+        context: the rank's memory, and its way to the scheduler side.
+
+    Raises:
+        KVConfigError: the configuration can't be followed here.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self._timeout_s = context.config.transfer_timeout_s
+        self._transports = RankTransports(context.config, context.memory, context.registry)
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @abstractmethod
+    def _obey(self, message: bytes) -> None:
+        """Act on a message of the scheduler side. The lock is held."""
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """End what moves, and wait for that; no message comes any more."""
+
+    def receive(self, message: bytes) -> None:
+        """Take a message of the scheduler side; long work goes to threads of the worker. What comes
+        when it closes is dropped."""
+        with self._lock:
+            if not self._is_closed:
+                self._obey(message)
+
+    def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
+        """A step is about to run these requests' tokens. The step's thread; returns at once.
+
+        Returns:
+            To be called in the step's thread with each layer whose writes of KV are enqueued
+            on the device; None if nothing waits for layers. What it is not called for is sent after
+            ``end_step``, so that a captured graph, which calls nothing, is correct, too.
+        """
+        return None
+
+    def end_step(self) -> None:  # noqa: B027  # a worker that reads has nothing to do here
+        """The step's kernels are all enqueued; comes before the next ``begin_step`` at the latest.
+        The step's thread."""
+
+    def close(self) -> None:
+        """Stop all threads and withdraw the memory from peers. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        self._drain()
+        self._transports.close()
+
+    def _announce(self) -> None:
+        """Tell the scheduler side what is here and how to reach it; orders may come from now on."""
+        memory, transports = self.context.memory, self._transports
+        metadata = RankMetadata(memory.shard, memory.layout, transports.addresses)
+        self.context.emit(encode(RankReady(metadata, transports.can_revoke)))

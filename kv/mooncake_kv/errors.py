@@ -1,0 +1,57 @@
+"""Every error of mooncake_kv.
+
+KVError
+├── KVConfigError          a connector can't be set up as asked
+│   └── SideChannelPortTaken
+├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
+└── KVTransferError        KV did not come across; the request says what happens next
+    ├── HandshakeRefused   the peer's metadata contradict ours
+    ├── LeaseLost          the peer no longer holds the KV that it promised
+    ├── PeerGone           that epoch of the peer is dead for certain
+    ├── PeerAbsent         it is not at its address: dead, or the way there has changed
+    └── BadFrame           a side-channel message that can't be honoured
+"""
+
+from __future__ import annotations
+
+
+class KVError(Exception):
+    """Base of everything that mooncake_kv raises on purpose."""
+
+
+class KVConfigError(KVError):
+    """A connector can't be set up as asked: what was wanted, what was found, what to do."""
+
+
+class SideChannelPortTaken(KVConfigError):
+    """All ports that the side channel may have are in use."""
+
+
+class InvalidKVParams(KVError):
+    """``kv_transfer_params`` that can't be honoured; says which field, and what was wanted."""
+
+
+class KVTransferError(KVError):
+    """KV did not come across."""
+
+
+class HandshakeRefused(KVTransferError):
+    """The peer's metadata contradict ours; both values are in the message."""
+
+
+class LeaseLost(KVTransferError):
+    """The peer no longer holds, or never held, the KV that it promised."""
+
+
+class PeerGone(KVTransferError):
+    """That epoch of a peer is dead for certain: nothing of it writes any more."""
+
+
+class PeerAbsent(KVTransferError):
+    """Nobody listens at a peer's address, or somebody else does: it is dead, or what stands between
+    (a load balancer, an address that was translated) leads elsewhere now, and it may still write
+    until its lease is over."""
+
+
+class BadFrame(KVTransferError):
+    """A payload that is too long, or not a message of ours."""

@@ -1,0 +1,218 @@
+"""What instances say of themselves in the handshake, and which of them can't exchange KV."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from mooncake_hal.deployment import Hardware, InstanceInfo, check_compatibility
+from mooncake_hal.errors import DeploymentRefused, PlanError
+from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.layout import KVLayout
+from mooncake_hal.kv.transfer_plan import KVShardSpec, elect_sources
+from mooncake_kv.errors import HandshakeRefused
+
+
+class RankMetadata(msgspec.Struct, frozen=True):
+    """One rank.
+
+    Args:
+        shard, layout: what it holds, and where.
+        endpoints: transport name to the address that a peer's endpoint connects to.
+    """
+
+    shard: KVShard
+    layout: KVLayout
+    endpoints: dict[str, bytes]
+
+    @property
+    def placement(self) -> KVShardSpec:
+        """As the planner takes it."""
+        return KVShardSpec(self.shard, self.layout)
+
+
+class InstanceMetadata(msgspec.Struct, frozen=True):
+    """One instance, as it is: measured, not configured.
+
+    Args:
+        engine_id: name of this epoch.
+        model_fingerprint, tokenizer_fingerprint: equal for equal files.
+        geometry: of the whole model's KV.
+        block_size: tokens per block.
+        hardware: what it runs on.
+        ranks: all of its ranks: stage after stage, and within one by tensor-parallel rank.
+        host: the kernel and network namespace that its side channel is in; empty if that is not
+            known.
+    """
+
+    engine_id: str
+    model_fingerprint: str
+    tokenizer_fingerprint: str
+    geometry: KVGeometry
+    block_size: int
+    hardware: Hardware
+    ranks: tuple[RankMetadata, ...] = ()
+    host: str = ""
+
+    @property
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return len({(rank.shard.layer_start, rank.shard.layer_stop) for rank in self.ranks})
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of a stage."""
+        return len(self.ranks) // self.pp_size
+
+    @property
+    def compatibility_info(self) -> InstanceInfo:
+        """What the rules of deployments look at."""
+        return InstanceInfo(self.hardware, self.tp_size, self.block_size, self.pp_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    what: str
+    prefill: object
+    decode: object
+
+
+CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], None]
+"""``check_decode_peer`` or ``check_prefill_peer``: takes our metadata and the peer's."""
+
+
+def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> None:
+    """Whether KV of one instance can serve the other. Both sides run this on what the peer says.
+
+    Raises:
+        HandshakeRefused: names the first fact that differs, with both values.
+    """
+    for instance in (prefill, decode):
+        _check_ranks(instance)
+    for check in (
+        _Check("model", prefill.model_fingerprint, decode.model_fingerprint),
+        _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint),
+        _Check("KV geometry", prefill.geometry, decode.geometry),
+    ):
+        if check.prefill != check.decode:
+            raise HandshakeRefused(
+                f"{check.what} differs: the prefill instance has {check.prefill}, "
+                f"the decode instance {check.decode}; serve the same model with the same dtype"
+            )
+    try:
+        check_compatibility(prefill.compatibility_info, decode.compatibility_info)
+    except DeploymentRefused as exc:
+        raise HandshakeRefused(str(exc)) from exc
+
+
+def check_decode_peer(own: InstanceMetadata, peer: InstanceMetadata) -> None:
+    """``check_compatible`` for an instance that prefills for that peer."""
+    check_compatible(prefill=own, decode=peer)
+
+
+def check_prefill_peer(own: InstanceMetadata, peer: InstanceMetadata) -> None:
+    """``check_compatible`` for an instance that continues what that peer prefilled."""
+    check_compatible(prefill=peer, decode=own)
+
+
+def _check_ranks(instance: InstanceMetadata) -> None:
+    """What an instance says of its memory must make sense, because addresses come of it."""
+    for index, rank in enumerate(instance.ranks):
+        if not _is_sound(rank, instance):
+            raise HandshakeRefused(
+                f"rank {index} of instance {instance.engine_id} describes its KV memory in a way "
+                f"that contradicts itself or the model: {rank.shard}, {rank.layout}; run the same "
+                "release on both"
+            )
+    geometry = instance.geometry
+    whole = KVShard(0, geometry.layers, 0, geometry.kv_heads)
+    try:
+        elect_sources(whole, [rank.shard for rank in instance.ranks], spread=0)
+    except PlanError as exc:
+        raise HandshakeRefused(
+            f"the ranks of instance {instance.engine_id} don't hold the model's KV between them: "
+            f"{exc}; run the same release on both"
+        ) from exc
+
+
+def _is_sound(rank: RankMetadata, instance: InstanceMetadata) -> bool:
+    shard, layout, geometry = rank.shard, rank.layout, instance.geometry
+    strides = (layout.block_strides, layout.head_strides, layout.token_strides)
+    return (
+        0 <= shard.layer_start < shard.layer_stop <= geometry.layers
+        and 0 <= shard.head_start < shard.head_stop <= geometry.kv_heads
+        and layout.block_size == instance.block_size >= 1
+        and [len(bases) for bases in layout.bases] == [shard.layers] * geometry.planes
+        and all(len(plane_strides) == geometry.planes for plane_strides in strides)
+        and all(
+            0 <= number < ADDRESS_LIMIT for axis in (*layout.bases, *strides) for number in axis
+        )
+    )
+
+
+ADDRESS_LIMIT = 1 << 63
+SAMPLES_PER_FILE = 16
+SAMPLE_BYTES = 4096
+
+
+def model_fingerprint(directory: Path) -> str:
+    """A name for a checkpoint: its configuration, and the sizes and samples of its weights.
+
+    Training changes practically every weight, so that a few pages of each file distinguish
+    models without reading gigabytes.
+    """
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for weights in sorted(directory.glob("*.safetensors")):
+        size = weights.stat().st_size
+        digest.update(f"{weights.name}:{size};".encode())
+        with weights.open("rb") as file:
+            for index in range(SAMPLES_PER_FILE):
+                file.seek(size * index // SAMPLES_PER_FILE)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+logger = logging.getLogger(__name__)
+
+MAX_INCOMPATIBLE_PEERS = 256
+
+
+class IncompatiblePeers:
+    """Incarnations whose handshake was refused. Metadata don't change in an instance's life, so
+    that such a pair never fits. Noted on the loop's thread, read on any.
+
+    Attributes:
+        engine_ids: the latest ones.
+        num_peers: all there ever were.
+    """
+
+    def __init__(self) -> None:
+        self.engine_ids: tuple[str, ...] = ()
+        self.num_peers = 0
+
+    def __contains__(self, engine_id: str) -> bool:
+        return engine_id in self.engine_ids
+
+    def note(self, engine_id: str, reason: str) -> None:
+        """Remember a peer, and say so once."""
+        if engine_id in self.engine_ids:
+            return
+        self.engine_ids = (*self.engine_ids, engine_id)[-MAX_INCOMPATIBLE_PEERS:]
+        self.num_peers += 1
+        logger.error(
+            "instance %s and this one can't exchange KV for as long as both run: %s. Each request "
+            "that is sent across them is prefilled twice: restart one of the two with settings "
+            "that fit the other, or take one out of the proxy's pools",
+            engine_id,
+            reason,
+        )
+
+    def level(self, engine_id: str) -> int:
+        """How loudly to log that a request's KV did not come across: of a refused peer all has
+        been said."""
+        return logging.INFO if engine_id in self.engine_ids else logging.WARNING

@@ -1,0 +1,207 @@
+"""Which blocks are held for a peer, until when, and how each of them ended. Pure: the clock is an
+argument.
+
+``LeaseTable``: finished prompts that a decode instance pulls. A lease ends when the decode instance
+releases it, when we do, or when it times out. We can't stop a one-sided read. Timing out is safe
+only because the reader asks, after the read, whether the lease was valid the whole time; the reply
+stays the same however often it is asked.
+
+``ReservationTable``: blocks that a prefill instance may write. A reservation is granted to one
+writer. Until then it can be taken back at once. From then on its blocks are not free before the
+writer has said that it is drained, or is known to be dead. A silent writer makes the request stop
+waiting, but its blocks stay reserved. All messages may come early, late, twice or from strangers;
+the reply to a repeated one stays the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from mooncake_kv.protocol import LeaseStatus, Writer
+
+NO_READER = ""
+REMEMBERED_ENDINGS = 65_536
+
+
+class LeaseTable:
+    """Leases by request id. Pure: the clock is an argument.
+
+    Args:
+        duration_s: how long a lease lasts without a renewal.
+    """
+
+    def __init__(self, duration_s: float) -> None:
+        self.duration_s = duration_s
+        self._deadlines: OrderedDict[str, float] = OrderedDict()  # soonest first
+        self._endings: OrderedDict[str, tuple[LeaseStatus, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def grant(self, request_id: str, now: float) -> None:
+        """Begin to hold a request's KV."""
+        self._deadlines[request_id] = now + self.duration_s
+
+    def renew(self, request_ids: Iterable[str], now: float) -> tuple[str, ...]:
+        """Extend leases; returns those that are not held."""
+        lost = []
+        for request_id in request_ids:
+            if request_id in self._deadlines:
+                self._deadlines[request_id] = now + self.duration_s
+                self._deadlines.move_to_end(request_id)
+            else:
+                lost.append(request_id)
+        return tuple(lost)
+
+    def end(self, request_id: str, ending: LeaseStatus, reader: str = NO_READER) -> LeaseStatus:
+        """End a lease by somebody's word; returns how it ended, now or back then.
+
+        One that a reader released is EXPIRED for every other: it may have read later.
+        """
+        if self._deadlines.pop(request_id, None) is not None:
+            self._remember(request_id, ending, reader)
+            return ending
+        status, by = self._endings.get(request_id, (LeaseStatus.UNKNOWN, NO_READER))
+        return LeaseStatus.EXPIRED if status is LeaseStatus.RELEASED and by != reader else status
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether the lease is running."""
+        return request_id in self._deadlines
+
+    def expire(self, now: float) -> list[str]:
+        """End the leases whose deadline has passed; returns them."""
+        expired = []
+        while self._deadlines:
+            request_id, deadline = next(iter(self._deadlines.items()))
+            if deadline > now:
+                break
+            self.end(request_id, LeaseStatus.EXPIRED)
+            expired.append(request_id)
+        return expired
+
+    def _remember(self, request_id: str, ending: LeaseStatus, reader: str) -> None:
+        self._endings[request_id] = ending, reader
+        if len(self._endings) > REMEMBERED_ENDINGS:
+            self._endings.popitem(last=False)
+
+
+Written = tuple[tuple[int, int, int], ...]
+
+
+class ReservationState(Enum):
+    """Where a reservation stands."""
+
+    OFFERED = auto()
+    """Sent to the metaserver; no writer yet."""
+    GRANTED = auto()
+    """A writer was let in, and is expected to say how it ended."""
+    REVOKED = auto()
+    """We want it back; the writer may not have stopped yet."""
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Blocks of one request.
+
+    Args:
+        request_id: ours.
+        num_tokens: how many tokens' KV has to come.
+        deadline: without a word until then, the peer is looked for or given up.
+        last_heard: when the writer last said something.
+    """
+
+    request_id: str
+    num_tokens: int
+    deadline: float
+    last_heard: float
+    stage: ReservationState = ReservationState.OFFERED
+    writer: Writer | None = None
+
+
+class ReservationTable:
+    """Reservations by request id.
+
+    Args:
+        open_s: how long a reservation waits for its writer.
+        silence_s: how long a writer may say nothing.
+    """
+
+    def __init__(self, open_s: float, silence_s: float) -> None:
+        self._open_s = open_s
+        self._silence_s = silence_s
+        self._held: dict[str, Reservation] = {}
+        self._endings: OrderedDict[str, tuple[LeaseStatus, Writer | None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, request_id: str) -> Reservation | None:
+        """The reservation, if it has not ended."""
+        return self._held.get(request_id)
+
+    def reserve(self, request_id: str, num_tokens: int, now: float) -> None:
+        """Blocks are ready for a writer."""
+        self._held[request_id] = Reservation(request_id, num_tokens, now + self._open_s, now)
+
+    def open(self, request_id: str, writer: Writer, now: float) -> LeaseStatus:
+        """Let a writer in: HELD; a second one is not: EXPIRED."""
+        held = self._held.get(request_id)
+        if held is None:
+            return self._endings.get(request_id, (LeaseStatus.UNKNOWN, None))[0]
+        if held.stage is ReservationState.OFFERED:
+            held.stage, held.writer = ReservationState.GRANTED, writer
+        if held.stage is not ReservationState.GRANTED or held.writer != writer:
+            return LeaseStatus.EXPIRED
+        self._heard(held, now)
+        return LeaseStatus.HELD
+
+    def renew(self, request_ids: Iterable[str], now: float) -> tuple[str, ...]:
+        """A writer is alive; returns those that it should stop."""
+        lost = []
+        for request_id in request_ids:
+            held = self._held.get(request_id)
+            if held is not None and held.stage is not ReservationState.OFFERED:
+                self._heard(held, now)
+            if held is None or held.stage is not ReservationState.GRANTED:
+                lost.append(request_id)
+        return tuple(lost)
+
+    def end(self, request_id: str, writer: Writer | None, ending: LeaseStatus) -> bool:
+        """The writer says that it is drained (None: we know); False if that changes nothing."""
+        held = self._held.get(request_id)
+        if held is None or (writer is not None and held.writer not in (None, writer)):
+            return False
+        del self._held[request_id]
+        self._endings[request_id] = ending, writer
+        if len(self._endings) > REMEMBERED_ENDINGS:
+            self._endings.popitem(last=False)
+        return True
+
+    def ending(self, request_id: str, writer: Writer) -> LeaseStatus:
+        """How a reservation ended for that writer."""
+        status, by = self._endings.get(request_id, (LeaseStatus.UNKNOWN, None))
+        return LeaseStatus.EXPIRED if status is LeaseStatus.RELEASED and by != writer else status
+
+    def revoke(self, request_id: str, now: float) -> bool:
+        """Take it back; True if it is free at once, since it had no writer."""
+        held = self._held.get(request_id)
+        if held is None:
+            return False
+        if held.stage is ReservationState.OFFERED:
+            return self.end(request_id, None, LeaseStatus.EXPIRED)
+        held.stage = ReservationState.REVOKED
+        return False
+
+    def overdue(self, now: float) -> list[Reservation]:
+        """Those whose deadline has passed; each is named again after another silence."""
+        late = [held for held in self._held.values() if held.deadline <= now]
+        for held in late:
+            held.deadline = now + self._silence_s
+        return late
+
+    def _heard(self, held: Reservation, now: float) -> None:
+        held.last_heard = now
+        held.deadline = now + self._silence_s

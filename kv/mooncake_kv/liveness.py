@@ -1,0 +1,185 @@
+"""Keepalives to peers that hold something for us, and a look for peers that have fallen silent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from mooncake_hal.timing import timeout
+from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.io_loop import Spawn
+from mooncake_kv.params import RemoteKV
+from mooncake_kv.peers import PeerAddress, PeerTable
+from mooncake_kv.protocol import StatusReply, StatusRequest
+
+KEEPALIVES_PER_LEASE = 6
+LONGEST_PUSH_PAUSE_S = 1.0
+"""Between the keepalives of an instance that pushes, however long the leases are."""
+
+SHORTEST_PAUSE_S = 0.02
+"""Whatever lease a request names."""
+
+
+class HasRemote(Protocol):
+    """Something that a peer holds for us, or waits for."""
+
+    @property
+    def remote(self) -> RemoteKV:
+        """What, and where."""
+        ...
+
+
+Item = TypeVar("Item", bound=HasRemote)
+_Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepaliveInterval:
+    """How often signs are given.
+
+    Args:
+        lease_s: how long this instance itself waits.
+        longest_s: the longest pause, however long the leases are.
+    """
+
+    lease_s: float
+    longest_s: float = float("inf")
+
+    def of(self, remotes: Iterable[RemoteKV]) -> float:
+        """Seconds between keepalives: a sixth of the shortest lease among these peers and us."""
+        leases = (remote.lease_s for remote in remotes if remote.lease_s is not None)
+        shortest_s = min((self.lease_s, *leases))
+        return max(min(shortest_s / KEEPALIVES_PER_LEASE, self.longest_s), SHORTEST_PAUSE_S)
+
+
+class Keepalive(Generic[Item]):
+    """One message per peer and pause; a silent peer delays no other. Loop thread only.
+
+    Args:
+        interval: how often.
+        send: sends a peer one keepalive for these items, by request id, within that many seconds.
+        spawn: runs a task on the loop.
+    """
+
+    def __init__(
+        self,
+        interval: KeepaliveInterval,
+        send: Callable[[dict[str, Item], float], Awaitable[None]],
+        spawn: Spawn,
+    ) -> None:
+        self._interval = interval
+        self._send = send
+        self._spawn = spawn
+        self._in_flight: set[_Key] = set()
+        self._pause_s = 0.0
+        self._is_shorter = asyncio.Event()
+
+    def hasten(self, remote: RemoteKV) -> None:
+        """Start covering this peer; wake up early if its lease is shorter."""
+        if self._interval.of([remote]) < self._pause_s:
+            self._is_shorter.set()
+
+    async def give(self, concerned: Callable[[], Mapping[str, Item]]) -> None:
+        """Send every peer a keepalive for what it holds, again and again, until cancelled."""
+        while True:
+            await self._pause(concerned)
+            by_peer: defaultdict[_Key, dict[str, Item]] = defaultdict(dict)
+            for request_id, item in concerned().items():
+                remote = item.remote
+                by_peer[remote.engine_id, remote.host, remote.port][request_id] = item
+            for key, group in by_peer.items():
+                if key not in self._in_flight:
+                    self._in_flight.add(key)
+                    self._spawn(self._send_one(key, group))
+
+    async def _send_one(self, key: _Key, group: dict[str, Item]) -> None:
+        try:
+            await self._send(group, self._interval.of(item.remote for item in group.values()))
+        finally:
+            self._in_flight.discard(key)
+
+    async def _pause(self, concerned: Callable[[], Mapping[str, Item]]) -> None:
+        """Wait until the next keepalive is due; a shorter lease cuts it short."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._pause_s = self._longest_pause(concerned())
+        while (left_s := began + self._pause_s - loop.time()) > 0:
+            self._is_shorter.clear()
+            with suppress(asyncio.TimeoutError):
+                async with timeout(left_s):
+                    await self._is_shorter.wait()
+            self._pause_s = min(self._pause_s, self._longest_pause(concerned()))
+
+    def _longest_pause(self, concerned: Mapping[str, Item]) -> float:
+        return self._interval.of(item.remote for item in concerned.values())
+
+
+CONNECT_TIMEOUT_S = 2.0
+
+
+async def request_status(
+    writer: PeerAddress, request_ids: Sequence[str], peers: PeerTable, *, is_near: bool
+) -> StatusReply:
+    """Ask an instance how its pushes stand.
+
+    Args:
+        writer: the epoch, and its side channel.
+        request_ids: its own names for them.
+        peers: of all peers.
+        is_near: whether its side channel is in this process' network namespace.
+
+    Raises:
+        PeerGone: nothing listens at its address, or another instance, and our own kernel says so. A
+            side channel listens for as long as its process may write: it is dead.
+        PeerAbsent: the same, said by another host, which may not be the writer's.
+        KVTransferError: it can't be known.
+    """
+    try:
+        await _probe(writer)
+    except ConnectionRefusedError as exc:
+        raise await _missing(writer, "nobody", peers, is_near=is_near) from exc
+    except (OSError, asyncio.TimeoutError) as exc:
+        raise KVTransferError(f"instance {writer.engine_id} can't be reached: {exc!r}") from exc
+    named = tuple(request_ids)
+    reply = await peers.get(writer).client.ask(
+        lambda ticket: StatusRequest(ticket, named), StatusReply, tries=1
+    )
+    if reply.engine_id != writer.engine_id:
+        raise await _missing(writer, reply.engine_id, peers, is_near=is_near)
+    return reply
+
+
+async def _missing(
+    writer: PeerAddress, found: str, peers: PeerTable, *, is_near: bool
+) -> PeerGone | PeerAbsent:
+    """What to raise when ``found`` listens where the writer did."""
+    peers.forget(writer, f"{found} listens there now")
+    if is_near and await _is_own_address(writer.host):
+        return PeerGone(f"instance {writer.engine_id} is gone: {found} listens there")
+    where = f"{writer.host} port {writer.port}"
+    return PeerAbsent(f"instance {writer.engine_id} is not at {where} any more: {found} listens")
+
+
+async def _is_own_address(host: str) -> bool:
+    """Whether a connection to that host ends in this kernel, with nothing in between."""
+    try:
+        kind = socket.SOCK_STREAM
+        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=kind)
+        for family, *_, address in found:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+async def _probe(writer: PeerAddress) -> None:
+    """Connect and hang up: a kernel answers for a process that lives, however busy."""
+    async with timeout(CONNECT_TIMEOUT_S):
+        _, stream = await asyncio.open_connection(writer.host, writer.port)
+    stream.close()

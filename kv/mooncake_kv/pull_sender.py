@@ -1,0 +1,90 @@
+"""The prefill half of pulling: hold finished prompts for peers. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from mooncake_kv.connector import LeaseEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.handshake import check_decode_peer
+from mooncake_kv.leases import NO_READER, LeaseTable
+from mooncake_kv.protocol import (
+    AnyMessage,
+    Done,
+    Failed,
+    Hello,
+    LeaseReply,
+    LeaseStatus,
+    Reject,
+    Renew,
+    Renewed,
+    welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+SWEEPS_PER_LEASE = 10
+
+
+class PullSender:
+    """Leases, and what peers may say about them.
+
+    Args:
+        context: what it works with.
+    """
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._context = context
+        self.num_expired = 0
+        self._leases = LeaseTable(context.lease_s)
+
+    @property
+    def num_held(self) -> int:
+        """Leases running now."""
+        return len(self._leases)
+
+    def grant(self, request_id: str) -> None:
+        """Hold a request's KV from now on."""
+        self._leases.grant(request_id, self._context.clock())
+
+    def end(self, request_id: str, ending: LeaseStatus, reader: str = NO_READER) -> LeaseStatus:
+        """End a lease by somebody's word; returns how it ended, now or earlier."""
+        was_held = self._leases.is_held(request_id)
+        status = self._leases.end(request_id, ending, reader)
+        if was_held:
+            self._context.post(LeaseEnded(request_id))
+        return status
+
+    def handle(self, message: AnyMessage) -> AnyMessage:
+        """Answer a peer.
+
+        Raises:
+            HandshakeRefused: a peer that does not fit.
+        """
+        ticket = message.ticket
+        if isinstance(message, Hello):
+            own, incompatible = self._context.instance, self._context.incompatible
+            return welcome(message, own, check_decode_peer, incompatible)
+        if isinstance(message, Renew):
+            return Renewed(ticket, self._leases.renew(message.request_ids, self._context.clock()))
+        if isinstance(message, Done):
+            ending = self.end(message.request_id, LeaseStatus.RELEASED, message.reader)
+            return LeaseReply(ticket, ending)
+        if isinstance(message, Failed):
+            logger.warning("a peer gave up reading %s: %s", message.request_id, message.reason)
+            return LeaseReply(ticket, self.end(message.request_id, LeaseStatus.EXPIRED))
+        return Reject(ticket, f"{type(message).__name__} is not a request")
+
+    async def sweep(self) -> None:
+        """End leases at their deadlines, until cancelled; whether or not the engine steps."""
+        while True:
+            await asyncio.sleep(self._leases.duration_s / SWEEPS_PER_LEASE)
+            for request_id in self._leases.expire(self._context.clock()):
+                self.num_expired += 1
+                logger.warning(
+                    "the KV of %s was held for %g s and nobody read it; its blocks are free again",
+                    request_id,
+                    self._leases.duration_s,
+                )
+                self._context.post(LeaseEnded(request_id))

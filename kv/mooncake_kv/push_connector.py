@@ -1,0 +1,123 @@
+"""MooncakeLayerwiseConnector: the prefill side pushes (after vLLM-Ascend's connector of that name).
+
+The decode instance comes first: it reserves blocks and tells the proxy's metaserver where they are.
+The prefill instance that is sent there asks for entry and writes each layer as soon as its KV is
+computed, chunk by chunk, while the next one computes. With the first token it says how many bytes
+each of its ranks wrote to each decode rank; only if that is exact, the request runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector_scheduler import ConnectorContext, ConnectorScheduler
+from mooncake_kv.handshake import check_decode_peer
+from mooncake_kv.liveness import request_status
+from mooncake_kv.params import (
+    FirstToken,
+    KVTransferDict,
+    KVTransferParams,
+    TransferMode,
+    build_push_params,
+)
+from mooncake_kv.protocol import AnyMessage, StatusRequest
+from mooncake_kv.push_receiver import PushReceiver
+from mooncake_kv.push_sender import PushSender
+from mooncake_kv.push_worker import PushWorker
+from mooncake_kv.ranks import EndPush, LoadReport, LocalRanks, PushReport
+
+
+class MooncakeLayerwiseConnector(ConnectorScheduler):
+    """Scheduler side of the push connector; for both roles, since an instance may have both."""
+
+    mode = TransferMode.PUSH
+    worker = PushWorker
+
+    def __init__(self, config: KVTransferConfig, num_ranks: int) -> None:
+        super().__init__(config, num_ranks, check_decode_peer)
+        self._metaservers: dict[str, str] = {}  # by expected request; the scheduler's thread only
+
+    def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
+        self._ranks.broadcast(LocalRanks(context.instance.ranks))
+        address = (self._address.host, self._address.port)
+        self._sender = PushSender(context, self._ranks, self._peers, address)
+        self._receiver = PushReceiver(
+            context,
+            lambda writer, names, is_near: request_status(
+                writer, names, self._peers, is_near=is_near
+            ),
+        )
+        return [self._sender.keep_alive(), self._receiver.sweep()]
+
+    def _handle(self, message: AnyMessage) -> AnyMessage:
+        if isinstance(message, StatusRequest):
+            return self._sender.status(message)
+        return self._receiver.handle(message)
+
+    def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
+        assert isinstance(report, PushReport), "the workers of this connector push"
+        self._sender.report(rank, report)
+
+    async def _drain(self) -> bool:
+        return await self._sender.drain(self._config.transfer_timeout_s)
+
+    def stats(self) -> dict[str, float]:
+        sent, received = self._sender.counts, self._receiver.counts
+        return {
+            "leases_held": float(self._sender.num_sending),
+            "reservations": float(self._receiver.num_reserved),
+            "pushes": float(sent.transfers),
+            "push_failures": float(sent.failures),
+            "bytes_sent": float(sent.nbytes),
+            "push_seconds": sent.seconds,
+            "loads": float(received.transfers),
+            "load_failures": float(received.failures),
+            "refused_loads": float(received.refused),
+            "refused_peers": float(self._incompatible.num_peers),
+            "bytes_received": float(received.nbytes),
+            "load_seconds": received.seconds,
+        }
+
+    def on_new_request(self, request_id: str, params: KVTransferParams) -> None:
+        if params.target is not None:
+            self._loop.call(self._sender.begin, request_id, params.target)
+        elif params.metaserver is not None:
+            self._metaservers[request_id] = params.metaserver
+
+    def request_finished(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        first_token: FirstToken,
+    ) -> KVTransferDict | None:
+        end = EndPush(
+            request_id,
+            is_complete=True,
+            block_ids=tuple(block_ids),
+            num_tokens=len(prompt_token_ids),
+        )
+        self._loop.call(self._sender.complete, end, first_token)
+        return None
+
+    def cancel_send(self, request_id: str) -> None:
+        self._loop.call(self._sender.cancel, request_id)
+
+    def start_load_kv(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        prompt_token_ids: Sequence[int],
+        num_computed_tokens: int,
+    ) -> None:
+        params = build_push_params(
+            self._address, request_id, block_ids, prompt_token_ids, num_computed_tokens
+        )
+        metaserver = self._metaservers.pop(request_id)
+        self._loop.call(self._receiver.load, request_id, metaserver, params)
+
+    def cancel_load(self, request_id: str) -> None:
+        self._metaservers.pop(request_id, None)
+        self._loop.call(self._receiver.cancel, request_id)

@@ -1,0 +1,332 @@
+"""Decode side of push: reserves blocks, asks for a prefill, checks that every byte arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable
+
+from mooncake_hal.errors import PlanError
+from mooncake_kv.connector import LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext, TransferCounts
+from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.handshake import InstanceMetadata, check_prefill_peer
+from mooncake_kv.leases import Reservation, ReservationState, ReservationTable
+from mooncake_kv.liveness import LONGEST_PUSH_PAUSE_S, KeepaliveInterval
+from mooncake_kv.metaserver_client import post_params
+from mooncake_kv.params import FirstToken, KVTransferDict
+from mooncake_kv.protocol import (
+    AnyMessage,
+    Hello,
+    LeaseReply,
+    LeaseStatus,
+    Pushed,
+    PushFailed,
+    PushOpen,
+    Reject,
+    Renew,
+    Renewed,
+    StatusReply,
+    Welcome,
+    Writer,
+    welcome,
+)
+from mooncake_kv.push_progress import expected_bytes
+from mooncake_kv.ranks import spread_of
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_WRITERS = 1024
+MAX_LOAD_S = 300.0
+"""However alive its writer is, no request waits longer for its KV."""
+
+SILENT_PAUSES = 3
+"""After that many missed keepalives the writer is looked for."""
+
+Granted = tuple[Reservation, Writer]
+"""A reservation, and who was let in."""
+
+StatusInquiry = Callable[[Writer, list[str], bool], Awaitable[StatusReply]]
+"""Asks a writer's instance about pushes, by its own names; the flag: whether it is on this host;
+raises as ``liveness.request_status``."""
+
+PostParams = Callable[[str, KVTransferDict], Awaitable[None]]
+"""Asks for a prefill, at that address; raises as ``post_params``."""
+
+
+class PushReceiver:
+    """Reservations, and what writers may say about them.
+
+    Args:
+        context: what it works with.
+        inquire: how to look for a writer that is silent.
+        post: how to ask for a prefill.
+    """
+
+    def __init__(
+        self, context: ConnectorContext, inquire: StatusInquiry, post: PostParams = post_params
+    ) -> None:
+        self._context = context
+        self.counts = TransferCounts()
+        self._transfer_s = context.landing_s
+        self._landing_s = 0.0 if context.can_revoke else context.landing_s
+        self._inquire = inquire
+        self._post = post
+        self._pause_s = KeepaliveInterval(context.lease_s, LONGEST_PUSH_PAUSE_S).of(())
+        self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
+        self._writers: OrderedDict[str, InstanceMetadata] = OrderedDict()
+        self._started: dict[str, float] = {}
+        self._landing: dict[str, tuple[float, str]] = {}  # free from when on, and why it failed
+
+    @property
+    def num_reserved(self) -> int:
+        """Requests whose blocks a writer may still change."""
+        return len(self._table) + len(self._landing)
+
+    def load(self, request_id: str, metaserver: str, params: KVTransferDict) -> None:
+        """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last."""
+        self.counts.transfers += 1
+        num_tokens = params["num_prompt_tokens"] - params["remote_cached_tokens"]
+        self._started[request_id] = self._context.clock()
+        self._table.reserve(request_id, num_tokens, self._context.clock())
+        self._context.spawn(self._ask(request_id, metaserver, params))
+
+    def cancel(self, request_id: str) -> None:
+        """Give up on a request. Idempotent; unknown ones are normal."""
+        if self._table.revoke(request_id, self._context.clock()):
+            self._finish(request_id, "the request ended before a prefill instance came")
+
+    async def _ask(self, request_id: str, metaserver: str, params: KVTransferDict) -> None:
+        try:
+            await self._post(metaserver, params)
+        except KVTransferError as exc:
+            held = self._table.get(request_id)
+            if (
+                held is not None and held.stage is ReservationState.OFFERED
+            ):  # else somebody came nevertheless
+                self._table.end(request_id, None, LeaseStatus.EXPIRED)
+                self._finish(request_id, str(exc))
+
+    def handle(self, message: AnyMessage) -> AnyMessage:
+        """Answer a prefill instance.
+
+        Raises:
+            HandshakeRefused: one that does not fit.
+        """
+        ticket = message.ticket
+        if isinstance(message, Hello):
+            return self._welcome(message)
+        if isinstance(message, Renew):
+            return Renewed(ticket, self._table.renew(message.request_ids, self._context.clock()))
+        if isinstance(message, PushOpen):
+            return LeaseReply(ticket, self._open(message))
+        if isinstance(message, Pushed):
+            return LeaseReply(ticket, self._pushed(message))
+        if isinstance(message, PushFailed):
+            return LeaseReply(ticket, self._failed(message))
+        return Reject(ticket, f"{type(message).__name__} is not for an instance that is pushed to")
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        own, incompatible = self._context.instance, self._context.incompatible
+        reply = welcome(hello, own, check_prefill_peer, incompatible)
+        self._writers[hello.instance.engine_id] = hello.instance
+        if len(self._writers) > REMEMBERED_WRITERS:
+            self._writers.popitem(last=False)
+        return reply
+
+    def _open(self, message: PushOpen) -> LeaseStatus:
+        if message.writer.engine_id not in self._writers:
+            raise HandshakeRefused("say Hello before PushOpen: this instance does not know you")
+        return self._table.open(message.request_id, message.writer, self._context.clock())
+
+    def _pushed(self, message: Pushed) -> LeaseStatus:
+        name = message.request_id
+        held = self._table.get(name)
+        if held is None or held.writer != message.writer:
+            return self._table.ending(name, message.writer)
+        gap = self._find_gap(held, message)
+        is_taken = gap is None and held.stage is ReservationState.GRANTED
+        ending = LeaseStatus.RELEASED if is_taken else LeaseStatus.EXPIRED
+        self._table.end(name, message.writer, ending)
+        if is_taken:
+            self.counts.nbytes += sum(nbytes for _, _, nbytes in message.written)
+            self._finish(name, None, message.first_token)
+        else:
+            self._finish(name, gap or "the request ended before its KV was complete")
+        return ending
+
+    def _failed(self, message: PushFailed) -> LeaseStatus:
+        name = message.request_id
+        if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
+            reason = f"the prefill instance gave up: {message.reason}"
+            landing_s = self._landing_s if message.may_land else 0.0
+            peer = message.writer.engine_id
+            self.counts.refused += peer in self._context.incompatible
+            self._vacate(name, reason, landing_s, self._context.incompatible.level(peer))
+        return self._table.ending(name, message.writer)
+
+    def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
+        """What is missing or too much, byte for byte and rank for rank; None if it is exact."""
+        # Every byte has exactly one elected writer, and both sides compute which. So the exact
+        # count per pair of ranks shows a layer, a chunk or a rank that is missing, and bytes that
+        # were written twice or by a rank that was not elected, where a total would hide them.
+        written = {(writer, reader): nbytes for writer, reader, nbytes in message.written}
+        metadata = self._writers.get(message.writer.engine_id)
+        if metadata is None:
+            return f"instance {message.writer.engine_id} has not said hello for too long"
+        try:
+            expected = expected_bytes(
+                self._context.instance.geometry,
+                [rank.shard for rank in metadata.ranks],
+                [rank.shard for rank in self._context.instance.ranks],
+                held.num_tokens,
+                spread_of(held.request_id),
+            )
+        except PlanError as exc:
+            return str(exc)
+        if written == expected:
+            return None
+        return (
+            f"bytes by (prefill rank, decode rank) should be {expected}, "
+            f"the prefill instance wrote {written}"
+        )
+
+    async def sweep(self) -> None:
+        """Look at all deadlines, again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self._pause_s)
+            self.reap()
+
+    def reap(self) -> None:
+        """Give up what no writer came for, and look for writers that are silent."""
+        silent: defaultdict[tuple[str, str, int], list[Granted]] = defaultdict(list)
+        for held in self._table.overdue(self._context.clock()):
+            writer = held.writer
+            if writer is None:
+                self._table.end(held.request_id, None, LeaseStatus.EXPIRED)
+                reason = f"no prefill instance came within {self._context.lease_s:g} s"
+                self._finish(held.request_id, reason)
+            else:
+                silent[writer.engine_id, writer.host, writer.port].append((held, writer))
+        for group in silent.values():
+            self._context.spawn(self._look_for(group))
+        self._give_up_overlong()
+        self._free_landed()
+
+    def _give_up_overlong(self) -> None:
+        """A writer that lives and does not get on is not waited for, either."""
+        now = self._context.clock()
+        for request_id, started in list(self._started.items()):
+            if now - started <= MAX_LOAD_S:
+                continue
+            reason = f"its KV was not complete within {MAX_LOAD_S:g} s"
+            if self._table.revoke(request_id, now):
+                self._finish(request_id, reason)
+            else:
+                self._give_up(request_id, reason, "that instance answers or is dead")
+
+    def _free_landed(self) -> None:
+        """What had been sent when its writer failed or died has arrived by now, or never will."""
+        now = self._context.clock()
+        for request_id, (free_at, reason) in list(self._landing.items()):
+            if free_at <= now:
+                del self._landing[request_id]
+                self._context.post(LoadEnded(request_id, reason))
+
+    async def _look_for(self, group: list[Granted]) -> None:
+        """Ask one instance for what it should have said; a dead one frees its blocks."""
+        try:
+            asked = group[0][1]
+            names = [writer.request_id for _, writer in group]
+            reply = await self._inquire(asked, names, self._is_near(asked))
+        except PeerGone as exc:
+            for held, writer in group:
+                self._mark_dead(held, writer, str(exc), self._lingering_s(writer))
+        except PeerAbsent as exc:
+            for held, writer in group:  # unheard, it stops within a lease, if it is not dead
+                self._mark_dead(held, writer, str(exc), self._context.lease_s + self._transfer_s)
+        except KVTransferError as exc:
+            logger.info("nothing is known of %d pushes: %s", len(group), exc)
+            for held, writer in group:
+                self._time_out(held, writer)
+        else:
+            self._take_in(group, reply)
+
+    def _take_in(self, group: list[Granted], reply: StatusReply) -> None:
+        """A writer that has not been heard of for a while has said how its pushes stand."""
+        for ending in reply.endings:
+            self.handle(ending)
+        for held, writer in group:
+            if writer.request_id in reply.running:
+                self._table.renew([held.request_id], self._context.clock())
+            else:
+                reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
+                self._mark_dead(held, writer, reason, self._landing_s)
+
+    def _mark_dead(self, held: Reservation, writer: Writer, reason: str, landing_s: float) -> None:
+        """A writer has ended without a word; unless it said one meanwhile."""
+        if self._table.get(held.request_id) is held:
+            self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
+            self._vacate(held.request_id, reason, landing_s)
+
+    def _lingering_s(self, writer: Writer) -> float:
+        """How long something of a dead instance may arrive: ranks that are processes of their own
+        end with it, but not before it."""
+        metadata = self._writers.get(writer.engine_id)
+        has_processes = metadata is None or len(metadata.ranks) > 1
+        return self._transfer_s if has_processes else self._landing_s
+
+    def _is_near(self, writer: Writer) -> bool:
+        """Whether its side channel is on this host, as far as that is known."""
+        metadata = self._writers.get(writer.engine_id)
+        return metadata is not None and metadata.host == self._context.instance.host != ""
+
+    def _time_out(self, held: Reservation, writer: Writer) -> None:
+        """Of a writer that is silent for too long the request is freed, not the blocks."""
+        now = self._context.clock()
+        if (
+            self._table.get(held.request_id) is not held
+            or held.stage is not ReservationState.GRANTED
+        ):
+            return
+        if now - held.last_heard > self._context.lease_s:
+            self._table.revoke(held.request_id, now)
+            reason = f"nothing heard of prefill instance {writer.engine_id} for too long"
+            self._give_up(held.request_id, reason, "that instance answers or is dead")
+
+    def _vacate(
+        self, request_id: str, reason: str, landing_s: float, level: int = logging.WARNING
+    ) -> None:
+        """The request is freed; its blocks too, once nothing can arrive there any more."""
+        if landing_s:
+            self._landing[request_id] = self._context.clock() + landing_s, reason
+            limit = f"nothing can arrive there any more, {landing_s:g} s from now"
+            self._give_up(request_id, reason, limit)
+        else:
+            self._finish(request_id, reason, level=level)
+
+    def _give_up(self, request_id: str, reason: str, until: str) -> None:
+        logger.warning("request %s: %s; its blocks are kept until %s", request_id, reason, until)
+        self._account(request_id, is_failure=True)
+        self._context.post(LoadEnded(request_id, reason, is_drained=False))
+
+    def _finish(
+        self,
+        request_id: str,
+        error: str | None,
+        first: FirstToken | None = None,
+        *,
+        level: int = logging.WARNING,
+    ) -> None:
+        if error is not None:
+            logger.log(level, "the KV of %s did not come: %s", request_id, error)
+        self._account(request_id, is_failure=error is not None)
+        self._context.post(LoadEnded(request_id, error, first))
+
+    def _account(self, request_id: str, *, is_failure: bool) -> None:
+        """Count a load's end, once."""
+        started = self._started.pop(request_id, None)
+        if started is not None:
+            self.counts.failures += is_failure
+            self.counts.seconds += self._context.clock() - started

@@ -1,0 +1,424 @@
+"""Per-rank worker of the push connector: sends each layer's KV as soon as it is computed.
+
+One thread per peer instance sends whatever is due in one batch. While a batch is on its way the
+model computes on, and what becomes due meanwhile is the next batch. So a fast transport sends layer
+by layer, a slow one in larger pieces, and computing never waits. Batches follow each other: a
+portion that replaces an earlier one arrives after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from mooncake_hal.backend import Event
+from mooncake_hal.errors import HalError, PeerLost
+from mooncake_hal.kv.transfer_plan import BlockTransfer, PeerSpans
+from mooncake_hal.transport import Peer, Transfer
+from mooncake_kv.connector_worker import ConnectorWorker, LayerDone, PushStep, RankContext
+from mooncake_kv.handshake import RankMetadata
+from mooncake_kv.push_progress import (
+    InstancePair,
+    Portion,
+    PromptProgress,
+    merge_portions,
+    plan_push,
+)
+from mooncake_kv.ranks import (
+    ConnectPeer,
+    EndPush,
+    ForgetPeer,
+    LocalRanks,
+    PushReport,
+    StartPush,
+    StopPush,
+    decode_to_rank,
+    encode,
+)
+
+JOIN_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class PushSession:
+    """A request that this rank sends.
+
+    Args:
+        request_id: which.
+        progress: what is due; guarded by the worker's lock.
+        may_land: a write failed under way; what it had sent may arrive at the peer yet.
+    """
+
+    request_id: str
+    progress: PromptProgress
+    start: StartPush | None = None
+    send_thread: SendThread | None = None
+    parked: list[SendTask] = field(default_factory=list)
+    written: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    written_pass: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    may_land: bool = False
+    has_ended: bool = False
+    is_reported: bool = False
+
+    def count(self, pass_number: int, reader: int, nbytes: int) -> None:
+        """Book written bytes; a new pass over the prompt begins the books anew."""
+        if pass_number != self.written_pass:
+            self.written.clear()
+            self.written_pass = pass_number
+        self.written[reader] += nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendTask:
+    """Work for a thread: a portion to send once its event has passed; None ends the session."""
+
+    session: PushSession
+    portion: Portion | None
+    event: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendServices:
+    """What a thread works with.
+
+    Args:
+        plan: spans per peer rank of a movement.
+        connect: the connection to a peer's rank; raises TransferError.
+        disconnect: forget all connections to the peer, after a failure.
+        close: reports a session that has ended or failed; it is drained.
+        bind: makes the device current in the thread.
+        fail: takes what killed the thread.
+        timeout_s: deadline of a transfer.
+    """
+
+    plan: Callable[[BlockTransfer], list[PeerSpans]]
+    connect: Callable[[int], Peer]
+    disconnect: Callable[[], None]
+    close: Callable[[PushSession], None]
+    bind: Callable[[], None]
+    fail: Callable[[BaseException], None]
+    timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    session: PushSession
+    pass_number: int
+    reader: int
+    nbytes: int
+    transfer: Transfer
+
+
+class SendThread:
+    """One peer's thread and queue.
+
+    Args:
+        name: of the thread.
+        services: what it works with.
+    """
+
+    def __init__(self, name: str, services: SendServices) -> None:
+        self._services = services
+        self._queue: SimpleQueue[SendTask | None] = SimpleQueue()
+        self._is_stopping = False
+        self._after: Callable[[], None] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, due: SendTask) -> None:
+        """Send this after all that came before. Any thread; returns at once."""
+        self._queue.put(due)
+
+    def retire(self, after: Callable[[], None]) -> None:
+        """Stop when all that was put is done, then do that. Returns at once."""
+        self._after = after
+        self._queue.put(None)
+
+    def close(self) -> None:
+        """Stop after the batch that is on its way, and wait for that. Idempotent."""
+        self._is_stopping = True
+        self._queue.put(None)
+        self._thread.join(self._services.timeout_s + JOIN_TIMEOUT_S)
+
+    def _run(self) -> None:
+        """Top of the thread."""
+        try:
+            self._services.bind()
+            is_last = False
+            while not (is_last or self._is_stopping):
+                batch = self._take()
+                is_last = None in batch
+                self._carry([due for due in batch if due is not None])
+            if self._after is not None:
+                self._after()
+        except BaseException as exc:
+            self._services.fail(exc)
+            raise
+
+    def _take(self) -> list[SendTask | None]:
+        """Wait for work, and take all there is."""
+        batch = [self._queue.get()]
+        try:
+            while True:
+                batch.append(self._queue.get_nowait())
+        except Empty:
+            return batch
+
+    def _carry(self, batch: list[SendTask]) -> None:
+        """Send a batch, wait until it is drained, then report what ended with it."""
+        started = time.monotonic()
+        by_session: defaultdict[PushSession, list[SendTask]] = defaultdict(list)
+        for due in batch:
+            by_session[due.session].append(due)
+        sent: list[_Sent] = []
+        for session, dues in by_session.items():
+            sent += self._send(session, dues)
+        for item in sent:
+            self._await(item)
+        for session, dues in by_session.items():
+            session.seconds += time.monotonic() - started
+            if session.error is not None or any(due.portion is None for due in dues):
+                self._services.close(session)
+
+    def _send(self, session: PushSession, dues: list[SendTask]) -> list[_Sent]:
+        """Start the transfers of one session; a failure is the session's, not the thread's."""
+        sent: list[_Sent] = []
+        try:
+            for due in dues:
+                if due.event is not None:
+                    due.event.synchronize()
+            portions = [due.portion for due in dues if due.portion is not None]
+            for portion in merge_portions(portions):
+                if session.error is None and portion.pass_number == session.progress.pass_number:
+                    self._send_portion(session, portion, sent)
+        except HalError as exc:
+            self._fail(session, exc)
+        return sent
+
+    def _send_portion(self, session: PushSession, portion: Portion, sent: list[_Sent]) -> None:
+        movement = _movement(session, portion)
+        if movement is None:
+            return
+        for plan in self._services.plan(movement):
+            peer = self._services.connect(plan.peer)
+            transfer = peer.write(plan.spans, timeout=self._services.timeout_s)
+            nbytes = plan.spans.total_bytes
+            sent.append(_Sent(session, portion.pass_number, plan.peer, nbytes, transfer))
+
+    def _await(self, item: _Sent) -> None:
+        try:
+            item.transfer.wait()
+        except HalError as exc:
+            item.transfer.cancel()
+            item.session.may_land = True
+            self._fail(item.session, exc)
+        else:
+            item.session.count(item.pass_number, item.reader, item.nbytes)
+
+    def _fail(self, session: PushSession, exc: HalError) -> None:
+        session.error = session.error or f"{type(exc).__name__}: {exc}"
+        self._services.disconnect()
+
+
+def _movement(session: PushSession, portion: Portion) -> BlockTransfer | None:
+    """The part of a portion that the peer asked for; None if that is nothing."""
+    order = session.start
+    assert order is not None, "a session gets its thread with its order"
+    first, last = max(portion.tokens[0], order.start), min(portion.tokens[1], order.stop)
+    if first >= last:
+        return None
+    return BlockTransfer(
+        portion.block_ids, order.remote_blocks, (first, last), portion.layers, order.spread
+    )
+
+
+class PushWorker(ConnectorWorker):
+    """One rank's half of MooncakeLayerwiseConnector; see ``ConnectorWorker``.
+
+    A session begins with the first that comes: the request's step, or the peer's grant. It ends
+    when its request has ended and its report is out.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        shard = context.memory.shard
+        self._layers = (shard.layer_start, shard.layer_stop)
+        self._sessions: dict[str, PushSession] = {}
+        self._send_threads: dict[str, SendThread] = {}
+        self._peers: dict[str, tuple[RankMetadata, ...]] = {}
+        self._siblings: tuple[RankMetadata, ...] = ()
+        self._announce()
+
+    def _obey(self, message: bytes) -> None:
+        command = decode_to_rank(message)
+        if isinstance(command, LocalRanks):
+            self._siblings = command.ranks
+        elif isinstance(command, ConnectPeer):
+            self._peers[command.engine_id] = command.ranks
+        elif isinstance(command, ForgetPeer):
+            self._forget(command.engine_id)
+        elif isinstance(command, StartPush | StopPush | EndPush):
+            self._steer(command)
+
+    def _steer(self, command: StartPush | StopPush | EndPush) -> None:
+        name = command.request_id
+        if isinstance(command, StartPush):
+            self._start(self._session(name), command)
+        elif isinstance(command, EndPush):
+            self._end(self._session(name), command)
+        elif name in self._sessions or not command.has_ended:
+            self._stop(self._session(name), command.reason)
+
+    def _start(self, session: PushSession, order: StartPush) -> None:
+        if session.is_reported:
+            return
+        if order.engine_id not in self._peers:
+            self._stop(session, f"instance {order.engine_id} was given up")
+            return
+        session.start = order
+        session.send_thread = self._send_thread(order.engine_id)
+        for due in session.parked:
+            session.send_thread.put(due)
+        session.parked.clear()
+
+    def _stop(self, session: PushSession, reason: str) -> None:
+        session.error = session.error or reason
+        session.parked.clear()
+        if session.send_thread is None:
+            self._report(session)
+        else:
+            session.send_thread.put(SendTask(session, None))
+
+    def _end(self, session: PushSession, order: EndPush) -> None:
+        session.has_ended = True
+        if session.is_reported:
+            del self._sessions[session.request_id]
+        elif order.is_complete:
+            for portion in session.progress.end_pass(order.num_tokens, order.block_ids):
+                self._put(SendTask(session, portion))
+            self._put(SendTask(session, None))
+        else:
+            self._stop(session, "the prefill ended before its KV was complete")
+
+    def _forget(self, engine_id: str) -> None:
+        """Stop all that goes to a peer, then drop its connections."""
+        self._peers.pop(engine_id, None)
+        thread = self._send_threads.pop(engine_id, None)
+        if thread is None:
+            return
+        for session in list(self._sessions.values()):
+            if session.send_thread is thread:
+                self._stop(session, f"instance {engine_id} was given up")
+        thread.retire(partial(self._transports.forget, engine_id))
+
+    def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
+        with self._lock:
+            active = []
+            for step in steps:
+                if step.restart is not None:
+                    self._session(step.request_id).progress.begin_pass(step.restart)
+                running = self._sessions.get(step.request_id)
+                if running is not None and running.progress.pass_number:
+                    running.progress.begin_step(step.stop, step.new_block_ids)
+                    active.append(running)
+        return partial(self._layer_done, active) if active else None
+
+    def end_step(self) -> None:
+        with self._lock:
+            for session in self._sessions.values():
+                self._put_rest(session, session.progress.end_step())
+
+    def _layer_done(self, active: Sequence[PushSession], layer: int) -> None:
+        event = self.context.make_event()
+        event.record()
+        with self._lock:
+            for session in active:
+                portion = session.progress.layer_done(layer)
+                if portion is not None:
+                    self._put(SendTask(session, portion, event))
+
+    def _put_rest(self, session: PushSession, portions: Sequence[Portion]) -> None:
+        """What no hook spoke of: the step has been enqueued, and may not be over."""
+        for portion in portions:
+            event = self.context.make_event()
+            event.record()
+            self._put(SendTask(session, portion, event))
+
+    def _put(self, due: SendTask) -> None:
+        session = due.session
+        if session.error is not None and due.portion is not None:
+            return
+        if session.send_thread is None:
+            session.parked.append(due)
+        else:
+            session.send_thread.put(due)
+
+    def _session(self, request_id: str) -> PushSession:
+        session = self._sessions.get(request_id)
+        if session is None:
+            session = PushSession(request_id, PromptProgress(self._layers))
+            self._sessions[request_id] = session
+        return session
+
+    def _send_thread(self, engine_id: str) -> SendThread:
+        thread = self._send_threads.get(engine_id)
+        if thread is None:
+            context = self.context
+            services = SendServices(
+                plan=partial(self._plan, self._peers[engine_id]),
+                connect=partial(self._connect, engine_id),
+                disconnect=partial(self._transports.forget, engine_id),
+                close=self._close_session,
+                bind=context.bind_thread,
+                fail=context.fail,
+                timeout_s=self._timeout_s,
+            )
+            thread = SendThread(f"kv-push-{context.rank}", services)
+            self._send_threads[engine_id] = thread
+        return thread
+
+    def _plan(self, readers: Sequence[RankMetadata], movement: BlockTransfer) -> list[PeerSpans]:
+        sides = InstancePair(
+            self.context.memory.geometry,
+            tuple(rank.placement for rank in self._siblings),
+            tuple(rank.placement for rank in readers),
+        )
+        return plan_push(sides, self.context.rank, movement)
+
+    def _connect(self, engine_id: str, rank: int) -> Peer:
+        ranks = self._peers.get(engine_id)
+        if ranks is None:
+            raise PeerLost(f"instance {engine_id} was given up")
+        return self._transports.peer(engine_id, rank, ranks[rank].endpoints)
+
+    def _close_session(self, session: PushSession) -> None:
+        with self._lock:
+            self._report(session)
+
+    def _report(self, session: PushSession) -> None:
+        """Say, once, that nothing more is written for this request."""
+        if not session.is_reported:
+            session.is_reported = True
+            report = PushReport(
+                session.request_id,
+                session.error,
+                dict(session.written),
+                session.seconds,
+                session.may_land,
+            )
+            self.context.emit(encode(report))
+        if session.has_ended:
+            self._sessions.pop(session.request_id, None)
+
+    def _drain(self) -> None:
+        with self._lock:
+            threads, self._send_threads = list(self._send_threads.values()), {}
+        for thread in threads:
+            thread.close()

@@ -1,0 +1,232 @@
+"""Messages between a connector's scheduler side and its per-rank workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import msgspec
+
+from mooncake_kv.errors import KVTransferError
+from mooncake_kv.handshake import RankMetadata
+
+
+class ConnectPeer(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: an instance to read from or write to, as it described itself."""
+
+    engine_id: str
+    ranks: tuple[RankMetadata, ...]
+
+
+class ForgetPeer(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: that epoch is gone; drop its connections."""
+
+    engine_id: str
+
+
+class RankReady(msgspec.Struct, frozen=True, tag=True):
+    """Worker to scheduler, once: what I hold, where, and how to reach me.
+
+    Args:
+        metadata: all that.
+        can_revoke: whether every transport that peers may use stops what is in flight.
+    """
+
+    metadata: RankMetadata
+    can_revoke: bool
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: read the KV of prompt tokens ``[start, stop)``."""
+
+    request_id: str
+    engine_id: str
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+    start: int
+    stop: int
+    spread: int
+
+
+class CancelLoad(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: end that load, drain it, and report as usual."""
+
+    request_id: str
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag=True):
+    """Worker to scheduler: a load is over and drained.
+
+    Args:
+        request_id: which.
+        error: None if every byte has arrived.
+        nbytes, seconds: what was moved, and how long it took from command to report.
+    """
+
+    request_id: str
+    error: str | None
+    nbytes: int
+    seconds: float
+
+
+class LocalRanks(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker, once: all ranks of this instance, who share the writing."""
+
+    ranks: tuple[RankMetadata, ...]
+
+
+class StartPush(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: the peer has granted it; write the KV of tokens ``[start, stop)``.
+
+    May come before, while or after the request runs.
+    """
+
+    request_id: str
+    engine_id: str
+    remote_blocks: tuple[int, ...]
+    start: int
+    stop: int
+    spread: int
+
+
+class StopPush(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: write no more, drain, and report.
+
+    Args:
+        request_id: whose.
+        reason: why.
+        has_ended: whether its ``EndPush`` was sent; it follows otherwise.
+    """
+
+    request_id: str
+    reason: str
+    has_ended: bool
+
+
+class EndPush(msgspec.Struct, frozen=True, tag=True):
+    """Scheduler to worker: the request runs no more. Write what is left, if it is complete, and
+    report.
+
+    Args:
+        request_id: whose.
+        is_complete: whether all of its prompt's KV has been computed.
+        block_ids: its block table.
+        num_tokens: length of the prompt.
+    """
+
+    request_id: str
+    is_complete: bool
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+class PushReport(msgspec.Struct, frozen=True, tag=True):
+    """Worker to scheduler, once per request: it is drained; nothing more will be sent.
+
+    Args:
+        request_id: whose.
+        error: None if every byte of this rank's share was written.
+        written: bytes by the peer's rank.
+        seconds: spent in transfers.
+        may_land: a write failed under way; what it had sent may arrive yet.
+    """
+
+    request_id: str
+    error: str | None
+    written: dict[int, int]
+    seconds: float
+    may_land: bool = False
+
+
+ToRank = ConnectPeer | ForgetPeer | Load | CancelLoad | LocalRanks | StartPush | StopPush | EndPush
+FromRank = RankReady | LoadReport | PushReport
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+
+
+def spread_of(request_id: str) -> int:
+    """Which of several ranks that hold the same KV serves a request: the same number on both sides.
+
+    Args:
+        request_id: of the instance that reserved the blocks, or holds them.
+    """
+    return crc32(request_id.encode())
+
+
+SendToRank = Callable[[int, bytes], None]
+"""Carries a message to the worker of that rank."""
+
+
+class RankGroup:
+    """All ranks of this instance.
+
+    Args:
+        num_ranks: how many there are.
+        send: carries a message to a rank's worker.
+    """
+
+    def __init__(self, num_ranks: int, send: SendToRank) -> None:
+        self.num_ranks = num_ranks
+        self._send = send
+
+    def broadcast(self, message: ToRank) -> None:
+        """Send a message to every rank."""
+        encoded = encode(message)
+        for rank in range(self.num_ranks):
+            self._send(rank, encoded)
+
+
+@dataclass(slots=True)
+class _PendingLoad:
+    done: asyncio.Future[list[LoadReport]]
+    reports: dict[int, LoadReport] = field(default_factory=dict)
+
+
+class RankLoads:
+    """Sends each load to every rank and waits until every rank has reported. Loop thread only.
+
+    Args:
+        ranks: of this instance.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._pending: dict[str, _PendingLoad] = {}
+
+    async def run(self, load: Load) -> list[LoadReport]:
+        """Load on every rank; returns the reports when all ranks have drained.
+
+        Raises:
+            KVTransferError: at least one rank failed; the first reason is the message.
+        """
+        pending = _PendingLoad(asyncio.get_running_loop().create_future())
+        self._pending[load.request_id] = pending
+        try:
+            self._ranks.broadcast(load)
+            reports = await pending.done
+        finally:
+            del self._pending[load.request_id]
+        for rank, report in enumerate(reports):
+            if report.error is not None:
+                where = f"rank {rank}: " if self._ranks.num_ranks > 1 else ""
+                raise KVTransferError(where + report.error)
+        return reports
+
+    def cancel(self, request_id: str) -> None:
+        """Ask all ranks to end a load; they report as usual."""
+        if request_id in self._pending:
+            self._ranks.broadcast(CancelLoad(request_id))
+
+    def report(self, rank: int, report: LoadReport) -> None:
+        """A rank has drained its part."""
+        pending = self._pending.get(report.request_id)
+        if pending is None:
+            return
+        pending.reports[rank] = report
+        num_ranks = self._ranks.num_ranks
+        if len(pending.reports) == num_ranks and not pending.done.done():
+            pending.done.set_result([pending.reports[rank] for rank in range(num_ranks)])

@@ -1,0 +1,173 @@
+"""What backends are put together from: a runtime without streams, an allocation, a pool for graphs,
+a group of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from mooncake_hal.backend import Event
+from mooncake_hal.errors import DeviceError
+from mooncake_hal.transport import MemoryRegion
+
+
+class FinishedEvent:
+    """An event of a device whose work is done when the call returns."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class SynchronousRuntime:
+    """What the runtime of one device is that works in host memory, and in the calling thread.
+
+    A backend adds ``devices``, ``memory_info``, the watch over the peak, and ``capture``.
+
+    Args:
+        name: of the backend, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def device(self, index: int) -> torch.device:
+        self.require_device(index)
+        return torch.device("cpu")
+
+    def bind_thread(self, index: int) -> None:
+        self.require_device(index)
+
+    def synchronize(self, index: int) -> None:
+        self.require_device(index)
+
+    def event(self, index: int) -> Event:
+        self.require_device(index)
+        return FinishedEvent()
+
+    def require_device(self, index: int) -> None:
+        """Refuse every index but 0; raises DeviceError."""
+        require_device(self._name, index)
+
+
+def require_device(name: str, index: int) -> None:
+    """Refuse every index but 0, for backends of one device.
+
+    Raises:
+        DeviceError: the message says what there is.
+    """
+    if index != 0:
+        raise DeviceError(f"{name} has device 0 only, device {index} was asked for")
+
+
+class TensorAllocation:
+    """Memory of a backend: one tensor, its region, and a way to give it back.
+
+    Args:
+        region: where it lies.
+        tensor: all of it, flat uint8.
+        release: gives the memory back; None if it goes with the tensor.
+    """
+
+    def __init__(
+        self, region: MemoryRegion, tensor: Tensor, release: Callable[[], object] | None = None
+    ) -> None:
+        self._region = region
+        self._tensor: Tensor | None = tensor
+        self._release = release
+
+    @property
+    def region(self) -> MemoryRegion:
+        return self._region
+
+    @property
+    def tensor(self) -> Tensor:
+        """Raises DeviceError once it is freed."""
+        if self._tensor is None:
+            raise DeviceError(f"this allocation of {self._region.nbytes} bytes has been freed")
+        return self._tensor
+
+    def free(self) -> None:
+        if self._tensor is None:
+            return
+        self._tensor = None
+        if self._release is not None:
+            self._release()
+
+
+Handle = TypeVar("Handle")
+
+
+class GraphPool(Generic[Handle]):
+    """One pool for graphs that never run at once.
+
+    torch ends a pool with the last graph that was captured in it, and refuses its handle from then
+    on.
+
+    Args:
+        make_handle: of a new pool.
+    """
+
+    def __init__(self, make_handle: Callable[[], Handle]) -> None:
+        self._make_handle = make_handle
+        self._handle: Handle | None = None
+        self._graphs: WeakSet[object] = WeakSet()
+
+    def handle(self) -> Handle:
+        """Where to capture the next graph."""
+        if self._handle is None or not self._graphs:
+            self._handle = self._make_handle()
+        return self._handle
+
+    def add(self, graph: object) -> None:
+        """A graph was captured in it; the pool lives as long as one of them."""
+        self._graphs.add(graph)
+
+
+class SingleRankCommunicator:
+    """Collectives of one rank; needs no process group and no port."""
+
+    rank = 0
+    world_size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
+    def send(self, x: Tensor, target: int) -> None:
+        raise DeviceError(f"send: there is no rank {target} in a group of one")
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        raise DeviceError(f"recv: there is no rank {source} in a group of one")
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def quantised(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """``x / scale`` as the cache keeps it; what is too large becomes the largest number.
+
+    A cache of x's own type keeps it as it is.
+    """
+    if dtype == x.dtype:
+        return x
+    largest = torch.finfo(dtype).max
+    return (x.float() * (1.0 / scale)).clamp_(-largest, largest).to(dtype)

@@ -1,0 +1,123 @@
+"""The arguments of ``mooncake-hal bench transfer``, and what it does with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from mooncake_hal.bench.machine_limits import memcpy_mover
+from mooncake_hal.bench.transfer_report import as_data, plot, table
+from mooncake_hal.bench.transfer_speed import (
+    Bandwidth,
+    Latency,
+    Mover,
+    TransferShape,
+    compare,
+    latency,
+    transport_mover,
+)
+from mooncake_hal.errors import NativeUnavailable, TransferError
+from mooncake_hal.registry import PluginStatus, Registry
+
+MIB = 1 << 20
+LATENCY_ROUNDS = 2000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to a parser."""
+    parser.add_argument(
+        "--transports",
+        type=lambda text: [name.strip() for name in text.split(",") if name.strip()],
+        metavar="NAME,...",
+        help="transports to measure (default: every one that is available)",
+    )
+    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="moved at once")
+    parser.add_argument(
+        "--pieces",
+        type=_sizes,
+        default=(4096, 65536, MIB),
+        metavar="BYTES,...",
+        help="sizes of scattered pieces; one contiguous range is always measured",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="per shape and direction"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=2, metavar="N", help="per peer, or copying threads"
+    )
+    parser.add_argument(
+        "--anonymous", action="store_true", help="memory that the peer can't map (default: it can)"
+    )
+    parser.add_argument(
+        "--devices",
+        action="store_true",
+        help="memory of the default backend's first two devices (default: the host's)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as SVG")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print the table, write the files; returns the exit status."""
+    names = options.transports
+    if not names:
+        rows = Registry.discover().transport_table()
+        names = [row.name for row in rows if row.status is PluginStatus.AVAILABLE]
+    bandwidths: list[Bandwidth] = []
+    latencies: list[Latency] = []
+    with ExitStack() as stack:
+        movers, failed = _open(options, names, stack)
+        total = options.size * MIB
+        pieces = {size for size in options.pieces if size < total} | {total}
+        for shape in (TransferShape(total, size) for size in sorted(pieces)):
+            for operation in ("read", "write"):
+                bandwidths += compare(movers, shape, operation, options.rounds).values()
+        latencies += [
+            latency(mover, 4096, LATENCY_ROUNDS) for mover in movers if mover.name in names
+        ]
+    sys.stdout.write(table(bandwidths, latencies) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_data(bandwidths, latencies), indent=2) + "\n")
+    if options.plot is not None:
+        options.plot.write_text(plot(bandwidths))
+    return 1 if failed or not names else 0
+
+
+def _open(
+    options: argparse.Namespace, names: Sequence[str], stack: ExitStack
+) -> tuple[list[Mover], bool]:
+    """Open what is to be measured; also says whether something can't be."""
+    size, movers, failed = options.size * MIB, [], False
+    try:
+        movers.append(stack.enter_context(memcpy_mover(size, options.connections)))
+    except NativeUnavailable as exc:
+        _complain(f"memcpy is not measured: {exc.reason}")
+    for name in names:
+        mover = transport_mover(
+            name,
+            size,
+            options.connections,
+            mappable=not options.anonymous,
+            on_devices=options.devices,
+        )
+        try:
+            movers.append(stack.enter_context(mover))
+        except (TransferError, RuntimeError) as exc:
+            failed = True
+            _complain(f"{name} is not measured: {exc}")
+    return movers, failed
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"mooncake-hal bench transfer: {text}\n")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if any(size < 1 for size in sizes):
+        raise argparse.ArgumentTypeError("sizes of pieces are 1 byte or more")
+    return sizes

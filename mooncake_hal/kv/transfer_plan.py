@@ -1,0 +1,356 @@
+"""Which bytes go where: the intersection of what one rank has and another needs.
+
+One formula serves every tensor-parallel ratio, block size, pipeline split and layout. A rank's KV
+is a box (layers x heads x tokens); the plan of a transfer is, for each elected source, the
+intersection of its box with the destination's, cut at block borders of both sides and merged
+where it is contiguous on both sides. Pure and vectorised; nothing here looks at memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_hal.errors import PlanError
+from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.layout import KVLayout
+from mooncake_hal.transport import Spans
+
+Offsets = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShardSpec:
+    """One rank's KV: which part of the model's it is, and where it lies."""
+
+    shard: KVShard
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTransfer:
+    """Which tokens of which blocks to move.
+
+    Args:
+        local_blocks, remote_blocks: block tables; entry i holds tokens
+            ``[i * block_size, (i + 1) * block_size)`` in that side's own block size.
+        tokens: half-open range of token positions.
+        layers: half-open range of global layer indices; None means all. What the local rank has
+            of them is moved.
+        spread: picks among replicas, so that requests spread over the ranks that hold the same
+            heads; any integer.
+    """
+
+    local_blocks: Sequence[int]
+    remote_blocks: Sequence[int]
+    tokens: tuple[int, int]
+    layers: tuple[int, int] | None = None
+    spread: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerSpans:
+    """What to move between this rank and one rank of the other side.
+
+    Args:
+        peer: index into the sequence of ranks that was planned against.
+        spans: ``local`` is the planning rank's memory, ``remote`` the peer's.
+    """
+
+    peer: int
+    spans: Spans
+
+
+def plan_transfer(
+    geometry: KVGeometry,
+    local: KVShardSpec,
+    remotes: Sequence[KVShardSpec],
+    transfer: BlockTransfer,
+) -> list[PeerSpans]:
+    """Plan the spans between ``local`` and a set of remote ranks that hold all it needs.
+
+    Args:
+        geometry: of the model; both sides have been checked to agree on it.
+        local: the rank that plans: the reader of a pull.
+        remotes: every rank of the other side.
+        transfer: what to move.
+
+    Raises:
+        PlanError: the block tables are too short, or the remotes don't cover ``local`` exactly.
+    """
+    start, stop = transfer.tokens
+    _check_table("local", local.layout, transfer.local_blocks, stop)
+    for remote in remotes:
+        _check_table("remote", remote.layout, transfer.remote_blocks, stop)
+    wanted = local.shard
+    if transfer.layers is not None:
+        wanted = intersect(wanted, KVShard(*transfer.layers, wanted.head_start, wanted.head_stop))
+    if start >= stop or not wanted.layers:
+        return []
+    plans = []
+    for peer in elect_sources(wanted, [remote.shard for remote in remotes], transfer.spread):
+        pair = _RankPair(
+            geometry,
+            intersect(wanted, remotes[peer].shard),
+            _PagedKV(local, transfer.local_blocks),
+            _PagedKV(remotes[peer], transfer.remote_blocks),
+        )
+        plans.append(PeerSpans(peer, pair.spans(start, stop)))
+    _check_coverage(geometry, wanted, stop - start, plans)
+    return plans
+
+
+def intersect(a: KVShard, b: KVShard) -> KVShard:
+    """The layers and heads that both hold; empty ranges where there are none."""
+    layer_start = max(a.layer_start, b.layer_start)
+    head_start = max(a.head_start, b.head_start)
+    return KVShard(
+        layer_start,
+        max(layer_start, min(a.layer_stop, b.layer_stop)),
+        head_start,
+        max(head_start, min(a.head_stop, b.head_stop)),
+    )
+
+
+def elect_sources(wanted: KVShard, shards: Sequence[KVShard], spread: int) -> list[int]:
+    """Choose one holder of each part of ``wanted``; replicas take turns by ``spread``.
+
+    Raises:
+        PlanError: a part that no rank holds, or that distinct holders overlap on.
+    """
+    groups: dict[tuple[int, int, int, int], list[int]] = {}
+    for index, shard in enumerate(shards):
+        key = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
+        groups.setdefault(key, []).append(index)
+    elected = []
+    covered = 0
+    for members in groups.values():
+        box = intersect(wanted, shards[members[0]])
+        if box.layers and box.heads:
+            elected.append(members[spread % len(members)])
+            covered += box.layers * box.heads
+    if covered != wanted.layers * wanted.heads:
+        raise PlanError(
+            f"layers {wanted.layer_start}..{wanted.layer_stop - 1}, heads "
+            f"{wanted.head_start}..{wanted.head_stop - 1} make {wanted.layers * wanted.heads} "
+            f"(layer, head) pairs, but the peer's ranks hold {covered} of them: {list(groups)}"
+        )
+    return elected
+
+
+@dataclass(frozen=True, slots=True)
+class _PagedKV:
+    """A rank's KV memory, seen through the block table of one sequence."""
+
+    rank: KVShardSpec
+    blocks: Sequence[int]
+
+    def token_offsets(self, positions: Offsets, plane: int) -> Offsets:
+        """Offset of each of these token positions from the first token of block 0."""
+        layout = self.rank.layout
+        blocks = np.asarray(self.blocks, dtype=np.int64)[positions // layout.block_size]
+        within = positions % layout.block_size
+        return blocks * layout.block_strides[plane] + within * layout.token_strides[plane]
+
+    def bases(self, box: KVShard, plane: int) -> Offsets:
+        """Address of the box's first head in block 0, for each layer of the box."""
+        shard, layout = self.rank.shard, self.rank.layout
+        first = box.layer_start - shard.layer_start
+        head = (box.head_start - shard.head_start) * layout.head_strides[plane]
+        return np.asarray(layout.bases[plane][first : first + box.layers], dtype=np.int64) + head
+
+    def head_offsets(self, box: KVShard, plane: int) -> Offsets:
+        """Offset of each head of the box from its first one."""
+        return np.arange(box.heads, dtype=np.int64) * self.rank.layout.head_strides[plane]
+
+    def plane_offsets(self, box: KVShard, planes: tuple[int, ...]) -> Offsets:
+        """Offset of each of these planes from the first of them."""
+        firsts = [int(self.bases(box, plane)[0]) for plane in planes]
+        return np.asarray(firsts, dtype=np.int64) - firsts[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Axis:
+    """Offsets of one axis' elements on both sides."""
+
+    local: Offsets
+    remote: Offsets
+
+    def step(self) -> int | None:
+        """The stride, if it is uniform and the same on both sides."""
+        steps = np.diff(self.local)
+        if (steps == steps[0]).all() and (np.diff(self.remote) == steps[0]).all():
+            return int(steps[0])
+        return None
+
+    def local_stride(self) -> int:
+        """The mean stride on this side."""
+        return int(self.local[-1] - self.local[0]) // max(1, len(self.local) - 1)
+
+
+class _Runs(NamedTuple):
+    """Contiguous pieces, not merged yet; all [n]."""
+
+    local: Offsets
+    remote: Offsets
+    nbytes: Offsets
+
+
+@dataclass(frozen=True, slots=True)
+class _RankPair:
+    """What two ranks have in common, a box of layers and heads, and either's memory of it."""
+
+    geometry: KVGeometry
+    box: KVShard
+    local: _PagedKV
+    remote: _PagedKV
+
+    def spans(self, start: int, stop: int) -> Spans:
+        """All spans of a range of tokens, merged."""
+        starts, lengths = self._token_pieces(start, stop)
+        # Pieces of one length at a time: all are a block long (of the smaller block size), but
+        # for the first and the last, and `_expand` needs a rectangle.
+        parts = [
+            self._expand(starts[lengths == length], int(length), planes)
+            for length in np.unique(lengths)
+            for planes in self._plane_groups()
+        ]
+        return _merge(_Runs(*(np.concatenate(columns) for columns in zip(*parts, strict=True))))
+
+    def _token_pieces(self, start: int, stop: int) -> tuple[Offsets, Offsets]:
+        """Cut a token range at every block border of either side: starts and lengths.
+
+        Two neighbouring tokens lie in neighbouring slots only within a block; so inside a piece,
+        and nowhere else, a stride says where the next token is, on both sides.
+        """
+        cuts = [np.array([start, stop], dtype=np.int64)]
+        for size in {side.rank.layout.block_size for side in (self.local, self.remote)}:
+            cuts.append(np.arange((start // size + 1) * size, stop, size, dtype=np.int64))
+        edges = np.unique(np.concatenate(cuts))
+        return edges[:-1], np.diff(edges)
+
+    def _plane_groups(self) -> list[tuple[int, ...]]:
+        """Planes that share widths and strides are one axis; others are planned one by one.
+
+        K and V are alike in every layout, so a run can go on from one to the other. A latent and
+        its rope row differ in width: their strides, and so their runs, have nothing in common.
+        """
+        num_planes = self.geometry.planes
+        alike = len(set(self.geometry.plane_dims)) == 1
+        for side in (self.local, self.remote):
+            layout = side.rank.layout
+            strides = set(
+                zip(layout.block_strides, layout.head_strides, layout.token_strides, strict=True)
+            )
+            layer_gaps = {tuple(np.diff(side.bases(self.box, p))) for p in range(num_planes)}
+            alike = alike and len(strides) == 1 and len(layer_gaps) == 1
+        if alike:
+            return [tuple(range(num_planes))]
+        return [(plane,) for plane in range(num_planes)]
+
+    def _expand(self, starts: Offsets, length: int, planes: tuple[int, ...]) -> _Runs:
+        """The runs of token pieces that begin at ``starts`` and are all ``length`` tokens long.
+
+        Memory is strided in every axis but one: which block holds a token is arbitrary, the rest
+        is base + token * stride + head * stride + layer + plane. So the address of anything in the
+        box is a sum of one offset per axis, on either side, and the addresses of all runs are the
+        outer sum of the axes' offsets: a pull of a thousand blocks of eighty layers is a few
+        additions of arrays, where a loop would make a million Python objects.
+
+        What keeps the number of runs small is that an axis can vanish. A run begins as the
+        elements of one token, head, layer and plane. An axis whose stride is the length of the run
+        so far, here *and* there, just continues it, so it makes the run longer and no runs more.
+        In which order axes fold depends on both layouts (tokens come before heads in BHLPT, after
+        them in LPBTH, and between the two neither folds), so `_fold` tries until none does.
+
+        What is left is ordered by stride, the largest outermost: neighbours in memory are then
+        neighbours in the arrays, and `_merge` finds those that only the block table has put side
+        by side, such as consecutive blocks.
+        """
+        box, lead = self.box, planes[0]
+        tokens = np.arange(length, dtype=np.int64)
+        local, remote = self.local, self.remote
+        bases = _Axis(local.bases(box, lead), remote.bases(box, lead))
+        axes = [
+            _Axis(
+                tokens * local.rank.layout.token_strides[lead],
+                tokens * remote.rank.layout.token_strides[lead],
+            ),
+            _Axis(local.head_offsets(box, lead), remote.head_offsets(box, lead)),
+            _Axis(bases.local - bases.local[0], bases.remote - bases.remote[0]),
+            _Axis(local.plane_offsets(box, planes), remote.plane_offsets(box, planes)),
+        ]
+        element_bytes = self.geometry.plane_dims[lead] * self.geometry.element_bytes
+        axes, run = _fold([axis for axis in axes if len(axis.local) > 1], element_bytes)
+        axes.append(_Axis(local.token_offsets(starts, lead), remote.token_offsets(starts, lead)))
+        axes.sort(key=_Axis.local_stride, reverse=True)
+        near, far = bases.local[0], bases.remote[0]
+        for axis in axes:
+            near, far = np.add.outer(near, axis.local), np.add.outer(far, axis.remote)
+        near, far = np.ravel(near), np.ravel(far)
+        return _Runs(near, far, np.full(len(near), run, dtype=np.int64))
+
+
+def _fold(axes: list[_Axis], run: int) -> tuple[list[_Axis], int]:
+    """Grow the contiguous run by every axis whose stride is the run, on both sides."""
+    folded = True
+    while folded:
+        folded = False
+        for axis in axes:
+            if axis.step() == run:
+                run *= len(axis.local)
+                axes = [other for other in axes if other is not axis]
+                folded = True
+                break
+    return axes, run
+
+
+def _merge(runs: _Runs) -> Spans:
+    """Join neighbours that are contiguous on both sides (runs of consecutive blocks)."""
+    local, remote, nbytes = runs
+    breaks = np.empty(len(local), dtype=bool)
+    breaks[0] = True
+    breaks[1:] = (local[1:] != local[:-1] + nbytes[:-1]) | (remote[1:] != remote[:-1] + nbytes[:-1])
+    heads = np.flatnonzero(breaks)
+    sums = np.add.reduceat(nbytes, heads)
+    return Spans(
+        local[heads].astype(np.uint64), remote[heads].astype(np.uint64), sums.astype(np.uint64)
+    )
+
+
+def _check_table(which: str, layout: KVLayout, blocks: Sequence[int], tokens: int) -> None:
+    needed = -(-tokens // layout.block_size)
+    if len(blocks) < needed:
+        raise PlanError(
+            f"{tokens} tokens need {needed} {which} blocks of {layout.block_size}, "
+            f"the table has {len(blocks)}"
+        )
+    outside = [block for block in blocks[:needed] if not 0 <= block < layout.num_blocks]
+    if outside:
+        raise PlanError(f"{which} block {outside[0]} is not in a pool of {layout.num_blocks}")
+
+
+def _check_coverage(
+    geometry: KVGeometry, wanted: KVShard, tokens: int, plans: Sequence[PeerSpans]
+) -> None:
+    """Success means exact coverage: every byte of the destination once, no byte twice.
+
+    A transfer can't show a gap: memory that nothing was written to has KV of an older request in
+    it, and the model would go on from that. The right number of bytes in spans that don't overlap
+    is exact coverage, since no span leaves the destination's box.
+    """
+    per_token = sum(geometry.plane_dims) * geometry.element_bytes
+    expected = wanted.layers * wanted.heads * tokens * per_token
+    starts = np.concatenate([plan.spans.local for plan in plans])
+    ends = starts + np.concatenate([plan.spans.nbytes for plan in plans])
+    order = np.argsort(starts, kind="stable")
+    total = int((ends - starts).sum())
+    if total != expected or (starts[order][1:] < ends[order][:-1]).any():
+        raise PlanError(
+            f"a plan of {total} bytes for a destination of {expected}, or one that writes a byte "
+            "twice: the layouts given contradict each other"
+        )

@@ -1,0 +1,239 @@
+"""Options that are declared once, beside the dataclass field that they fill.
+
+A field's metadata holds its option; the command line's parser, ``--help``, the reader of
+configuration files and the tables in the docs are all made from it::
+
+    @dataclass(frozen=True, slots=True)
+    class Config:
+        tp_size: int = field(default=1, metadata=option(metavar="N", help="tensor-parallel ranks"))
+
+    options = options_of(Config)                       # --tp-size N
+    add_to_parser(parser, options)
+    config = from_arguments(Config, parser.parse_args())
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mooncake_hal.port_range import PortRange
+
+Config = TypeVar("Config")
+
+_KEY = "option"
+_SCALARS = (int, float, str, Path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option of a command.
+
+    Args:
+        flag: as it is written, such as ``--tp-size``.
+        help: what it does, with its unit; the default is added to it.
+        field: name of the dataclass field that it fills; empty for an option of the command itself.
+        metavar: stands for the value in help.
+        parse: from the text to the value on the command line; raises ValueError or
+            ``argparse.ArgumentTypeError``.
+        to_field: from the value on the command line to the field's.
+        default: on the command line, where the option is left out.
+        default_text: the default in words, where the value alone would not say it.
+        choices: the texts that are accepted; empty for any.
+        is_switch: takes no value; its presence sets True, or False for a ``--no-...``.
+        nargs: ``+`` for several values after one flag.
+        is_repeated: the flag may be given several times, one value each.
+        is_required: there is no default.
+    """
+
+    flag: str
+    help: str
+    field: str = ""
+    metavar: str | None = None
+    parse: Callable[[str], Any] = str
+    to_field: Callable[[Any], Any] | None = None
+    default: Any = None
+    default_text: str = ""
+    choices: tuple[str, ...] = ()
+    is_switch: bool = False
+    nargs: str | None = None
+    is_repeated: bool = False
+    is_required: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in a configuration file and among parsed arguments, with underscores."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Let a command take it."""
+        text = f"{self.help} (default: {self.default_text})" if self.default_text else self.help
+        if self.is_switch:
+            parser.add_argument(self.flag, action="store_true", help=text)
+            return
+        kwargs: dict[str, Any] = {"help": text, "default": self.default, "type": self.parse}
+        if self.metavar is not None:
+            kwargs["metavar"] = self.metavar
+        if self.choices:
+            kwargs["choices"] = self.choices
+        if self.nargs is not None:
+            kwargs["nargs"] = self.nargs
+        if self.is_repeated:
+            kwargs |= {"action": "append", "default": []}
+        parser.add_argument(self.flag, required=self.is_required, **kwargs)
+
+    def words(self, value: object) -> Iterator[str]:
+        """The option on a command line, for a value as it is among parsed arguments. Nothing for
+        None, False and an empty list."""
+        if value is None or value is False or value == []:
+            return
+        values = [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]
+        if self.is_switch:
+            yield self.flag
+        elif self.nargs is not None:
+            yield from (self.flag, *values)
+        else:
+            for one in values:
+                yield from (self.flag, one)
+
+
+def option(
+    flag: str = "", *, unit: int | None = None, is_unset_by_default: bool = False, **parts: Any
+) -> dict[str, Any]:
+    """Metadata of a dataclass field that an option fills. What is not given follows from the field:
+    the type of the value, the default, and whether there has to be one.
+
+    Args:
+        flag: ``--`` and the field's name unless given; ``--no-...`` where the default is True.
+        unit: the command line counts in so many of the field's units.
+        is_unset_by_default: parsed arguments hold None unless the option is given, so that a
+            command can tell; help shows the field's default all the same.
+        parts: of ``Option``.
+    """
+    return {_KEY: {"flag": flag, "unit": unit, "is_unset": is_unset_by_default, **parts}}
+
+
+def options_of(
+    config: type, *, only: Collection[str] = (), without: Collection[str] = ()
+) -> tuple[Option, ...]:
+    """The options of a dataclass's fields, in their order.
+
+    Args:
+        only, without: names of fields.
+    """
+    hints = typing.get_type_hints(config)
+    return tuple(
+        _option(field, hints[field.name])
+        for field in dataclasses.fields(config)
+        if _KEY in field.metadata and field.name not in without and (not only or field.name in only)
+    )
+
+
+def add_to_parser(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """Let a command take all of these."""
+    for option in options:
+        option.add_to(parser)
+
+
+def from_arguments(config: type[Config], args: argparse.Namespace, **others: Any) -> Config:
+    """A dataclass from parsed arguments. An option that the command does not have, or that is None,
+    leaves its field at the default; ``others`` are set as they are."""
+    values = dict(others)
+    for option in options_of(config):
+        value = getattr(args, option.name, None)
+        if value is not None and option.field not in others:
+            values[option.field] = value if option.to_field is None else option.to_field(value)
+    return config(**values)
+
+
+def markdown_table(options: Sequence[Option]) -> str:
+    """The options as a table for the docs: flag with its value, default, meaning."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    for option in options:
+        value = option.metavar or "|".join(option.choices)
+        flag = f"{option.flag} {value}" if value and not option.is_switch else option.flag
+        default = option.default_text or _shown_default(option)
+        cells = (f"`{flag}`", default, option.help)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def positive_int(text: str) -> int:
+    """A whole number that is at least 1; parses such an option."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be a number, at least 1, got {text!r}")
+    return number
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes such as ``512M`` or ``1.5G``; parses such an option."""
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text[:-1] if unit > 1 else text) * unit)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}") from None
+
+
+def port_range(text: str) -> PortRange:
+    """A range of ports such as ``14000-14099``; parses such an option."""
+    try:
+        return PortRange.parse(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
+
+
+def _shown_default(option: Option) -> str:
+    if option.is_required:
+        return "required"
+    if option.is_switch:
+        return "off"
+    if option.default in (None, "", [], ()):
+        return ""
+    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+
+
+def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
+    parts: dict[str, Any] = dict(field.metadata[_KEY])
+    flag, unit, is_unset = parts.pop("flag"), parts.pop("unit"), parts.pop("is_unset")
+    kind = _without_none(hint)
+    has_default = field.default is not dataclasses.MISSING
+    default: Any = field.default if has_default else None
+    name = field.name.replace("_", "-")
+    if kind is bool:
+        negated = {"flag": flag or f"--no-{name}", "to_field": lambda value: not value}
+        parts = (negated if default else {"flag": flag or f"--{name}"}) | parts
+        return Option(field=field.name, is_switch=True, default=False, **parts)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        parts = {"choices": tuple(str(one.value) for one in kind), "to_field": kind} | parts
+        default = default.value if isinstance(default, Enum) else default
+    elif kind in _SCALARS:
+        parts = {"parse": kind} | parts
+    if unit is not None:
+        parts |= {"parse": float, "to_field": lambda value: int(value * unit)}
+        default = None if default is None else default / unit
+    if typing.get_origin(kind) is tuple:
+        parts = {"to_field": tuple} | parts
+        default = []
+    if is_unset and default is not None:
+        parts = {"default_text": str(default)} | parts
+        default = None
+    parts = {"default": default, "is_required": not has_default} | parts
+    return Option(flag=flag or f"--{name}", field=field.name, **parts)
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        return kinds[0] if len(kinds) == 1 else hint
+    return hint

@@ -1,0 +1,1 @@
+"""One authenticated, framed session: what transports and side channels say to their peers."""

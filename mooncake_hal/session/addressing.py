@@ -1,0 +1,91 @@
+"""What listens where: a port, or the first free one of several, and how peers name it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from mooncake_hal.errors import PortsExhausted
+from mooncake_hal.transport import EndpointOptions
+
+
+def open_listener(options: EndpointOptions, transport: str, backlog: int) -> socket.socket:
+    """Return a listening socket at ``options.port``, or the first free port of its range.
+
+    Args:
+        options: of the endpoint.
+        transport: for messages.
+        backlog: connections that may wait to be accepted.
+
+    Raises:
+        OSError: the host or port can't be bound.
+        PortsExhausted: every port of the range is taken.
+    """
+    if options.port or options.port_range is None:
+        return listen_on(options.host, options.port, backlog)
+    return listen_on_first(options.host, options.port_range, backlog, transport)
+
+
+def listen_on_first(host: str, ports: Iterable[int], backlog: int, protocol: str) -> socket.socket:
+    """Return a socket that listens on the first of ``ports`` that is free; 0 is any.
+
+    Raises:
+        OSError: the host or a port can't be bound.
+        PortsExhausted: all of them are taken.
+    """
+    for port in ports:
+        try:
+            return listen_on(host, port, backlog)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                raise
+    raise PortsExhausted(
+        f"{protocol}: all ports of {ports} are taken on {host}; every rank wants one for each "
+        "transport that listens: widen the range, or free some"
+    )
+
+
+def advertised_host(options: EndpointOptions, listener: socket.socket) -> str:
+    """Return the address that peers connect to.
+
+    Raises:
+        ValueError: it listens on all addresses, and advertise_host does not say which one to use.
+    """
+    host = str(listener.getsockname()[0])
+    if options.advertise_host is None and ipaddress.ip_address(host).is_unspecified:
+        raise ValueError(f"listening on {host}: say with advertise_host what peers connect to")
+    return options.advertise_host or host
+
+
+def host_identity() -> str:
+    """Name the running kernel and the network namespace, in which abstract sockets live."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from its own host."""
+    return ipaddress.ip_address(host).is_loopback
+
+
+def listen_on(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens there; raises OSError, which names host and port."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # "::" takes the peers of IPv4 in, too
+            is_only = not ipaddress.ip_address(address[0]).is_unspecified
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_only)
+        listener.bind(address)
+        # Only this makes the port ours: others with the option may bind it until one listens.
+        listener.listen(backlog)
+    except OSError as exc:
+        listener.close()
+        raise OSError(exc.errno, f"can't listen on {host} port {port}: {exc.strerror}") from exc
+    return listener

@@ -1,0 +1,424 @@
+"""Sessions on an asyncio loop: requests and replies between instances, both ways.
+
+    listener = await listen("0.0.0.0", range(8000, 8010), credentials, handler)
+    session = await connect("192.0.2.1", 8000, credentials, timeout=5)
+    reply = await session.request(b"...", timeout=2)
+
+Everything here belongs to the loop that it was made on. What a peer may cost is in ``Limits``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import cast
+
+from mooncake_hal.errors import (
+    HalError,
+    PeerLost,
+    RequestRefused,
+    TransferError,
+    TransferTimeout,
+)
+from mooncake_hal.session.addressing import listen_on_first
+from mooncake_hal.session.authentication import Credentials, Handshake, Proven, fresh_epoch
+from mooncake_hal.session.frames import (
+    AnyMessage,
+    FrameReader,
+    Ping,
+    Seals,
+    SessionRequest,
+    SessionResponse,
+    frame,
+)
+from mooncake_hal.session.strangers import LIMITS, Limits, Strangers
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 256
+
+MISSED_KEEPALIVES = 3
+"""After how many keepalives without a word a peer is lost."""
+
+_KEEPALIVE_NUMBER = 0
+"""Of pings that no request waits for; requests count from 1."""
+
+Handler = Callable[["AsyncSession", bytes], bytes]
+"""Replies to a request, quickly, on the loop. A HalError's message goes back as a refusal."""
+
+
+def _refuse(session: AsyncSession, payload: bytes) -> bytes:
+    raise RequestRefused("the side that connected takes no requests")
+
+
+class AsyncSession(asyncio.Protocol):
+    """One end of a session, and the asyncio protocol of its connection. See ``connect``.
+
+    ``closed`` is done, with the reason, once the session is over. ``peer_epoch`` is that of the end
+    that listens, on both ends.
+
+    Args:
+        handshake: our side of it.
+        seals_of: what seals the frames, from how the handshake ended.
+        handler: of the peer's requests.
+        limits: on what the peer may cost.
+        listener: that accepted it, or None.
+    """
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        seals_of: Callable[[Proven], Seals],
+        handler: Handler,
+        limits: Limits,
+        listener: AsyncListener | None = None,
+    ) -> None:
+        self.peer_epoch = b""
+        self.peer_host = ""
+        self._loop = asyncio.get_running_loop()
+        self.closed: asyncio.Future[TransferError] = self._loop.create_future()
+        self.proven: asyncio.Future[None] = self._loop.create_future()
+        self._handshake = handshake
+        self._seals_of = seals_of
+        self._seals: Seals | None = None
+        self._handler = handler
+        self._limits = limits
+        self._listener = listener
+        self._reader = FrameReader(limits.stranger_frame_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._last_number = _KEEPALIVE_NUMBER
+        self._num_written = 0
+        self._last_received = self._loop.time()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    async def request(self, payload: bytes, *, timeout: float) -> bytes:
+        """Send a request and wait for its reply.
+
+        Raises:
+            RequestRefused: the peer refused it, with its reason.
+            TransferTimeout: no reply came in time; one that comes later is dropped.
+            PeerLost: the session is over.
+            TransferError: too many requests are outstanding, or this one is too long.
+        """
+        if self.closed.done():
+            raise self.closed.result()
+        if len(self._waiting) >= self._limits.outstanding:
+            raise TransferError(f"{len(self._waiting)} requests to the peer are outstanding")
+        self._last_number += 1
+        number = self._last_number
+        reply = self._waiting[number] = self._loop.create_future()
+        try:
+            self._send(SessionRequest(number, payload))
+            done, _ = await asyncio.wait({reply}, timeout=timeout)
+        finally:
+            del self._waiting[number]
+        if not done:
+            raise TransferTimeout(f"the peer did not reply within {timeout:g} s")
+        found: bytes = reply.result()
+        return found
+
+    def close(self, reason: str = "this side closed the session") -> None:
+        """End the session; requests that wait fail with ``reason``. Idempotent."""
+        self._end(PeerLost(reason))
+
+    def abort(self, error: TransferError) -> None:
+        """End it without sending what still waits to be sent. Idempotent."""
+        self._end(error, flush=False)
+
+    # -- asyncio's side -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self._limits.send_buffer_bytes)
+        self.peer_host = str((transport.get_extra_info("peername") or ("",))[0])
+        self._call_later("handshake", self._limits.handshake_s, self._handshake_expired)
+        if self._listener is not None:
+            self._listener.entered(self)
+        self._advance(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._last_received = self._loop.time()
+        self._reader.feed(data)
+        try:
+            while not self.closed.done() and (body := self._reader.take()) is not None:
+                if self._seals is None:
+                    self._advance(body)
+                else:
+                    self._take(self._seals.incoming.open(body))
+        except TransferError as exc:
+            self._end(exc)
+        except Exception as exc:  # task top: one peer's message must not end more than its session
+            logger.exception("a session failed")
+            self._end(PeerLost(f"the session failed: {exc!r}"))
+
+    def pause_writing(self) -> None:
+        self._watch_sending(-1)
+
+    def resume_writing(self) -> None:
+        self._cancel("sending")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(
+            PeerLost(f"the connection broke: {exc}" if exc else "the peer closed the session")
+        )
+
+    # -- the handshake --------------------------------------------------------------------------
+
+    def _advance(self, reply: bytes | None) -> None:
+        """Do the handshake's next steps, up to one that waits for the peer."""
+        assert self._transport is not None
+        try:
+            step = next(self._handshake) if reply is None else self._handshake.send(reply)
+            while True:
+                if step.message:
+                    self._write(frame(step.message))
+                if step.awaits_reply:
+                    return
+                step = self._handshake.send(b"")
+        except StopIteration as end:
+            self._prove(end.value)
+        except TransferError as exc:
+            self._end(exc)
+
+    def _prove(self, proven: Proven) -> None:
+        self.peer_epoch = proven.epoch
+        self._seals = self._seals_of(proven)
+        self._reader.limit = self._limits.frame_bytes
+        self._cancel("handshake")
+        if self._listener is not None:
+            self._listener.proved(self)
+        self._keep_alive()
+        self.proven.set_result(None)
+
+    def _handshake_expired(self) -> None:
+        self.abort(TransferTimeout(f"no handshake within {self._limits.handshake_s:g} s"))
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def _take(self, message: AnyMessage) -> None:
+        if isinstance(message, SessionRequest):
+            self._send(self._respond(message))
+        elif isinstance(message, SessionResponse):
+            self._settle(message)
+        elif isinstance(message, Ping):
+            self._send(SessionResponse(message.number))
+        else:
+            raise PeerLost(f"the peer broke the session's protocol: {type(message).__name__} here")
+
+    def _respond(self, request: SessionRequest) -> SessionResponse:
+        try:
+            return SessionResponse(request.number, self._handler(self, request.payload))
+        except HalError as exc:
+            return SessionResponse(request.number, error=str(exc) or type(exc).__name__)
+
+    def _settle(self, response: SessionResponse) -> None:
+        reply = self._waiting.get(response.number)
+        if reply is None or reply.done():
+            return  # its sender gave up waiting, or it was a keepalive
+        if response.error:
+            reply.set_exception(RequestRefused(response.error))
+        else:
+            reply.set_result(response.payload)
+
+    def _send(self, message: AnyMessage) -> None:
+        if self._seals is None or self._transport is None or self.closed.done():
+            raise PeerLost("the session is over")
+        data = self._seals.outgoing.seal(message)
+        if len(data) > self._limits.frame_bytes:
+            # The peer would end the session for it, and with it everybody else's requests.
+            error = TransferError(f"a message of {len(data)} bytes is too long for one frame")
+            self._end(error)
+            raise error
+        self._write(data)
+        waiting = self._transport.get_write_buffer_size()
+        if waiting > self._limits.frame_bytes + self._limits.send_buffer_bytes:
+            self.abort(PeerLost(f"the peer does not read: {waiting} bytes wait to be sent"))
+
+    def _write(self, data: bytes) -> None:
+        assert self._transport is not None
+        self._num_written += len(data)
+        self._transport.write(data)
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def _watch_sending(self, num_sent_before: int) -> None:
+        """Drop a peer that takes no bytes; one that takes them slowly has the buffer's bound."""
+        assert self._transport is not None
+        num_sent = self._num_written - self._transport.get_write_buffer_size()
+        if num_sent == num_sent_before:
+            self.abort(PeerLost(f"the peer takes no bytes for {self._limits.send_s:g} s"))
+            return
+        self._call_later("sending", self._limits.send_s, lambda: self._watch_sending(num_sent))
+
+    def _keep_alive(self) -> None:
+        every = self._limits.keepalive_s
+        silent = self._loop.time() - self._last_received
+        if silent > MISSED_KEEPALIVES * every:
+            self.abort(PeerLost(f"the peer is silent for {silent:.0f} s"))
+            return
+        if silent >= every / 2:
+            self._send(Ping(_KEEPALIVE_NUMBER))
+        if not self.closed.done():
+            self._call_later("keepalive", every, self._keep_alive)
+
+    def _call_later(self, name: str, seconds: float, call: Callable[[], None]) -> None:
+        self._cancel(name)
+        self._timers[name] = self._loop.call_later(seconds, call)
+
+    def _cancel(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _end(self, error: TransferError, *, flush: bool = True) -> None:
+        if self._transport is not None:
+            if flush and "sending" not in self._timers:
+                self._transport.close()
+            else:
+                self._transport.abort()
+        if self.closed.done():
+            return
+        self.closed.set_result(error)
+        for name in list(self._timers):
+            self._cancel(name)
+        if flush and self._transport is not None:  # a peer that does not take the rest is cut off
+            self._loop.call_later(self._limits.send_s, self._transport.abort)
+        if not self.proven.done():
+            self.proven.set_exception(error)
+            self.proven.exception()  # or asyncio logs it as never retrieved
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(error)
+                reply.exception()  # its request may have been cancelled just now
+        if self._listener is not None:
+            self._listener.left(self, error)
+
+
+class AsyncListener:
+    """Accepts sessions; see ``listen``.
+
+    ``port`` is where it listens, ``epoch`` what peers know it by.
+    """
+
+    def __init__(self, port: int, epoch: bytes, limits: Limits) -> None:
+        self.port = port
+        self.epoch = epoch
+        self.sessions: set[AsyncSession] = set()
+        self._strangers: Strangers[AsyncSession] = Strangers(limits)
+        self._server: asyncio.AbstractServer | None = None
+
+    def serve(self, server: asyncio.AbstractServer) -> None:
+        """Take over the server that accepts for this listener."""
+        self._server = server
+
+    def close(self) -> None:
+        """Stop listening and end every session. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for session in [*self._strangers.all(), *self.sessions]:
+            session.close("the listener was closed")
+
+    def entered(self, session: AsyncSession) -> None:
+        """A connection was accepted; another one may have to go for it."""
+        now = asyncio.get_running_loop().time()
+        evicted = self._strangers.enter(session, session.peer_host, now)
+        if evicted is not None:
+            evicted.abort(PeerLost("too many connections are in their handshake"))
+
+    def proved(self, session: AsyncSession) -> None:
+        """A peer has proved itself."""
+        self._strangers.leave(session)
+        self.sessions.add(session)
+
+    def left(self, session: AsyncSession, error: TransferError) -> None:
+        """A session, or one that was to be, is over."""
+        self.sessions.discard(session)
+        if self._strangers.leave(session):
+            level = logging.DEBUG if isinstance(error, PeerLost) else logging.WARNING
+            logger.log(level, "refused a peer at %s: %s", session.peer_host, error)
+
+
+async def listen(
+    host: str,
+    ports: Iterable[int],
+    credentials: Credentials,
+    handler: Handler,
+    *,
+    limits: Limits = LIMITS,
+    epoch: bytes | None = None,
+) -> AsyncListener:
+    """Accept sessions on the first free port; 0 is any. IPv4 and IPv6 alike.
+
+    Args:
+        host: to listen on, a name or an address.
+        ports: in the order to try them.
+        credentials: that peers have to prove.
+        handler: of their requests.
+        limits: on what each may cost.
+        epoch: what they know us by; None draws one.
+
+    Raises:
+        OSError: the host or a port can't be bound.
+        PortsExhausted: all ports are taken.
+    """
+    sock = listen_on_first(host, ports, BACKLOG, credentials.protocol)
+    listener = AsyncListener(sock.getsockname()[1], epoch or fresh_epoch(), limits)
+
+    def accepted() -> AsyncSession:
+        handshake = credentials.accept(listener.epoch)
+        return AsyncSession(handshake, Seals.of_server, handler, limits, listener)
+
+    loop = asyncio.get_running_loop()
+    listener.serve(await loop.create_server(accepted, sock=sock, backlog=BACKLOG))
+    return listener
+
+
+async def connect(
+    host: str,
+    port: int,
+    credentials: Credentials,
+    *,
+    timeout: float,
+    epoch: bytes | None = None,
+    limits: Limits = LIMITS,
+) -> AsyncSession:
+    """Connect, prove ourselves, and have the peer do the same.
+
+    Args:
+        host, port: where the peer listens.
+        credentials: of both.
+        timeout: for all of it, in seconds.
+        epoch: that the peer must have; None takes any, see ``AsyncSession.peer_epoch``.
+        limits: on what the peer may cost.
+
+    Raises:
+        PeerLost: nothing listens there, or it has another epoch, or broke the connection.
+        AccessDenied, VersionMismatch: see ``Credentials``.
+        TransferTimeout: it took longer.
+    """
+    session = AsyncSession(credentials.connect(epoch), Seals.of_client, _refuse, limits)
+    opening = asyncio.ensure_future(_open(session, host, port))
+    try:
+        await asyncio.wait({opening}, timeout=timeout)
+        if not opening.done():
+            raise TransferTimeout(f"{host} port {port} did not reply within {timeout:g} s")
+        opening.result()
+    except BaseException:
+        # First, or the rest of a handshake that is about to succeed finds nobody who waits for it.
+        session.abort(PeerLost("connecting was given up"))
+        opening.cancel()
+        raise
+    return session
+
+
+async def _open(session: AsyncSession, host: str, port: int) -> None:
+    try:
+        await asyncio.get_running_loop().create_connection(lambda: session, host, port)
+        await session.proven
+    except OSError as exc:
+        raise PeerLost(f"can't connect to {host} port {port}: {exc}") from exc
+    except asyncio.CancelledError:
+        session.abort(PeerLost("connecting was given up"))
+        raise

@@ -1,0 +1,354 @@
+"""A session on a thread: requests, pings, and the regions that the peer registers and revokes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError as FutureTimeout
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_hal.errors import (
+    HalError,
+    PeerLost,
+    RequestRefused,
+    TransferError,
+    TransferTimeout,
+)
+from mooncake_hal.session.frames import (
+    LENGTH_BYTES,
+    AnyMessage,
+    Ping,
+    Registered,
+    Revoked,
+    SessionRequest,
+    SessionResponse,
+    check_length,
+)
+from mooncake_hal.session.listener import ProvenSocket, hang_up, peer_credentials
+from mooncake_hal.session.regions import AttachedRegions, RegionIndex
+from mooncake_hal.session.strangers import LIMITS, Limits
+from mooncake_hal.transport import MemoryRegion
+
+logger = logging.getLogger(__name__)
+
+RequestHandler = Callable[["Session", bytes], bytes]
+"""Replies to a request; a HalError's message is sent back as a refusal."""
+
+_POLLRDHUP = 0x2000
+
+
+class RegionWatcher(Protocol):
+    """Follows the regions of a peer, on the session's thread, one call at a time.
+
+    A ping of the peer's is confirmed when what it said before has been followed.
+    """
+
+    def registered(self, key: int, region: MemoryRegion, attachment: bytes, fd: int | None) -> None:
+        """The peer registered a region; ``fd`` came with it, and is closed after the call.
+
+        Raises:
+            TransferError: it makes no sense; the session ends.
+        """
+        ...
+
+    def revoked(self, key: int) -> None:
+        """The peer withdrew it: none of its memory may be touched when this returns."""
+        ...
+
+
+def refuse_requests(session: Session, payload: bytes) -> bytes:
+    """Refuse every request: the handler of an end that only sends them."""
+    raise RequestRefused("the side that connected takes no requests")
+
+
+class Session:
+    """Both ends use it alike once the handshake is over. ``run`` needs a thread of its own.
+
+    Args:
+        proven: the connection; owned from here on.
+        handler: of the peer's requests, on the session's thread.
+        limits: on what the peer may cost.
+    """
+
+    def __init__(
+        self, proven: ProvenSocket, handler: RequestHandler, limits: Limits = LIMITS
+    ) -> None:
+        self.regions = AttachedRegions("the peer")
+        self.error: TransferError | None = None
+        self._sock = proven.sock
+        self._seals = proven.seals
+        self._handler = handler
+        self._limits = limits
+        self._takes_fds = proven.sock.family == socket.AF_UNIX
+        self._fds: dict[int, int] = {}
+        self._watcher: RegionWatcher | None = None
+        self._on_end: Callable[[Session], None] | None = None
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._region_lock = threading.Lock()  # of `_fds` and `_watcher`; held while that is called
+        self._waiting: dict[int, Future[bytes]] = {}
+        self._last_number = 0
+        self._thread: threading.Thread | None = None
+        # Receiving waits for ever, sending must not: SO_SNDTIMEO bounds one direction only.
+        self._sock.settimeout(None)
+        seconds, fraction = divmod(limits.send_s, 1)
+        timeval = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+    def start(self, name: str) -> None:
+        """Run on a new thread."""
+        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """Take in what the peer says until the session ends."""
+        if self._thread is None:
+            self._thread = threading.current_thread()
+        try:
+            while True:
+                self._receive()
+        except PeerLost as exc:
+            self._end(exc)
+        except (TransferError, ValueError) as exc:
+            self._end(PeerLost(f"the peer broke the session's protocol: {exc}"))
+        except Exception as exc:  # thread top: the error must reach those who wait
+            logger.exception("a session failed")
+            self._end(PeerLost(f"the session failed: {exc!r}"))
+
+    def watch(self, on_end: Callable[[Session], None]) -> None:
+        """Have ``on_end`` called once when the session is over; at once if it is."""
+        with self._lock:
+            self._on_end = on_end
+            is_over = self.error is not None
+        if is_over:
+            on_end(self)
+
+    def watch_regions(self, watcher: RegionWatcher) -> None:
+        """Have ``watcher`` follow the peer's regions; it begins with those that there are.
+
+        Raises:
+            TransferError: the watcher did.
+        """
+        with self._region_lock:
+            self._watcher = watcher
+            for key, region, attachment in self.regions.items():
+                self._hand_over(watcher, key, region, attachment)
+
+    def send(self, message: AnyMessage, fd: int | None = None) -> None:
+        """Send one message, over a Unix socket with a descriptor if there is one.
+
+        Raises:
+            PeerLost: the connection is gone, or takes no bytes for ``send_s``.
+        """
+        with self._send_lock:
+            data = self._seals.outgoing.seal(message)
+            try:
+                if fd is not None:
+                    sent = socket.send_fds(self._sock, [data], [fd])
+                    data = data[sent:]
+                self._sock.sendall(data)
+            except OSError as exc:
+                raise PeerLost(f"the session broke while sending: {exc}") from exc
+
+    def start_request(self, payload: bytes) -> Future[bytes]:
+        """Send a request; the future holds the reply, or the TransferError that there is none."""
+        return self._start(lambda number: SessionRequest(number, payload))
+
+    def request(self, payload: bytes, timeout: float) -> bytes:
+        """Send a request and wait for its reply.
+
+        Raises:
+            RequestRefused: the peer refused it, its words in the message.
+            PeerLost, TransferTimeout: no reply came.
+        """
+        return _result(self.start_request(payload), timeout)
+
+    def ping(self) -> Future[bytes]:
+        """Ask the peer to confirm that it has taken in all that was sent before."""
+        return self._start(Ping)
+
+    def barrier(self, timeout: float) -> None:
+        """Wait until all that both ends sent before this call has been taken in.
+
+        Raises:
+            PeerLost, TransferTimeout: the peer did not confirm.
+        """
+        _result(self.ping(), timeout)
+
+    def locate(
+        self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64], timeout: float
+    ) -> tuple[RegionIndex, NDArray[np.intp]]:
+        """Find which of the peer's regions hold each piece; if one is nowhere, once more when all
+        that the peer has registered by now is known.
+
+        Raises:
+            RegionUnknown, RegionRevoked, OutOfBounds: a piece is nowhere.
+            PeerLost, TransferTimeout: the peer did not say in time what it has registered.
+        """
+        try:
+            return self.regions.locate(addresses, nbytes)
+        except TransferError:
+            self.barrier(max(0.0, timeout))
+            return self.regions.locate(addresses, nbytes)
+
+    def peer_process(self) -> int:
+        """Return the process at the other end of a Unix socket; 0 if outside our pid namespace."""
+        process, _user = peer_credentials(self._sock)
+        return process
+
+    def is_hung_up(self) -> bool:
+        """Whether the other end is closed by now, even if the thread has not noticed yet."""
+        if self.error is not None:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLHUP | _POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def hang_up(self) -> None:
+        """End the connection; its thread notices, and ends."""
+        hang_up(self._sock)
+
+    def close(self) -> None:
+        """End the connection and wait for its thread, unless this is that thread. Idempotent."""
+        self.hang_up()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._sock.close()
+
+    # -- receiving ------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Receive one message and act on it."""
+        fds: list[int] = []
+        try:
+            size = check_length(self._receive_exactly(LENGTH_BYTES, fds), self._limits.frame_bytes)
+            message = self._seals.incoming.open(self._receive_exactly(size, fds))
+            self._take(message, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _receive_exactly(self, size: int, fds: list[int]) -> bytes:
+        parts = []
+        while size:
+            try:
+                part = self._receive_some(min(size, 1 << 20), fds)
+            except OSError as exc:
+                raise PeerLost(f"the session broke: {exc}") from exc
+            if not part:
+                raise PeerLost("the peer closed the session")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def _receive_some(self, size: int, fds: list[int]) -> bytes:
+        if not self._takes_fds:
+            return self._sock.recv(size)
+        part, found, flags, _ = socket.recv_fds(self._sock, size, 1, socket.MSG_CMSG_CLOEXEC)
+        fds += found
+        if flags & socket.MSG_CTRUNC or len(fds) > 1:
+            raise PeerLost("the peer broke the session's protocol: too many descriptors")
+        return part
+
+    def _take(self, message: AnyMessage, fds: list[int]) -> None:
+        if isinstance(message, Registered):
+            self._register(message, fds)
+        elif isinstance(message, Revoked):
+            with self._region_lock:
+                self.regions.revoke(message.key)
+                if (fd := self._fds.pop(message.key, None)) is not None:
+                    os.close(fd)
+                if self._watcher is not None:
+                    self._watcher.revoked(message.key)
+        elif isinstance(message, Ping):
+            self.send(SessionResponse(message.number))
+        elif isinstance(message, SessionRequest):
+            self.send(self._respond(message))
+        else:
+            self._settle(message)
+
+    def _register(self, message: Registered, fds: list[int]) -> None:
+        region = MemoryRegion(message.address, message.nbytes, message.device)
+        with self._region_lock:
+            self.regions.add(message.key, region, message.attachment)
+            if fds:
+                self._fds[message.key] = fds.pop()
+            if self._watcher is not None:
+                self._hand_over(self._watcher, message.key, region, message.attachment)
+
+    def _hand_over(
+        self, watcher: RegionWatcher, key: int, region: MemoryRegion, attachment: bytes
+    ) -> None:
+        fd = self._fds.pop(key, None)
+        try:
+            watcher.registered(key, region, attachment, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _respond(self, request: SessionRequest) -> SessionResponse:
+        try:
+            return SessionResponse(request.number, self._handler(self, request.payload))
+        except HalError as exc:
+            return SessionResponse(request.number, error=str(exc) or type(exc).__name__)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _start(self, make: Callable[[int], AnyMessage]) -> Future[bytes]:
+        future: Future[bytes] = Future()
+        with self._lock:
+            if self.error is not None:
+                future.set_exception(self.error)
+                return future
+            self._last_number += 1
+            number = self._last_number
+            self._waiting[number] = future
+        try:
+            self.send(make(number))
+        except PeerLost as exc:
+            self.hang_up()  # half a frame may have gone: no other one could follow it
+            with self._lock:
+                waiting = self._waiting.pop(number, None)
+            if waiting is not None:
+                waiting.set_exception(exc)
+        return future
+
+    def _settle(self, response: SessionResponse) -> None:
+        with self._lock:
+            future = self._waiting.pop(response.number, None)
+        if future is None:
+            return  # it is for nothing that we asked
+        if response.error:
+            future.set_exception(RequestRefused(f"the peer refused: {response.error}"))
+        else:
+            future.set_result(response.payload)
+
+    def _end(self, error: PeerLost) -> None:
+        with self._lock:
+            self.error = error
+            waiting, self._waiting = list(self._waiting.values()), {}
+            on_end = self._on_end
+        with self._region_lock:
+            fds, self._fds = list(self._fds.values()), {}
+        for fd in fds:
+            os.close(fd)
+        for future in waiting:
+            future.set_exception(error)
+        if on_end is not None:
+            on_end(self)
+
+
+def _result(future: Future[bytes], timeout: float) -> bytes:
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        raise TransferTimeout(f"the peer's session is silent for {timeout:g} s") from None

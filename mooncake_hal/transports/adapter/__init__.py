@@ -1,1 +1,0 @@
-"""Transports whose bytes are moved by somebody else's transfer engine."""

@@ -1,0 +1,1 @@
+"""Transports whose bytes are moved by another transfer engine."""

@@ -1,1 +1,0 @@
-"""The control connection of transports whose bytes move elsewhere: peers and regions."""

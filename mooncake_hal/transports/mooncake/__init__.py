@@ -1,1 +1,0 @@
-"""The ``mooncake`` transport: mooncake-transfer-engine moves the bytes."""

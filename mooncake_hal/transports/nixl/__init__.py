@@ -1,1 +1,0 @@
-"""The ``nixl`` transport: NIXL moves the bytes."""

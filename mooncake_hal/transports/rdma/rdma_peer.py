@@ -1,0 +1,394 @@
+"""A peer: its reliable connections, the transfers on them, and what happens when they fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from typing import Protocol
+
+from mooncake_hal.errors import (
+    PeerLost,
+    RegionRevoked,
+    TransferCancelled,
+    TransferError,
+    TransportUnavailable,
+)
+from mooncake_hal.session.authentication import decode, encode
+from mooncake_hal.session.regions import AttachedRegions, check_spans
+from mooncake_hal.session.session import Session
+from mooncake_hal.transport import Spans, Transfer
+from mooncake_hal.transports.rdma.progress_thread import ProgressThread
+from mooncake_hal.transports.rdma.rdma_connection import (
+    ConnectionFault,
+    ConnectionState,
+    RdmaConnection,
+)
+from mooncake_hal.transports.rdma.rdma_messages import (
+    QueuePairsOpened,
+    RegionKeys,
+    ReopenQueuePair,
+    decode_region_keys,
+)
+from mooncake_hal.transports.rdma.send_window import PieceRun, stripe
+from mooncake_hal.transports.rdma.work_requests import (
+    RDMA_READ,
+    RDMA_WRITE,
+    KeyTables,
+    RdmaTransfer,
+)
+from mooncake_hal.transports.spans import cut
+from mooncake_hal.transports.transfers import (
+    DONE,
+    FinishedTransfer,
+    RunningTransfer,
+    deadline_after,
+)
+
+logger = logging.getLogger(__name__)
+
+STUCK_SECONDS = 1.0
+"""How long a stopped transfer's requests may linger before their queue pair is destroyed."""
+
+REFRESH_SECONDS = 5.0
+"""How long an unknown remote address may wait for the peer to say that it is not just new."""
+
+
+class RdmaPeerContext(Protocol):
+    """What a peer needs of its endpoint."""
+
+    @property
+    def progress(self) -> ProgressThread:
+        """Takes completions and keeps deadlines."""
+        ...
+
+    @property
+    def local(self) -> AttachedRegions:
+        """Our own regions."""
+        ...
+
+    @property
+    def local_keys(self) -> KeyTables:
+        """Our NICs' keys of them."""
+        ...
+
+
+class RdmaPeer:
+    """A peer over reliable connections.
+
+    Args:
+        endpoint: where it belongs.
+        session: to it; closed with it.
+        connections: ready ones and such as are down; at least one is ready.
+        remote_nics: how many NICs the other end has.
+    """
+
+    def __init__(
+        self,
+        endpoint: RdmaPeerContext,
+        session: Session,
+        connections: list[RdmaConnection],
+        remote_nics: int,
+    ) -> None:
+        self._endpoint = endpoint
+        self._session = session
+        self._connections = connections
+        self._piece_bytes = min(
+            min(connection.nic.max_message, connection.nic.settings.piece_bytes)
+            for connection in connections
+        )
+        self._remote_nics = remote_nics
+        self._remote_keys = KeyTables(remote_nics, self._look_up_remote_keys)
+        self._turn = 0
+        self._transfers: set[RdmaTransfer] = set()
+        self._lock = threading.RLock()
+        self._error: TransferError | None = None
+        self.closed = False
+        for connection in connections:
+            if connection.state is ConnectionState.READY:
+                self._watch(connection)
+
+    # -- the contract -----------------------------------------------------------------------------
+
+    def read(self, spans: Spans, *, timeout: float) -> Transfer:
+        return self._start(RDMA_READ, spans, timeout)
+
+    def write(self, spans: Spans, *, timeout: float) -> Transfer:
+        return self._start(RDMA_WRITE, spans, timeout)
+
+    def close(self) -> None:
+        self.closed = True
+        self.lost(PeerLost("the connection was closed on this side"))
+        self._session.close()
+
+    # -- called by the endpoint -------------------------------------------------------------------
+
+    def lost(self, error: TransferError) -> None:
+        """Fail and drain everything; the peer is unusable. Idempotent."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            for connection in self._connections:
+                self._shut(connection)
+                connection.take_unfinished()
+            for transfer in list(self._transfers):
+                transfer.error = transfer.error or error
+                transfer.unfinished = 0
+                self._end(transfer)
+
+    def abort_in_region(self, key: int) -> None:
+        """End every transfer that touches our region ``key``; drained when this returns."""
+        with self._lock:
+            touched = [
+                transfer
+                for transfer in self._transfers
+                if key in transfer.local_keys.touched(transfer.local_at)
+            ]
+        for transfer in touched:
+            transfer.handle.abort(RegionRevoked("its local region was revoked under the transfer"))
+
+    def tick(self, now: float) -> float | None:
+        """Stop what is late, break what does not drain; return when to be called next."""
+        with self._lock:
+            for transfer in list(self._transfers):
+                if transfer.error is None and now >= transfer.handle.deadline:
+                    self._stop(transfer, transfer.handle.late())
+            self._break_stuck(now)
+            for transfer in list(self._transfers):
+                if transfer.awaits_reason and now >= transfer.stopped_at + REFRESH_SECONDS:
+                    self._end_refused(transfer)
+            moments = [
+                transfer.handle.deadline if transfer.error is None else now + STUCK_SECONDS
+                for transfer in self._transfers
+            ]
+        return min(moments, default=None)
+
+    # -- starting and ending ----------------------------------------------------------------------
+
+    def _start(self, opcode: int, spans: Spans, timeout: float) -> Transfer:
+        if self._error is not None:
+            return FinishedTransfer(self._error)
+        check_spans(spans)
+        if not len(spans):
+            return DONE
+        deadline = deadline_after(timeout)
+        local, local_at = self._endpoint.local.locate(spans.local, spans.nbytes)
+        local_keys = self._endpoint.local_keys.of(local.keys)
+        try:
+            patience = min(deadline - time.monotonic(), REFRESH_SECONDS)
+            remote, remote_at = self._session.locate(spans.remote, spans.nbytes, patience)
+            remote_keys = self._remote_keys.of(remote.keys)
+        except TransferError as exc:
+            return FinishedTransfer(exc)
+        pieces = cut(spans.local, spans.remote, spans.nbytes, self._piece_bytes)
+        transfer = RdmaTransfer(
+            opcode,
+            spans,
+            pieces,
+            local_at[pieces.span],
+            remote_at[pieces.span],
+            local_keys,
+            remote_keys,
+        )
+        transfer.handle = RunningTransfer(1, deadline, lambda: self._cancel(transfer))
+        return self._submit(transfer)
+
+    def _submit(self, transfer: RdmaTransfer) -> Transfer:
+        with self._lock:
+            if self._error is not None:
+                return FinishedTransfer(self._error)
+            self._retry_down(time.monotonic())
+            self._transfers.add(transfer)
+            self._stripe(PieceRun(transfer, 0, len(transfer)))
+        self._endpoint.progress.wake_by(transfer.handle.deadline)
+        return transfer.handle
+
+    def _cancel(self, transfer: RdmaTransfer) -> None:
+        with self._lock:
+            self._stop(transfer, TransferCancelled("cancelled by this side"))
+
+    def _stop(self, transfer: RdmaTransfer, error: TransferError) -> None:
+        """Post no more of it; it ends when what is in flight is done."""
+        if transfer.error is not None or transfer not in self._transfers:
+            return
+        transfer.error = error
+        transfer.stopped_at = time.monotonic()
+        for connection in self._connections:
+            transfer.unfinished -= connection.window.drop(transfer)
+        self._end_if_done(transfer)
+        self._endpoint.progress.wake_by(transfer.stopped_at + STUCK_SECONDS)
+
+    def _end_if_done(self, transfer: RdmaTransfer) -> None:
+        if transfer.unfinished == 0:
+            self._end(transfer)
+
+    def _end(self, transfer: RdmaTransfer) -> None:
+        self._transfers.discard(transfer)
+        transfer.handle.part_ended(transfer.error)
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def _stripe(self, run: PieceRun[RdmaTransfer]) -> None:
+        """Queue a run's pieces on the usable connections and post what fits."""
+        usable = [
+            connection
+            for connection in self._connections
+            if connection.state is ConnectionState.READY
+        ] or [
+            connection
+            for connection in self._connections
+            if connection.state is ConnectionState.REOPENING
+        ]
+        if not usable:
+            self.lost(PeerLost("no connection to the peer works any more"))
+            return
+        parts = stripe(run.transfer.ends, run.start, run.stop, len(usable))
+        # start elsewhere each time, so that small transfers use all connections too
+        self._turn += 1
+        for at, (start, stop) in enumerate(parts):
+            usable[(self._turn + at) % len(usable)].window.add(PieceRun(run.transfer, start, stop))
+        for connection in usable:
+            self._post_queued(connection)
+
+    def _post_queued(self, connection: RdmaConnection) -> None:
+        if connection.state is not ConnectionState.READY:
+            return
+        fault = connection.post_queued()
+        if fault is not None:
+            self._broken(connection, fault)
+
+    def _on_event(self, connection: RdmaConnection) -> None:
+        """Take what completed on a connection; on the progress thread."""
+        with self._lock:
+            if connection.state is not ConnectionState.READY:
+                return
+            done, fault = connection.take_completions()
+            for transfer, count in done:
+                transfer.unfinished -= count
+                self._end_if_done(transfer)
+            if fault is not None:
+                self._broken(connection, fault)
+            else:
+                self._post_queued(connection)
+
+    def _broken(self, connection: RdmaConnection, fault: ConnectionFault) -> None:
+        """Destroy a broken connection's queue pair; end a refused transfer, move the rest."""
+        self._shut(connection)
+        left = connection.take_unfinished()  # before anything can post to it again
+        if fault.refused is not None:
+            self._reopen(connection)
+            self._on_refused(fault.refused, fault.reason)
+        else:
+            connection.mark_down(time.monotonic())
+            logger.warning(
+                "rdma connection %d on %s: %s", connection.number, connection.nic.name, fault.reason
+            )
+        self._resume(left)
+
+    def _resume(self, runs: list[PieceRun[RdmaTransfer]]) -> None:
+        """Post again what a closed connection had not done."""
+        for run in runs:
+            if run.transfer.error is None:
+                self._stripe(run)
+            elif run.transfer in self._transfers:
+                run.transfer.unfinished -= len(run)
+                self._end_if_done(run.transfer)
+
+    def _break_stuck(self, now: float) -> None:
+        stuck = [w for w in self._transfers if w.error and now >= w.stopped_at + STUCK_SECONDS]
+        for connection in self._connections:
+            if connection.state is ConnectionState.READY and any(
+                connection.window.holds(transfer) for transfer in stuck
+            ):
+                logger.warning(
+                    "rdma connection %d does not drain; it gets a new queue pair", connection.number
+                )
+                self._shut(connection)
+                left = connection.take_unfinished()
+                self._reopen(connection)
+                self._resume(left)
+
+    def _retry_down(self, now: float) -> None:
+        """Try connections again that have been down for long enough."""
+        for connection in self._connections:
+            if connection.state is ConnectionState.DOWN and now >= connection.retry_at:
+                self._reopen(connection)
+
+    def _reopen(self, connection: RdmaConnection) -> None:
+        """Ask the peer for a new queue pair to go with a new one of ours."""
+        try:
+            call = ReopenQueuePair(connection.number, connection.open())
+        except TransportUnavailable as exc:
+            self._reopen_failed(connection, exc)
+            return
+        self._session.start_request(encode(call)).add_done_callback(
+            lambda answer: self._reopened(connection, answer)
+        )
+
+    def _reopened(self, connection: RdmaConnection, answer: Future[bytes]) -> None:
+        """On the session's thread, or at once if the session is over."""
+        with self._lock:
+            if self._error is not None:
+                self._shut(connection)
+                return
+            try:
+                (remote,) = decode(answer.result(), QueuePairsOpened).queue_pairs
+                connection.connect(remote)
+            except (TransferError, ValueError) as exc:
+                self._reopen_failed(connection, exc)
+                return
+            self._watch(connection)
+            self._post_queued(connection)
+
+    def _reopen_failed(self, connection: RdmaConnection, error: Exception) -> None:
+        connection.mark_down(time.monotonic())
+        logger.warning("rdma connection %d does not open again: %s", connection.number, error)
+        self._resume(connection.take_unfinished())
+
+    def _watch(self, connection: RdmaConnection) -> None:
+        self._endpoint.progress.add(connection.fd, lambda: self._on_event(connection))
+
+    def _shut(self, connection: RdmaConnection) -> None:
+        if connection.fd >= 0:
+            self._endpoint.progress.remove(connection.fd)
+        connection.close()
+
+    # -- refused transfers ------------------------------------------------------------------------
+
+    def _on_refused(self, transfer: RdmaTransfer, reason: str) -> None:
+        """End a transfer that the other side refused; why, is known once all news is in."""
+        if transfer.error is not None:
+            return
+        transfer.unfinished += 1  # held open until the reason is known
+        transfer.awaits_reason = True
+        self._stop(transfer, TransferError(f"the peer's NIC refused the transfer: {reason}"))
+        self._session.ping().add_done_callback(lambda _: self._end_refused(transfer))
+
+    def _end_refused(self, transfer: RdmaTransfer) -> None:
+        with self._lock:
+            if not transfer.awaits_reason or transfer not in self._transfers:
+                return
+            transfer.awaits_reason = False
+            transfer.error = self._refusal_reason(transfer) or transfer.error
+            transfer.unfinished -= 1
+            self._end_if_done(transfer)
+
+    def _refusal_reason(self, transfer: RdmaTransfer) -> TransferError | None:
+        """Look the transfer's remote spans up again, in what is registered now."""
+        try:
+            index, positions = self._session.regions.locate(
+                transfer.spans.remote, transfer.spans.nbytes
+            )
+        except TransferError as exc:
+            return exc
+        if index.touched(positions) != transfer.remote_keys.touched(transfer.remote_at):
+            return RegionRevoked("the region was revoked under the transfer, and another came")
+        return None
+
+    def _look_up_remote_keys(self, regions: list[int]) -> list[RegionKeys | None]:
+        return [
+            decode_region_keys(data, self._remote_nics) if data else None
+            for data in self._session.regions.attachments(regions)
+        ]

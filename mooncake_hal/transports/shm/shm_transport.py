@@ -1,0 +1,215 @@
+"""The shm transport: regions of this host's processes, reached by mappings and by system calls.
+
+Control goes over sessions on Unix sockets, which carry the regions' descriptors too; the bytes are
+copied by the process that asks, with no help of the other one. So revoking a region waits until
+every peer has let go of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+import threading
+from functools import cached_property
+
+import msgspec
+
+from mooncake_hal.errors import TransferError, TransportUnavailable
+from mooncake_hal.session.addressing import host_identity
+from mooncake_hal.session.authentication import UNREADABLE, decode, encode
+from mooncake_hal.session.regions import AttachedRegions
+from mooncake_hal.session.session import Session
+from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion
+from mooncake_hal.transports.session_endpoint import compare_addresses, open_endpoint
+from mooncake_hal.transports.shm.process_memory import (
+    allow_peers_to_reach_us,
+    explain_refused_call,
+    seal_size,
+    start_time,
+)
+from mooncake_hal.transports.shm.shm_copying import Copier, CopyThreads, NumpyCopier, best_copier
+from mooncake_hal.transports.shm.shm_peer import NAME, RemoteProcess, SharedRange, ShmPeer
+
+logger = logging.getLogger(__name__)
+
+VERSION = 2
+
+REVOKE_SECONDS = 30.0
+"""How long revoking waits for peers; one that is alive and does not let go may be stopped."""
+
+PROBE = b"probe"
+"""The one request: the reply is a Probe."""
+
+
+class ShmInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an endpoint publishes: see ``host_identity``; and its process, for messages only."""
+
+    host: str
+    pid: int
+
+
+class Probe(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where eight random bytes lie: a peer that reads them there reaches the right process."""
+
+    address: int
+    cookie: bytes
+
+
+class ShmDataPath:
+    """Data path to other processes of this host.
+
+    Args:
+        local: the endpoint's own regions.
+        copier: what copies.
+        num_threads: that copy what is large.
+    """
+
+    name = NAME
+    version = VERSION
+
+    def __init__(self, local: AttachedRegions, copier: Copier, num_threads: int) -> None:
+        self._local = local
+        self._cookie = ctypes.create_string_buffer(secrets.token_bytes(8), 8)
+        self._copy_threads = CopyThreads(num_threads, "mooncake-shm-copy", copier)
+        self._lock = threading.Lock()
+        self._peers: list[ShmPeer] = []
+
+    def info(self) -> bytes:
+        return encode(ShmInfo(host_identity(), os.getpid()))
+
+    def unreachable_reason(self, info: bytes) -> str | None:
+        return unreachable_reason(ShmInfo(host_identity(), os.getpid()), decode_info(info))
+
+    def attach(self, key: int, region: MemoryRegion) -> bytes:
+        if region.device != "cpu":
+            raise TransportUnavailable(NAME, f"it can't reach memory of {region.device}")
+        unmappable = seal_size(region)
+        if region.fd is not None and unmappable:
+            logger.warning("shm: a region is not shared by mapping: %s", unmappable)
+        return encode(SharedRange(unmappable is None, region.fd_offset))
+
+    def detach(self, key: int) -> None:
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:
+            peer.forget_local(key)
+
+    def handle_request(self, session: Session, payload: bytes) -> bytes:
+        if payload != PROBE:
+            raise TransferError(f"a peer may ask {PROBE!r}, not {payload[:40]!r}")
+        return encode(Probe(ctypes.addressof(self._cookie), self._cookie.raw))
+
+    def session_ended(self, session: Session) -> None:
+        pass
+
+    def connect(self, session: Session, info: bytes, timeout: float) -> ShmPeer:
+        probe = decode(session.request(PROBE, timeout), Probe)
+        remote = examine(session.peer_process(), probe, self._copy_threads.copier)
+        peer = ShmPeer(session, remote, self._local, self._copy_threads)
+        with self._lock:
+            self._peers = [known for known in self._peers if not known.closed] + [peer]
+        try:
+            session.watch_regions(peer)
+            if reason := peer.unreachable_region():
+                raise TransportUnavailable(NAME, reason)
+        except TransferError:
+            peer.close()
+            raise
+        return peer
+
+    def close(self) -> None:
+        self._copy_threads.close()
+
+
+class ShmTransport:
+    """Reads and writes between processes of one host.
+
+    Args:
+        copier: what copies; None chooses.
+    """
+
+    name = NAME
+    can_revoke = True
+
+    def __init__(self, copier: Copier | None = None) -> None:
+        self._given = copier
+
+    def open(self, options: EndpointOptions) -> Endpoint:
+        """Open an endpoint; ``options.connections`` is the number of copying threads.
+
+        Raises:
+            ValueError: ``options.extra`` is not empty, or there would be no thread.
+        """
+        if options.extra:
+            raise ValueError(f"shm has no extra settings, got {sorted(options.extra)}")
+        if options.connections < 1:
+            raise ValueError(f"connections must be 1 or more, got {options.connections}")
+        allow_peers_to_reach_us()
+        local = AttachedRegions("this side")
+        data_path = ShmDataPath(local, self._copier, options.connections)
+        return open_endpoint(
+            data_path, local, options, shared_fd=shared_fd, confirm_s=REVOKE_SECONDS
+        )
+
+    def reaches(self, local: bytes, remote: bytes) -> str | None:
+        addresses = (local, remote)
+        return compare_addresses(addresses, NAME, VERSION, decode_info, unreachable_reason)
+
+    @cached_property
+    def _copier(self) -> Copier:
+        return self._given or best_copier()
+
+
+def shared_fd(region: MemoryRegion) -> int | None:
+    """Return the descriptor by which peers may map a region, or None.
+
+    Never one whose file can shrink: a peer could end us by shrinking it.
+    """
+    return region.fd if seal_size(region) is None else None
+
+
+def decode_info(data: bytes) -> ShmInfo:
+    """Read what an endpoint published; raises TransferError if it is something else."""
+    try:
+        return msgspec.msgpack.decode(data, type=ShmInfo)
+    except UNREADABLE as exc:
+        raise TransferError(f"this is no address of an shm endpoint: {exc}") from exc
+
+
+def unreachable_reason(ours: ShmInfo, theirs: ShmInfo) -> str | None:
+    """Say why two processes can't reach each other's memory, or None."""
+    if ours.host != theirs.host:
+        return "the peer is on another host or in another network namespace"
+    return None
+
+
+def examine(pid: int, probe: Probe, copier: Copier) -> RemoteProcess:
+    """Find out by trying whether process_vm_readv reaches the right process.
+
+    Args:
+        pid: as the kernel vouches for it; 0 if it is not in our pid namespace.
+        probe: of that process.
+        copier: what makes the call.
+    """
+    if pid == 0:
+        return RemoteProcess(0, None, "the peer's process is not visible in our pid namespace")
+    found = ctypes.create_string_buffer(8)
+    failed = copier.call_one(pid, 0, ctypes.addressof(found), probe.address, 8)
+    refusal = None
+    if failed:
+        refusal = explain_refused_call(pid)
+    elif found.raw != probe.cookie:
+        refusal = f"process {pid} is not the one that replied"
+    return RemoteProcess(pid, start_time(pid), refusal)
+
+
+def load() -> ShmTransport:
+    """Construct the transport."""
+    return ShmTransport()
+
+
+def load_interpreted() -> ShmTransport:
+    """Construct it without compiled code, as it is on a host that has no compiler."""
+    return ShmTransport(NumpyCopier())

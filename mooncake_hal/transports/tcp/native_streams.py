@@ -1,0 +1,266 @@
+"""The byte mover of the tcp transport: stream.c, called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+import time
+from enum import IntEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mooncake_hal import native
+from mooncake_hal.errors import (
+    OutOfBounds,
+    PeerLost,
+    RegionRevoked,
+    RegionUnknown,
+    TransferCancelled,
+    TransferError,
+)
+from mooncake_hal.session.regions import RegionTable
+from mooncake_hal.transport import Spans
+
+MAGIC = 0x3154484D
+CHUNK_BYTES = 64 << 20
+REQUEST = struct.Struct("<IIQQ")
+REPLY = struct.Struct("<IIQ")
+TRAILER = struct.Struct("<II")
+READ, WRITE = 1, 2
+"""Constants and frames of stream.c, where they are described."""
+
+INLINE_SECONDS = 0.001
+"""How long the caller of a small transfer waits for its end before a thread takes over."""
+
+MAX_SPANS = 1 << 20
+"""The most spans of one request; the server refuses more."""
+
+
+class StreamOutcome(IntEnum):
+    """How a run over an operation ended; positive values are errno numbers."""
+
+    DONE = 0
+    AGAIN = -1
+    STOPPED = -2
+    LATE = -3
+    CLOSED = -4
+    BROKEN = -5
+
+
+class ReplyStatus(IntEnum):
+    """The server's reply."""
+
+    OK = 0
+    UNKNOWN = 1
+    REVOKED = 2
+    OUT_OF_BOUNDS = 3
+    MALFORMED = 4
+    FAULT = 5
+
+
+class Operation(ctypes.Structure):
+    """A read or write on one connection; laid out as in stream.c, which has private fields more."""
+
+    _fields_ = (
+        ("local", ctypes.c_uint64),
+        ("remote", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("total", ctypes.c_uint64),
+        ("frame", ctypes.c_uint64),
+        ("deadline_ns", ctypes.c_int64),
+        ("fd", ctypes.c_int32),
+        ("write", ctypes.c_int32),
+        ("stop", ctypes.c_int32),
+        ("phase", ctypes.c_int32),
+        ("status", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("index", ctypes.c_uint64),
+        ("private", ctypes.c_uint64 * 32),
+    )
+    keep: tuple[object, ...]
+
+    def remote_span(self, index: int) -> tuple[int, int]:
+        """Return address and length of one of the remote pieces."""
+        at = 8 * min(index, self.count - 1)
+        word = ctypes.c_uint64.from_address
+        return word(self.remote + at).value, word(self.nbytes + at).value
+
+
+def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
+    """Describe an operation of at least one span; it keeps the arrays alive.
+
+    Args:
+        spans: what to move.
+        write: whether the bytes go to the peer.
+        deadline: of ``time.monotonic``.
+    """
+    frame = np.empty(REQUEST.size + 16 * len(spans), np.uint8)
+    operation = Operation(
+        local=spans.local.ctypes.data,
+        remote=spans.remote.ctypes.data,
+        nbytes=spans.nbytes.ctypes.data,
+        count=len(spans),
+        total=spans.total_bytes,
+        frame=frame.ctypes.data,
+        deadline_ns=int(min(deadline, 2.0**33) * 1e9),
+        write=write,
+    )
+    operation.keep = (spans, frame)
+    return operation
+
+
+class Streams(Protocol):
+    """Something that moves the bytes of operations, and serves those of others."""
+
+    @property
+    def runs_inline(self) -> bool:
+        """Whether ``run`` can stop after some seconds and be continued."""
+        ...
+
+    def begin(self, operation: Operation, connection: socket.socket) -> None:
+        """Prepare an operation's request, to go over that connection."""
+        ...
+
+    def run(self, operation: Operation, connection: socket.socket, seconds: float) -> int:
+        """Work on it until it is over or, if ``seconds`` is not 0, that time has passed.
+
+        Returns:
+            a StreamOutcome or an errno; DONE with ``operation.status`` from the server.
+        """
+        ...
+
+    def run_one(
+        self, operation: Operation, local: int, remote: int, nbytes: int, timeout: float
+    ) -> int:
+        """Begin an operation of one span and run it for INLINE_SECONDS; see ``run``."""
+        ...
+
+    def new_server(self) -> int:
+        """Return the handle of a new table of regions and connections."""
+        ...
+
+    def free_server(self, handle: int) -> None:
+        """Free it; no connection may be served any more."""
+        ...
+
+    def set_regions(self, handle: int, table: RegionTable) -> None:
+        """Serve the regions of ``table`` as it is now, and no others."""
+        ...
+
+    def fence(self, handle: int, start: int, end: int) -> None:
+        """Break off what touches [start, end); returns when nothing does."""
+        ...
+
+    def serve(self, handle: int, connection: socket.socket, stop: ctypes.c_int32) -> int:
+        """Serve a connection until it ends; returns a StreamOutcome or an errno."""
+        ...
+
+
+class NativeStreams:
+    """stream.c; see ``Streams``.
+
+    Raises:
+        NativeUnavailable: it can't be compiled here.
+    """
+
+    runs_inline = True
+
+    def __init__(self) -> None:
+        source = Path(__file__).with_name("stream.c").read_text()
+        library = native.compile_c("tcp_stream", source)
+        library.mooncake_operation_size.restype = ctypes.c_uint64
+        if library.mooncake_operation_size() > ctypes.sizeof(Operation):
+            raise AssertionError("struct operation of stream.c has outgrown streams.Operation")
+        self._begin = _function(library, "mooncake_begin", None, ctypes.POINTER(Operation))
+        self._run = _function(
+            library, "mooncake_run", ctypes.c_int, ctypes.POINTER(Operation), ctypes.c_int64
+        )
+        pointer, wide, real = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
+        kinds = (ctypes.POINTER(Operation), wide, wide, wide, real, real)
+        self._one = _function(library, "mooncake_one", ctypes.c_int, *kinds)
+        self._new = _function(library, "mooncake_server_new", pointer)
+        self._free = _function(library, "mooncake_server_free", None, pointer)
+        self._set = _function(
+            library, "mooncake_server_set", ctypes.c_int, pointer, pointer, wide, wide
+        )
+        self._fence = _function(library, "mooncake_server_fence", None, pointer, wide, wide)
+        self._serve = _function(
+            library, "mooncake_serve", ctypes.c_int, pointer, ctypes.c_int, pointer
+        )
+
+    def begin(self, operation: Operation, connection: socket.socket) -> None:
+        operation.fd = connection.fileno()
+        self._begin(operation)
+
+    def run(self, operation: Operation, connection: socket.socket, seconds: float) -> int:
+        until = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
+        return int(self._run(operation, until))
+
+    def run_one(
+        self, operation: Operation, local: int, remote: int, nbytes: int, timeout: float
+    ) -> int:
+        return int(self._one(operation, local, remote, nbytes, timeout, INLINE_SECONDS))
+
+    def new_server(self) -> int:
+        handle: int | None = self._new()
+        if handle is None:
+            raise MemoryError("no memory for a tcp server")
+        return handle
+
+    def free_server(self, handle: int) -> None:
+        self._free(handle)
+
+    def set_regions(self, handle: int, table: RegionTable) -> None:
+        index, revoked = table.index, table.revoked_ranges()
+        live = zip(index.starts, index.ends, strict=True)
+        words = np.array([*live, *revoked], np.uint64).reshape(-1)
+        if self._set(handle, words.ctypes.data, len(index.keys), len(revoked)):
+            raise MemoryError("no memory for the table of regions")
+
+    def fence(self, handle: int, start: int, end: int) -> None:
+        self._fence(handle, start, end)
+
+    def serve(self, handle: int, connection: socket.socket, stop: ctypes.c_int32) -> int:
+        return int(self._serve(handle, connection.fileno(), ctypes.addressof(stop)))
+
+
+def failure(operation: Operation, outcome: int) -> TransferError | None:
+    """Return what the end of an operation means; None is success. LATE is the caller's to word."""
+    if outcome == StreamOutcome.DONE:
+        return _refusal(operation)
+    if outcome == StreamOutcome.STOPPED:
+        return TransferCancelled("stopped by this side")
+    if outcome in (StreamOutcome.CLOSED, errno.ECONNRESET, errno.EPIPE):
+        return PeerLost("tcp: the peer closed the connection or died in mid-transfer")
+    if outcome == StreamOutcome.BROKEN:
+        return PeerLost("tcp: the peer broke the protocol")
+    if outcome == errno.EFAULT:
+        return RegionUnknown("tcp: registered local memory is no longer mapped")
+    return PeerLost(f"tcp: the connection failed: {os.strerror(outcome)}")
+
+
+def _refusal(operation: Operation) -> TransferError | None:
+    if operation.status == ReplyStatus.OK:
+        return None
+    kinds: dict[int, tuple[type[TransferError], str]] = {
+        ReplyStatus.UNKNOWN: (RegionUnknown, "lies in no region that the peer registered"),
+        ReplyStatus.REVOKED: (RegionRevoked, "has been revoked by the peer"),
+        ReplyStatus.OUT_OF_BOUNDS: (OutOfBounds, "begins in a region of the peer and leaves it"),
+        ReplyStatus.FAULT: (RegionUnknown, "is registered, but no longer mapped by the peer"),
+    }
+    kind, what = kinds.get(operation.status, (PeerLost, "was called malformed by the peer"))
+    start, nbytes = operation.remote_span(operation.index)
+    return kind(f"tcp: remote [{start:#x}, {start + nbytes:#x}) {what}")
+
+
+def _function(library: ctypes.CDLL, name: str, result: object, *arguments: object):  # type: ignore[no-untyped-def]
+    function = getattr(library, name)
+    function.restype = result
+    function.argtypes = list(arguments)
+    return function

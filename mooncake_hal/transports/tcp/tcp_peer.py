@@ -1,0 +1,420 @@
+"""The client's side of tcp: transfers cut into parts, and the connections that move them."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mooncake_hal.errors import PeerLost, RegionRevoked, TransferCancelled, TransferError
+from mooncake_hal.session.listener import hang_up
+from mooncake_hal.session.regions import RegionTable, check_spans
+from mooncake_hal.transport import Spans
+from mooncake_hal.transports.spans import limit_spans, split_spans
+from mooncake_hal.transports.tcp.native_streams import (
+    INLINE_SECONDS,
+    MAX_SPANS,
+    Operation,
+    ReplyStatus,
+    StreamOutcome,
+    Streams,
+    failure,
+    make_operation,
+)
+from mooncake_hal.transports.transfers import (
+    DONE,
+    FinishedTransfer,
+    RunningTransfer,
+    deadline_after,
+    deadline_error,
+)
+
+Dial = Callable[[float], socket.socket]
+"""Opens and authenticates a connection before a deadline; raises TransferError."""
+
+
+class TransferPart:
+    """What one connection moves of a transfer."""
+
+    def __init__(self, transfer: RunningTransfer, operation: Operation) -> None:
+        self.operation = operation
+        self.transfer = transfer
+        self._connection: PeerConnection | None = None
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def enter(self, connection: PeerConnection) -> bool:
+        """Say that a connection begins to move it; False if it has been stopped before."""
+        with self._lock:
+            self._connection = connection
+            return not self._is_over
+
+    def end(self, error: TransferError | None) -> None:
+        """Say that no more of it moves."""
+        with self._lock:
+            over, self._is_over = self._is_over, True
+        if not over:
+            self.transfer.part_ended(error)
+
+    def stop(self) -> None:
+        """Make its connection break it off; if none has begun, it ends here."""
+        self.operation.stop = 1
+        with self._lock:
+            connection = self._connection
+        if connection is None:
+            self.end(TransferCancelled("stopped before it began"))
+        else:
+            connection.interrupt(self)
+
+
+class PeerConnection:
+    """A connection that is opened when it is needed, and again after it was broken.
+
+    Args:
+        streams: what moves the bytes.
+        dial: see ``Dial``.
+        connection: its socket, if it is open already.
+        name: of the thread.
+    """
+
+    def __init__(self, streams: Streams, dial: Dial, sock: socket.socket | None, name: str) -> None:
+        self.pending = 0
+        self.error: BaseException | None = None
+        self.operation = Operation()
+        self.claimed_key: int | None = None
+        self._streams = streams
+        self._dial = dial
+        self._sock = sock
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # held while the connection is used
+        self._guard = threading.Lock()  # of `pending`, `_connection` and `_current`
+        self._current: TransferPart | None = None
+        self._unfinished: TransferPart | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, part: TransferPart) -> None:
+        """Let the thread move a part."""
+        with self._guard:
+            self.pending += 1
+        self._tasks.put(lambda: self._move(part, 0.0))
+
+    def claim(self) -> bool:
+        """Take the connection for the caller's thread, if the connection is idle and connected."""
+        if not self._streams.runs_inline or self.pending or self._sock is None:
+            return False
+        if not self._turn.acquire(blocking=False):
+            return False
+        with self._guard:
+            self.pending += 1
+        return True
+
+    def unclaim(self) -> None:
+        """Give a claimed connection back."""
+        with self._guard:
+            self.pending -= 1
+        self.claimed_key = None
+        self._turn.release()
+
+    def move_claimed(self, part: TransferPart) -> None:
+        """Move a part over the claimed connection and give that back.
+
+        What takes longer than INLINE_SECONDS is left to the connection's thread.
+        """
+        try:
+            self._move(part, INLINE_SECONDS)
+        finally:
+            self._turn.release()
+
+    def move_one(self, write: bool, local: int, remote: int, nbytes: int, timeout: float) -> int:
+        """Move one piece over the claimed connection, which stays claimed; returns a StreamOutcome.
+
+        What becomes of AGAIN is the caller's to say: see ``leave_unfinished``.
+        """
+        sock = self._sock
+        if sock is None:
+            return StreamOutcome.CLOSED
+        operation = self.operation
+        operation.fd = sock.fileno()
+        operation.write = write
+        return self._streams.run_one(operation, local, remote, nbytes, timeout)
+
+    def leave_unfinished(self, part: TransferPart) -> None:
+        """Let the thread finish what ``move_one`` began; gives the claimed connection back."""
+        self.operation = Operation()
+        part.enter(self)
+        with self._guard:
+            self._current = part
+        self._unfinished = part
+        self.claimed_key = None
+        self._tasks.put(_nothing)  # wakes the thread, which resumes first
+        self._turn.release()
+
+    def fail_claimed(self, outcome: int) -> None:
+        """Give a claimed connection back after an outcome that it can't be used after."""
+        if outcome != StreamOutcome.DONE:
+            self._drop()
+        self.unclaim()
+
+    def interrupt(self, part: TransferPart | None) -> None:
+        """Break the connection under a part, if it is the one that moves; None means any."""
+        with self._guard:
+            if self._sock is not None and part in (None, self._current):
+                hang_up(self._sock)
+
+    def close(self) -> None:
+        """Break off what moves, fail what waits, and join the thread. Idempotent."""
+        self._is_closed = True
+        self.interrupt(None)
+        self._tasks.put(None)
+        self._thread.join()
+        with self._turn:
+            self._drop()
+
+    def _loop(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                with self._turn:
+                    self._resume()
+                    task()
+            except Exception as exc:  # noqa: BLE001  thread top: kept, raised by the next transfer
+                self.error = self.error or exc
+        with self._turn:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Finish what a caller began and left; it has the connection."""
+        part, self._unfinished = self._unfinished, None
+        if part is not None:
+            self._run(part, 0.0)
+
+    def _move(self, part: TransferPart, seconds: float) -> None:
+        try:
+            sock = self._open(part.transfer.deadline)
+        except TransferError as exc:
+            self._finish(part, exc)
+            return
+        if not part.enter(self):
+            self._finish(part, None)
+            return
+        with self._guard:
+            self._current = part
+        self._streams.begin(part.operation, sock)
+        self._run(part, seconds)
+
+    def _run(self, part: TransferPart, seconds: float) -> None:
+        """Move a part, or as much of it as ``seconds`` allow (0: all); then it is unfinished."""
+        sock = self._sock
+        assert sock is not None
+        outcome = self._streams.run(part.operation, sock, seconds)
+        if outcome == StreamOutcome.AGAIN:
+            self._unfinished = part
+            self._tasks.put(_nothing)  # wakes the thread, which resumes first
+            return
+        if outcome != StreamOutcome.DONE:
+            self._drop()
+        if outcome == StreamOutcome.LATE:
+            self._finish(part, part.transfer.late())
+        else:
+            self._finish(part, failure(part.operation, outcome))
+
+    def _finish(self, part: TransferPart, error: TransferError | None) -> None:
+        with self._guard:
+            self._current = None
+            self.pending -= 1
+        part.end(error)
+
+    def _open(self, deadline: float) -> socket.socket:
+        if self._is_closed:
+            raise PeerLost("tcp: this side closed the connection")
+        if self._sock is None:
+            sock = self._dial(deadline - time.monotonic())
+            with self._guard:
+                self._sock = sock
+        return self._sock
+
+    def _drop(self) -> None:
+        with self._guard:
+            sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
+
+def _nothing() -> None:
+    """Do nothing but wake a thread."""
+
+
+INLINE_BYTES = 64 * 1024
+"""Up to how much the caller's own thread moves, if a connection is idle."""
+
+SPLIT_BYTES = 1024 * 1024
+"""From how much on a transfer is cut among the connections."""
+
+_UINT64 = np.dtype(np.uint64)
+
+
+class TcpPeer:
+    """Moves spans over several connections to one endpoint.
+
+    Args:
+        connections: the connections; the first one is open.
+        local: the regions of this side.
+        on_close: called once, when it has been closed.
+    """
+
+    def __init__(
+        self,
+        connections: list[PeerConnection],
+        local: RegionTable,
+        on_close: Callable[[TcpPeer], object],
+    ) -> None:
+        self._connections = connections
+        self._local = local
+        self._on_close = on_close
+        self._running: dict[RunningTransfer, frozenset[int]] = {}
+        self._error: TransferError | None = None
+        self._lock = threading.Lock()
+
+    def read(self, spans: Spans, *, timeout: float) -> RunningTransfer | FinishedTransfer:
+        return self._move(spans, timeout, write=False)
+
+    def write(self, spans: Spans, *, timeout: float) -> RunningTransfer | FinishedTransfer:
+        return self._move(spans, timeout, write=True)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = PeerLost("tcp: this side closed the connection")
+            running = list(self._running)
+        for transfer in running:
+            transfer.abort(self._error)
+        for connection in self._connections:
+            connection.close()
+        self._on_close(self)
+
+    def forget_local(self, key: int) -> None:
+        """End the transfers that use a region which this side has just revoked."""
+        with self._lock:
+            using = [transfer for transfer, keys in self._running.items() if key in keys]
+        for transfer in using:
+            transfer.abort(RegionRevoked("this side revoked the local region"))
+        while any(connection.claimed_key == key for connection in self._connections):
+            time.sleep(INLINE_SECONDS / 2)  # a caller's thread holds it for INLINE_SECONDS at most
+
+    def _move(
+        self, spans: Spans, timeout: float, *, write: bool
+    ) -> RunningTransfer | FinishedTransfer:
+        nbytes = spans.nbytes
+        if (
+            nbytes.size == spans.local.size == spans.remote.size == 1
+            and nbytes.dtype is spans.local.dtype is spans.remote.dtype is _UINT64
+            and 0 < (size := nbytes.item()) <= INLINE_BYTES
+        ):
+            connection = self._claim()
+            if connection is not None:
+                span = (spans.local.item(), spans.remote.item(), size)
+                return self._move_one(connection, span, timeout, write=write)
+        check_spans(spans)
+        return self._move_many(spans, timeout, write=write) if len(spans) else DONE
+
+    def _claim(self) -> PeerConnection | None:
+        for connection in self._connections:
+            if connection.claim():
+                return connection
+        return None
+
+    def _move_one(
+        self, connection: PeerConnection, span: tuple[int, int, int], timeout: float, *, write: bool
+    ) -> RunningTransfer | FinishedTransfer:
+        """Move one small piece in the caller's thread, over a claimed connection."""
+        local, remote, nbytes = span
+        try:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                connection.claimed_key = key = self._local.find(local, nbytes)
+        except TransferError:
+            connection.unclaim()
+            raise
+        outcome = connection.move_one(write, local, remote, nbytes, timeout)
+        operation = connection.operation
+        if outcome == StreamOutcome.DONE and operation.status == ReplyStatus.OK:
+            connection.unclaim()
+            return DONE
+        if outcome == StreamOutcome.AGAIN:
+            return self._leave(connection, key)
+        error = (
+            deadline_error(timeout)
+            if outcome == StreamOutcome.LATE
+            else failure(operation, outcome)
+        )
+        connection.fail_claimed(outcome)
+        return FinishedTransfer(error)
+
+    def _leave(self, connection: PeerConnection, key: int) -> RunningTransfer | FinishedTransfer:
+        """Turn what the caller's thread has begun into a transfer that the connection finishes."""
+        deadline = connection.operation.deadline_ns / 1e9
+        transfer = RunningTransfer(1, deadline, lambda: part.stop(), self._forget)
+        part = TransferPart(transfer, connection.operation)
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._running[transfer] = frozenset((key,))
+        if error is not None:  # closed meanwhile: the connection's thread takes nothing on any more
+            connection.fail_claimed(StreamOutcome.STOPPED)
+            return FinishedTransfer(error)
+        connection.leave_unfinished(part)
+        return transfer
+
+    def _move_many(self, spans: Spans, timeout: float, *, write: bool) -> RunningTransfer:
+        total = spans.total_bytes
+        shares = [spans] if total < SPLIT_BYTES else split_spans(spans, len(self._connections))
+        shares = [piece for share in shares for piece in limit_spans(share, MAX_SPANS)]
+        parts: list[TransferPart] = []
+
+        def stop() -> None:
+            for part in parts:
+                part.stop()
+
+        transfer = RunningTransfer(len(shares), deadline_after(timeout), stop, self._forget)
+        parts += [
+            TransferPart(transfer, make_operation(share, write=write, deadline=transfer.deadline))
+            for share in shares
+        ]
+        self._admit(transfer, spans)
+        self._start(parts, is_small=total <= INLINE_BYTES)
+        return transfer
+
+    def _admit(self, transfer: RunningTransfer, spans: Spans) -> None:
+        """Check the local side, and let ``forget_local`` know of the transfer, in one step."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            for connection in self._connections:
+                if connection.error is not None:
+                    raise TransferError("tcp: a connection's thread failed") from connection.error
+            if len(spans) == 1:
+                keys = frozenset((self._local.find(spans.local.item(), spans.nbytes.item()),))
+            else:
+                index, at = self._local.find_all(spans.local, spans.nbytes)
+                keys = index.touched(at)
+            self._running[transfer] = keys
+
+    def _start(self, parts: list[TransferPart], *, is_small: bool) -> None:
+        if is_small and (connection := self._claim()) is not None:
+            connection.move_claimed(parts[0])
+            return
+        connections = sorted(self._connections, key=lambda connection: connection.pending)
+        for at, part in enumerate(parts):
+            connections[at % len(connections)].submit(part)
+
+    def _forget(self, transfer: RunningTransfer) -> None:
+        with contextlib.suppress(KeyError):
+            del self._running[transfer]

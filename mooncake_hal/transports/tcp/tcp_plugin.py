@@ -1,0 +1,35 @@
+"""Offers ``tcp``: any two hosts with a route between them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.specs import API_VERSION, Availability, TransportSpec
+
+if TYPE_CHECKING:
+    from mooncake_hal.transport import Transport
+
+PRIORITY = 10
+"""The default: what is left when nothing faster reaches the peer."""
+
+
+def probe() -> Availability:
+    """Say whether this host can do it."""
+    if not sys.platform.startswith("linux") or sys.byteorder != "little":
+        return Availability(False, f"needs little-endian Linux, this is {sys.platform}")
+    return Availability(True)
+
+
+def load() -> Transport:
+    """Import and construct it."""
+    from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
+
+    return load_tcp()
+
+
+@hookimpl
+def mooncake_hal_transport() -> TransportSpec:
+    """Offer the transport."""
+    return TransportSpec("tcp", API_VERSION, PRIORITY, probe, load)

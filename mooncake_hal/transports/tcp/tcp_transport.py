@@ -1,0 +1,325 @@
+"""The tcp transport: its endpoints, and the server that lets peers read and write their regions."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import logging
+import socket
+import threading
+from functools import cached_property
+
+from mooncake_hal import native
+from mooncake_hal.errors import (
+    NativeUnavailable,
+    PeerLost,
+    TransferError,
+    TransportUnavailable,
+    VersionMismatch,
+)
+from mooncake_hal.session import authentication
+from mooncake_hal.session.addressing import (
+    advertised_host,
+    host_identity,
+    is_loopback,
+    open_listener,
+)
+from mooncake_hal.session.authentication import Credentials
+from mooncake_hal.session.listener import Listener, ProvenSocket, dial, hang_up
+from mooncake_hal.session.regions import RegionTable
+from mooncake_hal.transport import EndpointOptions, MemoryRegion
+from mooncake_hal.transports.tcp.interpreted_streams import InterpretedStreams
+from mooncake_hal.transports.tcp.native_streams import NativeStreams, StreamOutcome, Streams
+from mooncake_hal.transports.tcp.tcp_peer import PeerConnection, TcpPeer
+from mooncake_hal.transports.tcp.tcp_sockets import (
+    NAME,
+    SETTINGS,
+    VERSION,
+    TcpAddress,
+    Tls,
+    choose_congestion_control,
+    limit_calls,
+)
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 256
+
+
+class StreamServer:
+    """Serves the connections of those who know the secret.
+
+    Args:
+        sock: a listening socket; closed with the server.
+        streams: what moves the bytes.
+        credentials, epoch: what the handshake is about.
+        tls: how to wrap connections, or None.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        streams: Streams,
+        credentials: Credentials,
+        epoch: bytes,
+        tls: Tls | None,
+    ) -> None:
+        self._streams = streams
+        self._stop = ctypes.c_int32(0)
+        self._lock = threading.Lock()
+        self._served: set[socket.socket] = set()
+        self._handle = streams.new_server()
+        context = None if tls is None else tls.server
+        self._listener = Listener(sock, credentials, epoch, self._serve, tls=context)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the listening thread, if anything did."""
+        return self._listener.error
+
+    def set_regions(self, table: RegionTable) -> None:
+        """Serve the regions of ``table`` as it is now, and no others."""
+        self._streams.set_regions(self._handle, table)
+
+    def fence(self, start: int, end: int) -> None:
+        """Break off what touches [start, end); returns when nothing does any more."""
+        self._streams.fence(self._handle, start, end)
+
+    def close(self) -> None:
+        """End every connection and thread."""
+        self._stop.value = 1
+        with self._lock:
+            for connection in self._served:
+                hang_up(connection)
+        self._listener.close()
+        self._streams.free_server(self._handle)
+
+    def _serve(self, proven: ProvenSocket) -> None:
+        connection = proven.sock
+        with self._lock:
+            if self._stop.value:
+                return
+            self._served.add(connection)
+        try:
+            limit_calls(connection)
+            choose_congestion_control(connection)
+            outcome = self._streams.serve(self._handle, connection, self._stop)
+            if outcome == StreamOutcome.BROKEN:
+                logger.warning("tcp: closed a connection whose client broke the protocol")
+        except OSError as exc:
+            logger.debug("tcp: a client left: %s", exc)
+        finally:
+            with self._lock:
+                self._served.discard(connection)
+
+
+class TcpEndpoint:
+    """What one process registered for tcp, the server of it, and the peers it connected to."""
+
+    def __init__(self, options: EndpointOptions, streams: Streams, tls: Tls | None) -> None:
+        self._options = options
+        self._streams = streams
+        self._tls = tls
+        self._credentials = Credentials(options.secret, NAME, VERSION)
+        self._table = RegionTable("this side")
+        self._lock = threading.Lock()
+        self._next_key = 1
+        self._closed = False
+        self._peers: set[TcpPeer] = set()
+        epoch = authentication.fresh_epoch()
+        listener = open_listener(options, NAME, BACKLOG)
+        try:
+            self._address = authentication.encode(
+                _own_address(options, epoch, listener, tls=tls is not None)
+            )
+        except BaseException:
+            listener.close()
+            raise
+        self._server = StreamServer(listener, streams, self._credentials, epoch, tls)
+
+    @property
+    def transport(self) -> str:
+        return NAME
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    def register(self, region: MemoryRegion) -> int:
+        if region.device != "cpu":
+            raise TransportUnavailable(NAME, f"it can't reach memory of {region.device}")
+        with self._lock:
+            self._check_open()
+            key, self._next_key = self._next_key, self._next_key + 1
+            self._table.add(key, region)
+            self._server.set_regions(self._table)
+        return key
+
+    def revoke(self, key: int) -> None:
+        with self._lock:
+            self._check_open()
+            region = self._table.revoke(key)
+            self._server.set_regions(self._table)
+            peers = list(self._peers)
+        for peer in peers:
+            peer.forget_local(key)
+        self._server.fence(region.address, region.address + region.nbytes)
+
+    def connect(self, address: bytes, *, timeout: float) -> TcpPeer:
+        with self._lock:
+            self._check_open()
+        wanted = authentication.decode_address(address, TcpAddress, NAME)
+        reason = out_of_reach(wanted, tls=self._tls is not None)
+        if reason is not None:
+            raise TransportUnavailable(NAME, reason)
+
+        def dial(seconds: float) -> socket.socket:
+            return self._dial(wanted, seconds)
+
+        # The first is opened here, which tells whether the peer is reached; the others when needed.
+        socks: list[socket.socket | None] = [dial(timeout)]
+        socks += [None] * (self._options.connections - 1)
+        connections = [
+            PeerConnection(self._streams, dial, sock, f"mooncake-tcp-connection-{at}")
+            for at, sock in enumerate(socks)
+        ]
+        peer = TcpPeer(connections, self._table, self._peers.discard)
+        with self._lock:
+            if not self._closed:
+                self._peers.add(peer)
+                return peer
+        peer.close()
+        raise PeerLost("tcp: this endpoint is closed")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            peers = list(self._peers)
+        for peer in peers:
+            peer.close()
+        self._server.close()
+
+    def _check_open(self) -> None:
+        if self._server.error is not None:
+            raise TransferError("tcp: the listening thread failed") from self._server.error
+        if self._closed:
+            raise PeerLost("tcp: this endpoint is closed")
+
+    def _dial(self, address: TcpAddress, seconds: float) -> socket.socket:
+        """Open one connection and prove who we are. Raises TransferError."""
+
+        def open_socket(timeout: float) -> socket.socket:
+            connection = socket.create_connection((address.host, address.port), timeout)
+            return (
+                connection if self._tls is None else self._tls.wrap_client(connection, address.host)
+            )
+
+        where = f"{address.host} port {address.port}"
+        connection = dial(open_socket, where, self._credentials, address.epoch, seconds).sock
+        try:
+            limit_calls(connection)
+            choose_congestion_control(connection)
+        except OSError as exc:
+            connection.close()
+            raise PeerLost(f"tcp: can't connect to {where}: {exc}") from exc
+        return connection
+
+
+def out_of_reach(address: TcpAddress, *, tls: bool) -> str | None:
+    """Say why an address can't be reached from this process, or None."""
+    if address.version != VERSION:
+        raise VersionMismatch(
+            f"tcp: we speak version {VERSION}, the peer {address.version}; "
+            "run one release of mooncake-hal on both"
+        )
+    if is_loopback(address.host) and address.machine != host_identity():
+        return (
+            f"the peer listens on {address.host} of another host; let it listen on a real address"
+        )
+    if address.tls != tls:
+        return "one side uses TLS, the other does not; give both the tls_* settings"
+    return None
+
+
+def _own_address(
+    options: EndpointOptions, epoch: bytes, listener: socket.socket, *, tls: bool
+) -> TcpAddress:
+    host, port = listener.getsockname()[:2]
+    advertised = advertised_host(options, listener)
+    if not ipaddress.ip_address(host).is_loopback and not options.secret:
+        logger.warning(
+            "tcp: listening on %s without a secret: any host that connects is let in", host
+        )
+    return TcpAddress(
+        version=VERSION,
+        epoch=epoch,
+        host=advertised,
+        port=port,
+        machine=host_identity(),
+        tls=tls,
+    )
+
+
+class TcpTransport:
+    """Reads and writes over TCP connections: the default, and what reaches any host.
+
+    Args:
+        streams: what moves the bytes; None chooses.
+    """
+
+    name = NAME
+    can_revoke = True
+
+    def __init__(self, streams: Streams | None = None) -> None:
+        self._given = streams
+
+    def open(self, options: EndpointOptions) -> TcpEndpoint:
+        """``options.extra`` takes the TLS files; see ``Tls.from_settings``.
+
+        Raises:
+            ValueError: settings that are unknown, incomplete or out of range.
+        """
+        unknown = sorted(set(options.extra) - set(SETTINGS))
+        if unknown:
+            raise ValueError(f"tcp has no settings {unknown}; it has {list(SETTINGS)}")
+        if options.connections < 1:
+            raise ValueError(f"connections must be 1 or more, got {options.connections}")
+        tls = Tls.from_settings(options.extra)
+        streams = InterpretedStreams() if tls is not None else self._streams
+        return TcpEndpoint(options, streams, tls)
+
+    def reaches(self, local: bytes, remote: bytes) -> str | None:
+        try:
+            ours = authentication.decode_address(local, TcpAddress, self.name)
+            theirs = authentication.decode_address(remote, TcpAddress, self.name)
+        except TransferError as exc:
+            return str(exc)
+        if ours.version != theirs.version:
+            return f"one end speaks version {ours.version}, the other {theirs.version}"
+        if ours.tls != theirs.tls:
+            return "one side uses TLS, the other does not"
+        if is_loopback(theirs.host) and ours.machine != theirs.machine:
+            return f"the peer listens on {theirs.host} of another host"
+        return None
+
+    @cached_property
+    def _streams(self) -> Streams:
+        if self._given is not None:
+            return self._given
+        try:
+            return NativeStreams()
+        except NativeUnavailable as exc:
+            native.warn_fallback("tcp_stream", "sockets of the interpreter", exc.reason)
+            return InterpretedStreams()
+
+
+def load() -> TcpTransport:
+    """Construct the transport."""
+    return TcpTransport()
+
+
+def load_interpreted() -> TcpTransport:
+    """Construct it without compiled code, as it is on a host that has no compiler."""
+    return TcpTransport(InterpretedStreams())

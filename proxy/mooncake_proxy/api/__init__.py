@@ -1,0 +1,1 @@
+"""What clients talk to: routes, OpenAI bodies, admission, errors."""

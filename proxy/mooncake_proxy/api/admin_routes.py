@@ -1,0 +1,213 @@
+"""Everything but generation: models, tokens, health, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from mooncake_proxy import __version__
+from mooncake_proxy.api.admission_queue import check_key
+from mooncake_proxy.api.error_responses import answer_error, respond_json
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
+from mooncake_proxy.api.proxied_request import forwarded_headers, request_id_of
+from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, Rejected, UpstreamError
+from mooncake_proxy.http1.http_request import HttpRequest
+from mooncake_proxy.http1.http_wire import header_lines
+from mooncake_proxy.ops.proxy_metrics import gauge_lines
+from mooncake_proxy.ops.proxy_process import ProxyProcess, live_page, live_view
+from mooncake_proxy.pool.instances import Instance, Role
+from mooncake_proxy.pool.membership import MembershipChange
+
+Handler = Callable[[HttpRequest], Awaitable[None]]
+Routes = dict[str, dict[str, Handler]]
+ANSWER_TIMEOUT_S = 10.0
+# Of every path below it: one model's card.
+MODEL_PATH = "/v1/models/"
+INSTANCES_PATH = "/instances"
+# What --admin-port takes off the public port.
+ADMIN_PATHS = frozenset({"/", "/view", "/metrics", INSTANCES_PATH})
+# Whose requests have bodies of any length, for clients with an API key.
+BODY_PATHS = frozenset(
+    {*(endpoint.path for endpoint in OpenAIEndpoint), "/tokenize", "/detokenize"}
+)
+
+
+def routes(process: ProxyProcess, handle: Handler) -> Routes:
+    """Path -> method -> handler. `handle` is the top of every request."""
+    handlers = AdminHandlers(process, handle)
+    generating: Routes = {endpoint.path: {"POST": handlers.no_query} for endpoint in OpenAIEndpoint}
+    return {
+        "/": {"GET": handlers.page},
+        "/view": {"GET": handlers.view},
+        "/health": {"GET": handlers.health},
+        "/ready": {"GET": handlers.ready},
+        "/metrics": {"GET": handlers.metrics},
+        "/v1/models": {"GET": handlers.forward_to_instance},
+        MODEL_PATH: {"GET": handlers.forward_to_instance},
+        "/tokenize": {"POST": handlers.forward_to_instance},
+        "/detokenize": {"POST": handlers.forward_to_instance},
+        INSTANCES_PATH: {"GET": handlers.instances, "POST": handlers.change},
+        **generating,
+    }
+
+
+def route_of(path: str) -> str:
+    """The route that serves a path. Instances must not be asked for what lies elsewhere."""
+    if not path.startswith(MODEL_PATH) or ".." in unquote(path).split("/"):
+        return path
+    return MODEL_PATH
+
+
+class AdminHandlers:
+    """Handlers of all paths but generation."""
+
+    def __init__(self, process: ProxyProcess, handle: Handler) -> None:
+        self._process = process
+        self._handle = handle
+        self._router = process.router
+
+    async def no_query(self, request: HttpRequest) -> None:
+        """A generating path that came with a query string: the query means nothing there."""
+        request.target = request.path.encode("latin-1")
+        await self._handle(request)
+
+    async def page(self, request: HttpRequest) -> None:
+        """The live page."""
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        headers = header_lines([("content-security-policy", policy + "connect-src 'self'")])
+        request.respond(200, live_page(), "text/html; charset=utf-8", headers)
+
+    async def view(self, request: HttpRequest) -> None:
+        """The numbers of the live page."""
+        instances = [instance_info(instance) for instance in self._router.pool]
+        respond_json(request, 200, live_view(self._process, instances))
+
+    async def health(self, request: HttpRequest) -> None:
+        """200 while the process serves at all. Instances are shown only where operators look."""
+        answer: dict[str, Any] = {"status": "ok", "version": __version__}
+        if request.is_admin or self._process.config.admin_port is None:
+            answer["instances"] = [instance_info(instance) for instance in self._router.pool]
+        respond_json(request, 200, answer)
+
+    async def ready(self, request: HttpRequest) -> None:
+        """200 when a request could be answered now, else 503 with the reason."""
+        reason = self._not_ready()
+        status = (
+            {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
+        )
+        respond_json(request, 503 if reason else 200, status)
+
+    def _not_ready(self) -> str | None:
+        if self._process.is_draining:
+            return "the proxy is shutting down"
+        pool = self._router.pool
+        whole = pool.undisaggregated_role()
+        if whole is None:
+            return "no live decode instance"
+        if whole is Role.DECODE and not (
+            pool.can_disaggregate or self._process.config.local_prefill
+        ):
+            has_prefill = bool(pool.live(Role.PREFILL))
+            return "no pair can exchange KV" if has_prefill else "no live prefill instance"
+        return None
+
+    async def instances(self, request: HttpRequest) -> None:
+        """All instances with their state. Needs an admin key, like every change."""
+        self._check_admin_key(request)
+        respond_json(request, 200, {"instances": [instance_info(i) for i in self._router.pool]})
+
+    async def change(self, request: HttpRequest) -> None:
+        """`{"operation": "add|drain|resume|remove|role", "url": ..., "role": ...}`."""
+        self._check_admin_key(request)
+        try:
+            change = msgspec.json.decode(request.body, type=MembershipChange)
+            instance = self._process.change(change)
+        except (msgspec.DecodeError, ConfigError) as exc:
+            raise BadRequest(f"change of instances: {exc}") from exc
+        respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
+
+    def _check_admin_key(self, request: HttpRequest) -> None:
+        keys = self._process.config.admin_keys
+        if not keys:
+            raise Forbidden("no admin keys: start with --admin-key-file to see or change any")
+        check_key(request.headers, keys)
+
+    async def metrics(self, request: HttpRequest) -> None:
+        """Prometheus text."""
+        lines = [*self._process.all_metrics().lines(), *self._gauges()]
+        body = "\n".join(lines).encode() + b"\n"
+        request.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
+
+    def _gauges(self) -> Iterator[str]:
+        instances = list(self._router.pool)
+        prefix = "mooncake_proxy_"
+
+        def rows(value: Callable[[Instance], float]) -> list[tuple[dict[str, str], float]]:
+            return [({"instance": i.name, "role": i.spec.role.value}, value(i)) for i in instances]
+
+        yield from gauge_lines(
+            f"{prefix}instance_up",
+            "1 while it gets requests.",
+            rows(lambda i: i.state.value == "up"),
+        )
+        yield from gauge_lines(
+            f"{prefix}instance_running", "Requests in flight.", rows(lambda i: i.total_running)
+        )
+        yield from gauge_lines(
+            f"{prefix}instance_prompt_tokens",
+            "Prompt tokens of the requests in flight.",
+            rows(lambda i: i.total_prompt_tokens),
+        )
+        yield from gauge_lines(
+            f"{prefix}running", "Requests being served.", [({}, self._process.num_running)]
+        )
+        yield from gauge_lines(
+            f"{prefix}waiting", "Requests in the queue.", [({}, self._process.num_waiting)]
+        )
+
+    async def forward_to_instance(self, request: HttpRequest) -> None:
+        """Models, tokenize and detokenize: the response of the first live instance that has one."""
+        check_key(request.headers, self._process.config.api_keys)
+        last: UpstreamError | None = None
+        for instance in self._router.pool.require(
+            self._router.pool.undisaggregated_role() or Role.DECODE
+        ):
+            deadline = self._router.now() + ANSWER_TIMEOUT_S
+            try:
+                body = await instance.connections.fetch(
+                    _forwarded_request(request, instance), deadline
+                )
+            except UpstreamError as error:
+                last = error
+                if isinstance(error, Rejected) and error.is_client_fault:
+                    break
+                continue
+            request.respond(200, body, "application/json")
+            return
+        assert last is not None
+        answer_error(request, last, b"")
+
+
+def _forwarded_request(request: HttpRequest, instance: Instance) -> bytes:
+    forward = forwarded_headers(request.headers)
+    if request.method != "POST":
+        return instance.build_get(request.path, forward)
+    return instance.build_post(
+        request.path, request_id_of(request.headers), forward, bytes(request.body)
+    )
+
+
+def instance_info(instance: Instance) -> dict[str, Any]:
+    """An instance for the health and admin endpoints."""
+    return {
+        "name": instance.name,
+        "role": instance.spec.role.value,
+        "state": instance.state.value,
+        "error": instance.error,
+        "running": instance.total_running,
+        "prompt_tokens": instance.total_prompt_tokens,
+        "source": instance.spec.source,
+    }

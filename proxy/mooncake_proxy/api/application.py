@@ -1,0 +1,423 @@
+"""The proxy as an application: routes, the top of every request, start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Raw
+
+from mooncake_proxy.api import admin_routes
+from mooncake_proxy.api.admission_queue import check_key, holds_key, tenant_salt
+from mooncake_proxy.api.error_responses import answer_error
+from mooncake_proxy.api.openai_bodies import (
+    Fields,
+    OpenAIEndpoint,
+    ParsedRequest,
+    encode,
+    parse_request,
+)
+from mooncake_proxy.api.proxied_request import (
+    RequestContext,
+    estimate_prompt_tokens,
+    forwarded_headers,
+    request_id_of,
+    time_limit,
+)
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import (
+    MethodNotAllowed,
+    NotFound,
+    ProxyError,
+    Refusal,
+    ShuttingDown,
+)
+from mooncake_proxy.flows.metaserver import PATH as METASERVER_PATH
+from mooncake_proxy.flows.pull_flow import pull
+from mooncake_proxy.flows.push_flow import push
+from mooncake_proxy.http1.connection_pool import sweep_timeouts
+from mooncake_proxy.http1.http_request import HttpRequest
+from mooncake_proxy.http1.http_wire import Origin, header_lines
+from mooncake_proxy.http1.server_connection import (
+    Handler,
+    ServerContext,
+    ServerProtocol,
+)
+from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.ops.access_log import CLIENT_LEFT, AccessLog
+from mooncake_proxy.ops.proxy_process import ProxyProcess, ShutdownSignals
+from mooncake_proxy.ops.worker_link import WorkerLink
+from mooncake_proxy.pool.health_checks import HealthChecker
+from mooncake_proxy.pool.kubernetes import KubernetesConfig, KubernetesWatch
+from mooncake_proxy.pool.pool_file import PoolFileWatch
+from mooncake_proxy.routing.router import RequestRouter
+
+logger = logging.getLogger(__name__)
+Flow = Callable[[RequestRouter, RequestContext], Awaitable[None]]
+FLOWS: dict[str, Flow] = {"pull": pull, "push": push}
+SWEEP_INTERVAL_S = 0.25
+FORGET_INTERVAL_S = 60.0
+DRAIN_POLL_S = 0.02
+# Of requests that need no body.
+SHORT_BODY_BYTES = 64 * 1024
+ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in OpenAIEndpoint}
+
+
+@dataclass(slots=True)
+class _ActiveRequest:
+    """A request, from its top to its line in the access log; `call` once it is understood."""
+
+    request: HttpRequest
+    request_id: str
+    arrival: float
+    context: RequestContext | None = None
+
+
+class ProxyApplication:
+    """One proxy process. `start` listens, `close` drains and stops."""
+
+    def __init__(self, config: ProxyConfig, link: WorkerLink | None = None) -> None:
+        self.config = config
+        self._link = link
+        self.client = ClientContext(limits=config.client, tls=_upstream_tls(config))
+        self.process = ProxyProcess(config, self.client, link)
+        self.router = self.process.router
+        self.admission = self.process.admission
+        self.access = AccessLog(config.access_log)
+        self.server = ServerContext(self.handle, config.server, self.body_limit)
+        self._servers = [self.server]
+        self.checker = HealthChecker(config.health, self.router.pool, self.router.note_verdict)
+        self._flow = FLOWS[config.flow]
+        self._listener: asyncio.Server | None = None
+        # Of the admin paths, where they have a port of their own.
+        self._admin_listener: asyncio.Server | None = None
+        # With several workers on one port, in the push flow: a port that reaches only this one.
+        self._own_listener: asyncio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.admin_routes = admin_routes.routes(self.process, self.handle)
+
+    # ------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Check the instances once, then listen. ConfigError when the address is taken."""
+        for spec in self.config.instances:
+            self.router.pool.add(spec)
+        loop = asyncio.get_running_loop()
+        await self._follow_sources(loop)
+        if self._link is not None:
+            self._link.open(self.router, self.admission)
+            self._tasks.append(loop.create_task(self._link.run()))
+        if self.config.health.interval_s > 0:
+            await self.checker.check_all()
+            self._tasks.append(loop.create_task(self.checker.run()))
+        self._tasks.append(loop.create_task(self._sweep()))
+        config = self.config
+        self._listener = await self._listen(self.server, config.port)
+        if config.admin_port is not None:
+            admin = self._server(self._answer_admin)
+            self._admin_listener = await self._listen(admin, config.admin_port)
+        if self._link is not None and config.flow == "push":
+            own = self._server(self._answer_metaserver)
+            self._own_listener = await self._listen(own, 0)
+        self.router.set_own_url(self._own_url())
+
+    def _server(self, handler: Handler) -> ServerContext:
+        """One more listener's context; its connections are drained and swept with the others."""
+        server = ServerContext(handler, self.config.server, self.body_limit)
+        server.connections = self.server.connections
+        self._servers.append(server)
+        return server
+
+    async def _listen(self, server: ServerContext, port: int) -> asyncio.Server:
+        return await asyncio.get_running_loop().create_server(
+            lambda: ServerProtocol(server),
+            self.config.host,
+            port,
+            ssl=_server_tls(self.config),
+            backlog=4096,
+            reuse_port=self._link is not None,
+        )
+
+    async def _follow_sources(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Add the instances that a file or a cluster declares, and follow its changes."""
+        if self.config.pool_file is not None:
+            file_watch = PoolFileWatch(self.config.pool_file, self.router.pool)
+            file_watch.load()
+            self._tasks.append(loop.create_task(file_watch.run()))
+        if self.config.kubernetes is not None:
+            wanted = KubernetesConfig.parse(self.config.kubernetes, self.config.kubernetes_api)
+            cluster_watch = KubernetesWatch(wanted, self.router.pool)
+            await cluster_watch.poll_once()
+            self._tasks.append(loop.create_task(cluster_watch.run()))
+
+    def _own_url(self) -> str:
+        """Where decode instances reach this very process."""
+        scheme = "https" if self.config.tls.certificate else "http"
+        if self._own_listener is not None:
+            advertised = self.config.advertise_url or f"http://{_in_url(self.config.host)}"
+            host = _in_url(Origin.parse(advertised).host)
+            return f"{scheme}://{host}:{_port_of(self._own_listener)}"
+        here = f"{scheme}://{_in_url(self.config.host)}:{self.port}"
+        return self.config.advertise_url or here
+
+    @property
+    def port(self) -> int:
+        """The port that is really listened on (`--port 0` asks for a free one)."""
+        assert self._listener is not None
+        return _port_of(self._listener)
+
+    @property
+    def admin_port(self) -> int | None:
+        """The same of the admin paths' own port."""
+        return None if self._admin_listener is None else _port_of(self._admin_listener)
+
+    async def close(self, stop: ShutdownSignals | None = None) -> None:
+        """Refuse new requests; running ones may finish within `shutdown_timeout_s`, or until `stop`
+        is hurried."""
+        self.process.is_draining = True
+        for server in self._servers:
+            server.is_closing = True
+        end = self.router.now() + self.config.shutdown_timeout_s
+        while (
+            any(connection.is_busy for connection in self.server.connections)
+            and self.router.now() < end
+        ):
+            if stop is not None and stop.is_hurried:
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
+        for listener in (self._listener, self._admin_listener, self._own_listener):
+            if listener is not None:
+                listener.close()
+        for connection in tuple(self.server.connections):
+            connection.cut_off(_answer_cut_off)
+        await asyncio.sleep(0)
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        await self.router.close()
+        if self._link is not None:
+            self._link.close()
+        self.access.flush()
+
+    async def _sweep(self) -> None:
+        """Time limits of both sides, a few times a second instead of a timer per request."""
+        forget_at = 0.0
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            sweep_timeouts(self.client)
+            self.router.metrics.settle()
+            self.router.pool.finish_drains()
+            now = self.router.now()
+            if now >= forget_at:
+                forget_at = now + FORGET_INTERVAL_S
+                names = {instance.name for instance in self.router.pool}
+                self.router.metrics.forget_instances(names, now)
+            for connection in tuple(self.server.connections):
+                connection.sweep(now)
+            self.access.flush()
+
+    def poll(self) -> None:
+        """Raise what ended a background task: the proxy does not run without its health checks."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()):
+                raise error
+
+    # ------------------------------------------------ one request
+
+    def handle(self, request: HttpRequest) -> Coroutine[Any, Any, None]:
+        """Top of every request."""
+        endpoint = ENDPOINTS.get(request.target)
+        if endpoint is not None and request.method == "POST":
+            return self._generate(request, endpoint)
+        return self._answer_other(request)
+
+    def body_limit(self, request: HttpRequest) -> int:
+        """How long the body of this request may be, by its head: strangers must not make the proxy
+        hold what they send. 0: it is answered without its body."""
+        longest, keys = self.config.server.max_body_bytes, self.config.api_keys
+        if not keys and request.target in ENDPOINTS:
+            return longest
+        path = request.path
+        if path.startswith(METASERVER_PATH):
+            return longest if self.router.metaserver.is_open(path) else 0
+        if path == admin_routes.INSTANCES_PATH:
+            return longest if holds_key(request.headers, self.config.admin_keys) else 0
+        if path not in admin_routes.BODY_PATHS:
+            return min(longest, SHORT_BODY_BYTES)
+        return longest if not keys or holds_key(request.headers, keys) else 0
+
+    async def _answer_other(self, request: HttpRequest) -> None:
+        try:
+            if self.config.admin_port is not None and request.path in admin_routes.ADMIN_PATHS:
+                raise NotFound(f"no such path here: {request.path} (--admin-port)")
+            await self._handle_other(request)
+        except Refusal as error:
+            answer_error(request, error, b"")
+
+    async def _answer_admin(self, request: HttpRequest) -> None:
+        """Top of every request to the admin port."""
+        try:
+            if request.path not in {*admin_routes.ADMIN_PATHS, "/health", "/ready"}:
+                raise NotFound(f"no such path here: {request.path}")
+            request.is_admin = True
+            await self._handle_other(request)
+        except Refusal as error:
+            answer_error(request, error, b"")
+
+    async def _answer_metaserver(self, request: HttpRequest) -> None:
+        """Top of every request to a worker's own port."""
+        try:
+            if not request.path.startswith(METASERVER_PATH):
+                raise NotFound(f"no such path here: {request.path}")
+            await self.router.metaserver.receive(request)
+        except Refusal as error:
+            answer_error(request, error, b"")
+
+    async def _generate(self, request: HttpRequest, endpoint: OpenAIEndpoint) -> None:
+        active = _ActiveRequest(request, request_id_of(request.headers), self.router.now())
+        try:
+            if self.config.api_keys:
+                check_key(request.headers, self.config.api_keys)
+            if self.process.is_draining:
+                raise ShuttingDown("the proxy is shutting down and takes no new requests")
+            active.context = context = self._context(active, endpoint)
+            if self.router.tokenize is not None:
+                await self.router.tokenize_prompt(context, self.router.tokenize)
+            self.router.budget.deposit()
+            if not self.admission.enter():
+                await self._wait_in_queue(context)
+            try:
+                await self._flow(self.router, context)
+            finally:
+                self.admission.leave()
+            if self.router.suspects:
+                self.router.suspects.clear(context.client_body)
+        except asyncio.CancelledError:
+            self.router.metrics.disconnects.add(_stage_of(active.context))
+            request.status = CLIENT_LEFT
+            self._log_access(active, None)
+            raise
+        except ProxyError as error:
+            self._answer_error(request, error, active.request_id)
+            self._account(active, error)
+        else:
+            self._account(active, None)
+
+    def _context(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> RequestContext:
+        request, arrival = active.request, active.arrival
+        client_body = request.body
+        parsed, fields = parse_request(client_body)
+        if parsed.priority is not None or self.config.cache_salt_per_key:
+            self._limit_tenant(request, parsed, fields)
+        context = RequestContext(
+            request,
+            endpoint,
+            parsed,
+            fields,
+            active.request_id,
+            arrival,
+            arrival + time_limit(request.headers, parsed, self.config.request_timeout_s),
+            estimate_prompt_tokens(endpoint, parsed),
+            forwarded_headers(request.headers),
+            client_body=client_body,
+        )
+        if self.router.suspects:
+            self.router.check_suspect(context)
+        self.router.prepare(context)
+        return context
+
+    def _limit_tenant(self, request: HttpRequest, parsed: ParsedRequest, fields: Fields) -> None:
+        """Put into the body what one client may not decide at the cost of others."""
+        config, edits = self.config, {}
+        if parsed.priority is not None and parsed.priority < config.min_priority:
+            edits["priority"] = Raw(encode(config.min_priority))
+        if config.cache_salt_per_key:
+            edits["cache_salt"] = Raw(encode(tenant_salt(request.headers, parsed.cache_salt)))
+        if edits:
+            fields.update(edits)
+            request.body = encode(fields)
+
+    async def _wait_in_queue(self, context: RequestContext) -> None:
+        began = self.router.now()
+        with nullcontext() if context.trace is None else context.trace.stage("queue"):
+            await self.admission.queue()
+        self.router.metrics.queue_seconds.observe(self.router.now() - began)
+
+    def _answer_error(self, request: HttpRequest, error: ProxyError, request_id: str) -> None:
+        if request.has_started and not request.ended:
+            self.router.metrics.stream_errors.add()
+        answer_error(request, error, header_lines([("x-request-id", request_id)]))
+
+    def _account(self, active: _ActiveRequest, error: ProxyError | None) -> None:
+        path = active.request.target.decode("latin-1")
+        self.router.metrics.requests.add(path, str(active.request.status))
+        self.router.metrics.request_seconds.observe(self.router.now() - active.arrival, path)
+        self._log_access(active, error)
+
+    def _log_access(self, active: _ActiveRequest, error: ProxyError | None) -> None:
+        request, context = active.request, active.context
+        elapsed_s = self.router.now() - active.arrival
+        self.access.write(request, context, active.request_id, elapsed_s, error)
+        if context is not None and context.trace is not None:
+            context.trace.end(request.status, error)
+
+    # ------------------------------------------------ everything else
+
+    async def _handle_other(self, request: HttpRequest) -> None:
+        path = request.path
+        if path.startswith(METASERVER_PATH):
+            await self.router.metaserver.receive(request)
+            return
+        methods = self.admin_routes.get(admin_routes.route_of(path))
+        if methods is None:
+            raise NotFound(f"no such path: {path}")
+        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            raise MethodNotAllowed(f"{request.method} {path}: wanted {', '.join(methods)}")
+        await handler(request)
+
+
+def _answer_cut_off(request: HttpRequest) -> None:
+    answer_error(request, ShuttingDown("the proxy is shutting down: request cut off"), b"")
+
+
+def _port_of(listener: asyncio.Server) -> int:
+    return int(listener.sockets[0].getsockname()[1])
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _stage_of(context: RequestContext | None) -> str:
+    if context is None or (not context.prefiller and not context.decoder):
+        return "queue"
+    if context.is_committed or context.decoder:
+        return "decode"
+    return "prefill"
+
+
+def _server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
+    if config.tls.certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls.certificate, config.tls.key)
+    return context
+
+
+def _upstream_tls(config: ProxyConfig) -> ssl.SSLContext | None:
+    if not config.tls.upstream_verify:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    if config.tls.upstream_ca is not None:
+        return ssl.create_default_context(cafile=config.tls.upstream_ca)
+    return None

@@ -1,0 +1,60 @@
+"""Answers that are not an instance's own: JSON, errors with their true status, error events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mooncake_proxy.api.openai_bodies import encode, error_body, error_event
+from mooncake_proxy.errors import FailedStream, ProxyError, Refusal, Rejected, UpstreamError
+from mooncake_proxy.http1.http_request import HttpRequest
+from mooncake_proxy.http1.http_wire import header_lines
+
+
+def respond_json(request: HttpRequest, status: int, value: Any) -> None:
+    """A JSON answer."""
+    request.respond(status, encode(value), "application/json")
+
+
+def answer_error(request: HttpRequest, error: ProxyError, headers: bytes) -> None:
+    """The true status where none was sent yet, an SSE error event afterwards."""
+    if request.ended:
+        return
+    if request.has_started:
+        request.end(_error_event(error))
+        return
+    if isinstance(error, Rejected):
+        kept = (
+            (name.decode("latin-1"), error.headers[name].decode("latin-1"))
+            for name in (b"retry-after", b"www-authenticate")
+            if name in error.headers
+        )
+        kind = error.headers.get(b"content-type", b"application/json").decode("latin-1")
+        request.respond(error.status, error.body, kind, headers + header_lines(kept))
+    elif isinstance(error, FailedStream):
+        body = b'{"error":%b}' % error.error
+        request.respond(error.status, body, "application/json", headers)
+    elif isinstance(error, Refusal):
+        body = error_body(error.message, error.type, code=error.code, param=error.param)
+        request.respond(
+            error.status, body, "application/json", headers + header_lines(error.headers)
+        )
+    else:
+        status = error.status if isinstance(error, UpstreamError) else 500
+        body = error_body(str(error), _type(error), code=_code(error), param=None)
+        request.respond(status, body, "application/json", headers)
+
+
+def _error_event(error: ProxyError) -> bytes:
+    if isinstance(error, FailedStream):
+        return error.event
+    return error_event(str(error), _type(error), code=_code(error))
+
+
+def _type(error: ProxyError) -> str:
+    return error.type if isinstance(error, Refusal | UpstreamError) else "upstream_error"
+
+
+def _code(error: ProxyError) -> str | None:
+    if isinstance(error, Refusal):
+        return error.code
+    return error.reason if isinstance(error, UpstreamError) else None

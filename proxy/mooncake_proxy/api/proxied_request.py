@@ -1,0 +1,209 @@
+"""One client request on its way through the proxy."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec import Raw
+
+from mooncake_proxy.api.openai_bodies import Fields, OpenAIEndpoint, ParsedRequest, encode, is_batch
+from mooncake_proxy.errors import BadRequest
+from mooncake_proxy.http1.http_request import HttpRequest
+
+if TYPE_CHECKING:
+    from mooncake_proxy.flows.recomputation import TokenRecord
+    from mooncake_proxy.ops.proxy_tracing import RequestTrace
+
+# Client headers forwarded to instances. Trace headers only where the proxy makes no spans.
+FORWARDED = (b"authorization",)
+FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
+TIMEOUT_HEADER = b"x-request-timeout"
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_BYTES_PER_TOKEN = 4
+
+# An id that no other process makes, without a system call per request.
+_id_prefix = os.urandom(8).hex()
+_id_numbers = itertools.count(int.from_bytes(os.urandom(4), "big"))
+
+
+def new_request_id() -> str:
+    """32 hex digits: random per process, counted within it."""
+    return f"{_id_prefix}{next(_id_numbers):016x}"
+
+
+def request_id_of(headers: dict[bytes, bytes]) -> str:
+    """The client's X-Request-Id if it is safe in headers and logs, else a new one."""
+    given = headers.get(b"x-request-id")
+    if given is not None and _SANE_ID.fullmatch(given):
+        return given.decode("ascii")
+    return new_request_id()
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request in all its steps. `arrival` and `deadline` are loop times in seconds."""
+
+    request: HttpRequest
+    endpoint: OpenAIEndpoint
+    parsed: ParsedRequest
+    fields: Fields
+    request_id: str
+    arrival: float
+    deadline: float
+    # Estimated from the body, or counted by the tokenizer.
+    prompt_tokens: int
+    # Header lines that every instance gets.
+    forward: bytes = b""
+    # Grows with every step that is sent a second time; part of the id from then on.
+    attempt: int = 0
+    # As it came; its hash tells whether it is quarantined.
+    client_body: bytes = b""
+    # Instances that died or hung up while they worked on a request with this body.
+    num_losses: int = 0
+    # True once an instance's own stream events went to the client: no failover from then on.
+    is_committed: bool = False
+    # The answer's id once the client has seen it; D's own is replaced from then on.
+    answer_id: str | None = None
+    # Token ids of all passes, where D may give the request back.
+    record: TokenRecord | None = None
+    session: str | None = None
+    prefix_blocks: tuple[int, ...] = ()
+    cached_tokens: Mapping[str, int] | None = None
+    # Its spans, where requests are traced.
+    trace: RequestTrace | None = None
+    # For the log: which instances took part.
+    prefiller: str = ""
+    decoder: str = ""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants SSE."""
+        return bool(self.parsed.stream)
+
+    @property
+    def attempt_id(self) -> str:
+        """The id of the present attempt: the request's own, then `-1`, `-2`..."""
+        return f"{self.request_id}-{self.attempt}" if self.attempt else self.request_id
+
+    @property
+    def reply_headers(self) -> bytes:
+        """Header lines of every answer to this request."""
+        return b"x-request-id: %b\r\n" % self.request_id.encode("ascii")
+
+    def disaggregation_obstacle(self) -> str | None:
+        """Why prefill and decode stay together for this request, or None.
+
+        One KV transfer carries one prompt that decoding continues; these requests need more.
+        """
+        parsed = self.parsed
+        if parsed.use_beam_search or (parsed.best_of or 1) > (parsed.n or 1):
+            return "beam_search"
+        if parsed.echo:
+            return "echo"
+        if parsed.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if self.endpoint is OpenAIEndpoint.COMPLETION and is_batch(parsed.prompt):
+            return "prompt_batch"
+        return None
+
+
+def forwarded_headers(
+    headers: dict[bytes, bytes], names: tuple[bytes, ...] = FORWARDED_UNTRACED
+) -> bytes:
+    """Header lines for instances; absent ones are not sent (never `Bearer None`)."""
+    lines = b""
+    if headers.keys().isdisjoint(names):
+        return lines
+    for name in names:
+        if name in headers:
+            lines += b"%b: %b\r\n" % (name, headers[name])
+    return lines
+
+
+def time_limit(headers: dict[bytes, bytes], parsed: ParsedRequest, limit_s: float) -> float:
+    """Seconds that a request may take, in all its steps: what its client allows in header or body,
+    and at most `limit_s`. A malformed value in the body is left for an instance to refuse."""
+    if parsed.timeout is not None and parsed.timeout > 0.0:
+        limit_s = min(limit_s, parsed.timeout)
+    asked = headers.get(TIMEOUT_HEADER)
+    if asked is None:
+        return limit_s
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 < seconds < float("inf"):
+        raise BadRequest(f"X-Request-Timeout {asked!r}: wanted a positive number of seconds")
+    return min(seconds, limit_s)
+
+
+def estimate_prompt_tokens(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> int:
+    """Prompt tokens, roughly: ids are counted, text is measured, pictures are not text."""
+    if endpoint is OpenAIEndpoint.CHAT:
+        raw = bytes(parsed.messages)
+        if b'"image_url"' in raw or b'"input_audio"' in raw:
+            raw = re.sub(rb'"data:[^"]*"', b'""', raw)
+        return len(raw) // _BYTES_PER_TOKEN + 1
+    prompt = memoryview(parsed.prompt)
+    if prompt[:1].tobytes() == b"[":
+        return bytes(prompt).count(b",") + 1
+    return len(prompt) // _BYTES_PER_TOKEN + 1
+
+
+# ---------------------------------------------------------------- bodies for instances
+
+# For P: prefill, hold the KV, return where it is.
+HOLD_KV_PARAMS = Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_ONE = Raw(b"1")
+_FALSE = Raw(b"false")
+TRUE = Raw(b"true")
+
+
+def prefill_body(context: RequestContext, params: Raw = HOLD_KV_PARAMS) -> bytes:
+    """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first."""
+    fields = context.fields.copy()
+    fields["stream"] = _FALSE
+    fields["max_tokens"] = _ONE
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = _ONE
+    if context.parsed.min_tokens is not None and context.parsed.min_tokens > 1:
+        fields["min_tokens"] = _ONE
+    fields.pop("stream_options", None)
+    fields["kv_transfer_params"] = params
+    if context.record is not None:
+        fields["return_token_ids"] = TRUE
+    return encode(fields)
+
+
+def pull_decode_body(context: RequestContext, params: Raw, *, delivered: bool) -> bytes:
+    """The body for D: the client's own, with P's parameters and who delivers the first token."""
+    fields = context.fields.copy()
+    fields["kv_transfer_params"] = with_delivery(params, delivered=delivered)
+    if context.record is not None:
+        fields["return_token_ids"] = TRUE
+    return encode(fields)
+
+
+def with_delivery(params: Raw, *, delivered: bool) -> Raw:
+    """P's parameters plus `first_token_delivered`, otherwise byte for byte."""
+    inside = bytes(params).strip()[1:-1].rstrip()
+    comma = b"," if inside else b""
+    flag = b"true" if delivered else b"false"
+    return Raw(b'{%b%b"first_token_delivered":%b}' % (inside, comma, flag))
+
+
+def plain_body(context: RequestContext) -> bytes:
+    """The client's body without kv_transfer_params."""
+    if "kv_transfer_params" not in context.fields:
+        return context.request.body
+    fields = context.fields.copy()
+    del fields["kv_transfer_params"]
+    return encode(fields)

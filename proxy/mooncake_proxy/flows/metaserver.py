@@ -1,0 +1,110 @@
+"""The metaserver of the push flow: D posts where its blocks are, and the prefill starts.
+
+The post is answered at once (202), before the prefill. Each attempt has its own URL, so that a late
+post of an earlier attempt is never taken for the current one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+import msgspec
+from msgspec import Raw
+
+from mooncake_proxy.api.openai_bodies import Fields, encode
+from mooncake_proxy.errors import BadRequest, NotFound
+from mooncake_proxy.http1.http_request import HttpRequest
+
+PATH = "/v1/metaserver/"
+_decoder = msgspec.json.Decoder(Fields)
+
+# Prefills one request with the parameters that D posted.
+Dispatch = Callable[[Raw], Awaitable[None]]
+
+
+class MetaserverSession:
+    """One attempt: waits for D's post, then runs the prefill. Leaving the block cancels it."""
+
+    __slots__ = ("_dispatch_prefill", "_metaserver", "_task", "failed", "key")
+
+    def __init__(self, book: Metaserver, dispatch: Dispatch) -> None:
+        self._metaserver = book
+        self._dispatch_prefill = dispatch
+        self._task: asyncio.Task[None] | None = None
+        # Unguessable: the metaserver has no other authentication.
+        self.key = os.urandom(16).hex()
+        # Gets the exception of a prefill that failed; never a result.
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __enter__(self) -> MetaserverSession:
+        self._metaserver.sessions[self.key] = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del self._metaserver.sessions[self.key]
+        if self._task is not None:
+            self._task.cancel()
+        if self.failed.done():
+            self.failed.exception()  # seen: nothing to log at garbage collection
+        else:
+            self.failed.cancel()
+
+    def start(self, params: Raw) -> None:
+        """Begin the prefill; a repeated post of the same attempt changes nothing."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(params))
+
+    async def _run(self, params: Raw) -> None:
+        """Top of the prefill task: its failure fails the session."""
+        try:
+            await self._dispatch_prefill(params)
+        except Exception as error:  # noqa: BLE001  # kept; raised by `supervise_decode`
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+    async def supervise_decode(self, decoding: asyncio.Task[None]) -> None:
+        """Until D is done, or the prefill failed: then D is cancelled, and that error raised."""
+        try:
+            await asyncio.wait({decoding, self.failed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not decoding.done():
+                decoding.cancel()
+                await asyncio.wait({decoding})
+        if self.failed.done():
+            self.failed.result()
+        decoding.result()
+
+
+class Metaserver:
+    """All open sessions, by their secret key."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, MetaserverSession] = {}
+
+    def expect(self, dispatch: Dispatch) -> MetaserverSession:
+        """A new session, as a context manager."""
+        return MetaserverSession(self, dispatch)
+
+    def is_open(self, path: str) -> bool:
+        """Whether an attempt waits for a post to this path."""
+        return path.removeprefix(PATH) in self.sessions
+
+    async def receive(self, request: HttpRequest) -> None:
+        """POST /v1/metaserver/KEY: 202 at once, 404 for an attempt that is over or never was."""
+        session = self.sessions.get(request.path.removeprefix(PATH))
+        if session is None:
+            raise NotFound("no such attempt: it is over, or this is not its metaserver address")
+        try:
+            fields = _decoder.decode(request.body)
+        except msgspec.DecodeError as exc:
+            raise BadRequest(f"metaserver wants the KV parameters as a JSON object: {exc}") from exc
+        session.start(Raw(encode(fields)))
+        request.respond(202, b'{"status":"accepted"}', "application/json")

@@ -1,0 +1,321 @@
+"""Pull flow: P prefills and holds the KV, D pulls it.
+
+client -> P   max_tokens 1, "hold the KV"          P -> client  the first token, at once
+       -> D   the request and where the KV is   D -> client  everything from the second token
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+import msgspec
+from msgspec import Raw
+
+from mooncake_proxy.api.openai_bodies import (
+    CompletionResponse,
+    KVTransferParams,
+    answer_decoder,
+    final_answer_events,
+    first_token_events,
+    kv_transfer_params_decoder,
+)
+from mooncake_proxy.api.proxied_request import (
+    HOLD_KV_PARAMS,
+    RequestContext,
+    new_request_id,
+    prefill_body,
+    pull_decode_body,
+)
+from mooncake_proxy.errors import MalformedAnswer, OutOfSockets, Rejected, UpstreamError, is_loss
+from mooncake_proxy.flows.plain_flow import generate, plain
+from mooncake_proxy.flows.recomputation import run_passes
+from mooncake_proxy.http1.upstream_connection import UpstreamConnection
+from mooncake_proxy.pool.bootstrap_server import BootstrapServer, for_prefill
+from mooncake_proxy.pool.instances import Instance, Role
+from mooncake_proxy.routing.router import RequestRouter
+
+# How long an answer may still be on its way after the client has left.
+HANG_UP_S = 5.0
+logger = logging.getLogger(__name__)
+
+
+def pull(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
+    """Serve one request from a prefill and a decode instance."""
+    if router.pool.recomputes:
+        return run_passes(router, context, _pass)
+    return _pass(router, context)
+
+
+async def _pass(router: RequestRouter, context: RequestContext) -> None:
+    """Prefill and decode once."""
+    role = role_without_disaggregation(router, context)
+    if role is not None:
+        await plain(router, context, role)
+        return
+    try:
+        prefill = await router.attempt(Role.PREFILL, context, _prefill, router.pool.is_paired)
+    except UpstreamError as error:
+        if not may_prefill_locally(router, context, error):
+            raise
+        await prefill_locally(router, context, "prefill_failed")
+        return
+    if prefill.is_final:
+        _answer_from_prefill(router, context, prefill)
+    elif prefill.params is None:
+        await prefill_locally(router, context, "no_params")
+    else:
+        with HeldKV(router, context, prefill) as held:
+            await router.attempt(Role.DECODE, context, held.decode, prefill.instance.is_compatible)
+
+
+@dataclass(slots=True)
+class PrefillResult:
+    """P's answer."""
+
+    instance: Instance
+    body: bytes
+    answer: CompletionResponse
+    # What D needs, unread; None when P holds nothing.
+    params: Raw | None
+    kv_params: KVTransferParams
+    is_final: bool
+
+
+class HeldKV:
+    """P's KV for this request, until D has pulled it.
+
+    Leaving the block early (client gone, no D, D failed) makes P free the KV at once instead of
+    when its lease expires.
+    """
+
+    __slots__ = ("_context", "_is_taken", "_prefill", "_router")
+
+    def __init__(
+        self, router: RequestRouter, context: RequestContext, prefill: PrefillResult
+    ) -> None:
+        self._router = router
+        self._context = context
+        self._prefill = prefill
+        self._is_taken = False
+
+    def __enter__(self) -> HeldKV:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_taken:
+            return
+        # D may have begun with one choice and not have fetched the others.
+        kv_params = self._prefill.kv_params
+        if not self._context.is_committed or kv_params.choices is not None:
+            self._router.release(self._prefill.instance, kv_params)
+
+    async def decode(
+        self, router: RequestRouter, context: RequestContext, instance: Instance
+    ) -> None:
+        """One attempt: the first token out if it is not yet, then D's own stream or answer."""
+        context.decoder = instance.name
+        params = self._prefill.params
+        assert params is not None
+        if context.streams:
+            _deliver_first_token(router, context, self._prefill.answer, instance)
+        delivered = context.answer_id is not None
+        await generate(
+            router, context, instance, pull_decode_body(context, params, delivered=delivered)
+        )
+        self._is_taken = True
+
+
+# ---------------------------------------------------------------- before
+
+
+def role_without_disaggregation(router: RequestRouter, context: RequestContext) -> Role | None:
+    """The role that serves the whole request where it cannot or need not be split, else None.
+
+    NoInstance before any prefill is spent on a request that no instance could decode.
+    """
+    pool = router.pool
+    obstacle = context.disaggregation_obstacle()
+    if obstacle is None and pool.can_disaggregate:
+        limit = context.parsed.token_limit
+        return Role.PREFILL if limit is not None and limit <= 1 else None
+    whole = pool.undisaggregated_role()
+    if whole is None:
+        pool.require(Role.DECODE)
+    if obstacle is not None:
+        router.metrics.fallbacks.add(obstacle)
+        return whole
+    if whole is Role.BOTH:
+        return whole
+    if not router.config.local_prefill:
+        pool.require_pair()
+    reason = "no_fitting_pair" if pool.live(Role.PREFILL) else "no_live_prefill"
+    logger.warning("request %s: %s, prefilling on the decode instance", context.request_id, reason)
+    router.metrics.fallbacks.add(reason)
+    return whole
+
+
+def may_prefill_locally(
+    router: RequestRouter, context: RequestContext, error: UpstreamError
+) -> bool:
+    """Whether D may prefill after P failed: unless disabled, too late, refused, or P was lost."""
+    # The request itself may be what P died of: D must not die of it, too.
+    if is_loss(error) or isinstance(error, OutOfSockets):
+        return False
+    is_client_fault = isinstance(error, Rejected) and error.is_client_fault
+    is_early = router.now() < context.deadline
+    return router.config.local_prefill and is_early and not is_client_fault
+
+
+async def prefill_locally(router: RequestRouter, context: RequestContext, reason: str) -> None:
+    """Serve the request on D alone, as a new attempt."""
+    logger.warning("request %s: %s, prefilling on the decode instance", context.request_id, reason)
+    router.metrics.fallbacks.add(reason)
+    context.attempt += 1
+    await plain(router, context, router.pool.undisaggregated_role() or Role.DECODE)
+
+
+# ---------------------------------------------------------------- prefill
+
+
+async def _prefill(
+    router: RequestRouter, context: RequestContext, instance: Instance
+) -> PrefillResult:
+    """One attempt: P's answer, parsed."""
+    if instance.bootstrap is not None:
+        return await _prefill_with_bootstrap(router, context, instance, instance.bootstrap)
+    body = await _send_prefill(router, context, instance, HOLD_KV_PARAMS)
+    prefill = parse_prefill_answer(instance, body)
+    metrics = router.metrics
+    metrics.prompt_tokens.values[()] += prefill.kv_params.num_prompt_tokens or 0
+    metrics.cached_tokens.values[()] += prefill.kv_params.remote_cached_tokens or 0
+    if context.record is not None:
+        context.record.note_prefill(prefill.answer)
+    return prefill
+
+
+async def _prefill_with_bootstrap(
+    router: RequestRouter, context: RequestContext, instance: Instance, bootstrap: BootstrapServer
+) -> PrefillResult:
+    """The same for vLLM's own connector: P returns no parameters, the proxy names the transfer."""
+    transfer_id = new_request_id()
+    try:
+        engine_id = await bootstrap.engine_id()
+        body = await _send_prefill(router, context, instance, for_prefill(transfer_id))
+    except UpstreamError:
+        bootstrap.forget()
+        raise
+    answer = decode_answer(instance, body)
+    if has_finished(answer):
+        return PrefillResult(instance, body, answer, None, KVTransferParams(), is_final=True)
+    params = bootstrap.for_decode(engine_id, transfer_id)
+    kv_params = KVTransferParams(do_remote_prefill=True)
+    return PrefillResult(instance, body, answer, params, kv_params, is_final=False)
+
+
+async def _send_prefill(
+    router: RequestRouter, context: RequestContext, instance: Instance, params: Raw
+) -> bytes:
+    """P's whole answer."""
+    context.prefiller = instance.name
+    started = router.now()
+    body = prefill_body(context, params)
+    payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
+    abandon = partial(_hang_up, router, instance)
+    with await instance.connections.exchange(
+        payload, context.deadline, whole=True, abandon=abandon
+    ) as answer:
+        body = answer.body
+    router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
+    return body
+
+
+def _hang_up(router: RequestRouter, instance: Instance, connection: UpstreamConnection) -> None:
+    """The client has left: P may have answered already and hold KV that no D will pull."""
+    if connection.hang_up(HANG_UP_S):
+        router.spawn(_release_late_answer(router, instance, connection))
+
+
+async def _release_late_answer(
+    router: RequestRouter, instance: Instance, answer: UpstreamConnection
+) -> None:
+    """The client left just as P answered: the answer names the KV to release."""
+    try:
+        body = await answer.read()
+        prefill = parse_prefill_answer(instance, body)
+    except UpstreamError:
+        return  # aborted there: nothing is held
+    finally:
+        answer.finish()
+    router.release(instance, prefill.kv_params)
+
+
+def decode_answer(instance: Instance, body: bytes) -> CompletionResponse:
+    """P's answer as an object."""
+    try:
+        return answer_decoder.decode(body)
+    except msgspec.DecodeError as exc:
+        raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc
+
+
+def has_finished(answer: CompletionResponse) -> bool:
+    """Whether every choice ended with its first token."""
+    return all(choice.finish_reason != "length" for choice in answer.choices)
+
+
+def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
+    """What P's answer means. A P without a PD connector answers "length" and no parameters."""
+    answer = decode_answer(instance, body)
+    try:
+        kv_params = kv_transfer_params_decoder.decode(answer.kv_transfer_params)
+    except msgspec.DecodeError as exc:
+        raise MalformedAnswer(instance.name, f"kv_transfer_params: {exc}") from exc
+    has_ended = has_finished(answer)
+    if kv_params is None:
+        if not has_ended:
+            instance.warn_once(
+                "no_params",
+                "answered a prefill without kv_transfer_params: is its KV connector on? "
+                "decode instances prefill these requests themselves",
+            )
+        return PrefillResult(instance, body, answer, None, KVTransferParams(), is_final=has_ended)
+    is_final = has_ended or not kv_params.do_remote_prefill
+    return PrefillResult(instance, body, answer, answer.kv_transfer_params, kv_params, is_final)
+
+
+def _answer_from_prefill(
+    router: RequestRouter, context: RequestContext, prefill: PrefillResult
+) -> None:
+    """P's first token was the last: its answer is the answer."""
+    router.metrics.first_token_seconds.observe(router.now() - context.arrival)
+    router.release(prefill.instance, prefill.kv_params)
+    if not context.streams:
+        context.request.respond(200, prefill.body, "application/json", context.reply_headers)
+        return
+    events = final_answer_events(context.endpoint, prefill.answer, context.parsed)
+    context.request.start_stream("text/event-stream", context.reply_headers, events)
+    context.request.end()
+
+
+# ---------------------------------------------------------------- decode
+
+
+def _deliver_first_token(
+    router: RequestRouter, context: RequestContext, answer: CompletionResponse, instance: Instance
+) -> None:
+    """Forward P's token before D is even asked, unless D will send it itself."""
+    if context.answer_id is None and not instance.spec.repeats_first_token:
+        events = first_token_events(context.endpoint, answer, context.parsed)
+        context.request.start_stream("text/event-stream", context.reply_headers, events)
+        router.metrics.first_token_seconds.observe(router.now() - context.arrival)
+        context.answer_id = answer.id
+    elif context.answer_id is not None and instance.spec.repeats_first_token:
+        raise MalformedAnswer(instance.name, "would send the first token twice")

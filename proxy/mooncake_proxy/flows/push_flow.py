@@ -1,0 +1,105 @@
+"""Push flow: D reserves blocks first, P writes the KV there layer by layer.
+
+client -> D            the request and its metaserver URL
+D      -> metaserver   where its blocks are           (202 at once)
+proxy  -> P            one token, "write the KV there"
+D      -> client       everything
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from functools import partial
+
+from msgspec import Raw
+
+from mooncake_proxy.api.openai_bodies import encode
+from mooncake_proxy.api.proxied_request import TRUE, RequestContext, prefill_body
+from mooncake_proxy.errors import UpstreamError
+from mooncake_proxy.flows.plain_flow import generate, plain
+from mooncake_proxy.flows.pull_flow import (
+    decode_answer,
+    may_prefill_locally,
+    prefill_locally,
+    role_without_disaggregation,
+)
+from mooncake_proxy.flows.recomputation import run_passes
+from mooncake_proxy.pool.instances import Instance, Role
+from mooncake_proxy.routing.router import RequestRouter
+
+logger = logging.getLogger(__name__)
+
+
+def push(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
+    """Serve one request: first at D, then at P with the blocks that D has reserved."""
+    if router.pool.recomputes:
+        return run_passes(router, context, _pass)
+    return _pass(router, context)
+
+
+async def _pass(router: RequestRouter, context: RequestContext) -> None:
+    """Decode and prefill once."""
+    role = role_without_disaggregation(router, context)
+    if role is None and (context.parsed.n or 1) > 1:
+        # A push transfers the KV and first token of one choice.
+        router.metrics.fallbacks.add("several_answers")
+        role = Role.DECODE
+    if role is not None:
+        await plain(router, context, role)
+        return
+    try:
+        await router.attempt(Role.DECODE, context, _decode, router.pool.is_paired)
+    except UpstreamError as error:
+        prefillers = [i.name for i in router.pool if i.spec.role is Role.PREFILL]
+        is_prefill_failure = error.instance in prefillers and not context.is_committed
+        if not (is_prefill_failure and may_prefill_locally(router, context, error)):
+            raise
+        await prefill_locally(router, context, "prefill_failed")
+
+
+async def _decode(router: RequestRouter, context: RequestContext, decoder: Instance) -> None:
+    """One attempt: D's answer, and beside it the prefill that D's post starts."""
+    context.decoder = decoder.name
+    with router.metaserver.expect(
+        lambda params: _dispatch_prefill(router, context, decoder, params)
+    ) as session:
+        body = push_decode_body(context, router.metaserver_url + session.key)
+        decoding = router.client.loop.create_task(generate(router, context, decoder, body))
+        await session.supervise_decode(decoding)
+
+
+def push_decode_body(context: RequestContext, metaserver: str) -> bytes:
+    """The body for D: the client's own, and the metaserver URL for D's post."""
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
+    fields = context.fields.copy()
+    fields["kv_transfer_params"] = Raw(encode(params))
+    if context.record is not None:
+        fields["return_token_ids"] = TRUE
+    return encode(fields)
+
+
+async def _dispatch_prefill(
+    router: RequestRouter, context: RequestContext, decoder: Instance, params: Raw
+) -> None:
+    """The prefill, on another P if one fails."""
+    try:
+        prefill = partial(_prefill, prefill_body(context, params))
+        await router.attempt(Role.PREFILL, context, prefill, decoder.is_compatible)
+    except UpstreamError as error:
+        if not context.is_committed:
+            raise
+        # D responds already: it has the KV, or computes it itself
+        logger.info("request %s: its prefill failed, D continues: %s", context.request_id, error)
+
+
+async def _prefill(
+    body: bytes, router: RequestRouter, context: RequestContext, instance: Instance
+) -> None:
+    context.prefiller = instance.name
+    started = router.now()
+    payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
+    answer = await instance.connections.fetch(payload, context.deadline)
+    if context.record is not None:
+        context.record.note_prefill(decode_answer(instance, answer))
+    router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)

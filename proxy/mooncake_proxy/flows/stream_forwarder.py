@@ -1,0 +1,160 @@
+"""Forwards D's stream to the client: whole events, unchanged, checked for errors and the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from mooncake_proxy.api.openai_bodies import ABSENT, is_null
+from mooncake_proxy.api.proxied_request import RequestContext
+from mooncake_proxy.errors import (
+    ConnectionLost,
+    FailedStream,
+    MalformedAnswer,
+    Recomputed,
+)
+from mooncake_proxy.http1.sse import EventFramer, EventTooLong, split_events
+from mooncake_proxy.http1.upstream_connection import UpstreamConnection
+
+
+class ChoiceFields(Struct):
+    """What the proxy looks for in a choice of an event."""
+
+    stop_reason: Any = None
+
+
+class ErrorFields(Struct):
+    """The `code` of an error object, which some servers set to the HTTP status."""
+
+    code: Any = None
+
+
+class EventFields(Struct):
+    """What the proxy looks for in an event."""
+
+    id: str = ""
+    created: int = 0
+    error: Raw = ABSENT
+    choices: list[ChoiceFields] = []  # msgspec copies list defaults
+
+
+_ID_FIELD = re.compile(rb'"id": ?"[^"\\]*"')
+_event_decoder = msgspec.json.Decoder(EventFields)
+
+
+class StreamForwarder:
+    """Forwards events as they come. The first one commits the request to this instance.
+
+    Events are only looked into when they hold a word that may end the stream; a token costs the
+    same whether it came from one instance or another.
+    """
+
+    __slots__ = ("_context", "_framer", "_instance", "_on_start", "_rename", "is_finished")
+
+    def __init__(
+        self, context: RequestContext, instance: str, on_start: Callable[[], None]
+    ) -> None:
+        self._context = context
+        self._instance = instance
+        self._on_start = on_start
+        self._framer = EventFramer()
+        # (their id, ours) when another id already went to the client: one answer has one id.
+        self._rename: tuple[bytes, bytes] | None = None
+        self.is_finished = False
+
+    def feed(self, data: bytes) -> None:
+        """Bytes of D's stream."""
+        try:
+            block = self._framer.feed(data)
+        except EventTooLong as exc:
+            raise MalformedAnswer(self._instance, str(exc)) from exc
+        if not block:
+            return
+        if b'"error"' in block or b"[DONE]" in block or b'"recomputed"' in block:
+            self._inspect(block)
+        else:
+            self._forward(block)
+
+    def check_end(self) -> None:
+        """The body ended: was the stream whole?"""
+        if not self.is_finished:
+            raise ConnectionLost(self._instance, "the stream ended without [DONE]")
+
+    def _forward(self, block: bytes) -> None:
+        context = self._context
+        if not context.is_committed:
+            context.is_committed = True
+            self._on_start()
+            if not context.request.has_started:
+                context.request.start_stream("text/event-stream", context.reply_headers, block)
+                return
+            self._rename = _rename_for(block, context.answer_id)
+        if self._rename is not None:
+            block = block.replace(*self._rename)
+        context.request.write(block)
+
+    def _inspect(self, block: bytes) -> None:
+        """Forward everything before an error event, then raise it."""
+        good = b""
+        for event, data in split_events(block):
+            problem = self._problem_of(event, data)
+            if problem is not None:
+                # Before the client has seen anything of this stream, another D may still take over.
+                is_given_back = isinstance(problem, Recomputed)
+                if good and (self._context.is_committed or is_given_back):
+                    self._forward(good)
+                raise problem
+            good += event
+        self._forward(good)
+
+    def _problem_of(self, event: bytes, data: bytes) -> FailedStream | Recomputed | None:
+        if data == b"[DONE]":
+            self.is_finished = True
+            return None
+        if b'"error"' not in data and b'"recomputed"' not in data:
+            return None
+        try:
+            facts = _event_decoder.decode(data)
+        except msgspec.DecodeError:
+            return None  # forwarded as it came
+        if not is_null(facts.error):
+            return FailedStream(self._instance, event, bytes(facts.error), _status_in(facts.error))
+        if any(choice.stop_reason == "recomputed" for choice in facts.choices):
+            return self._given_back(data)
+        return None
+
+    def _given_back(self, data: bytes) -> Recomputed:
+        return Recomputed(self._instance, "gave the request back for recomputation")
+
+
+def _rename_for(block: bytes, delivered_id: str | None) -> tuple[bytes, bytes] | None:
+    """What to replace so that D's events carry the id of the first token's event."""
+    if delivered_id is None:
+        return None
+    ours = b'"id":"%b"' % delivered_id.encode()
+    if ours in block:
+        return None
+    found = _ID_FIELD.search(block)
+    return None if found is None else (found.group(), ours)
+
+
+def _status_in(error: Raw) -> int:
+    """The HTTP status that an error object names in `code`, else 502."""
+    try:
+        code = msgspec.json.decode(error, type=ErrorFields).code
+    except msgspec.DecodeError:
+        return 502
+    return code if isinstance(code, int) and 400 <= code <= 599 else 502
+
+
+def check_streams(answer: UpstreamConnection) -> None:
+    """MalformedAnswer unless the response is an event stream."""
+    kind = answer.headers.get(b"content-type", b"")
+    if not kind.startswith(b"text/event-stream"):
+        raise MalformedAnswer(
+            answer.name, f"wanted text/event-stream, got {kind.decode('latin-1') or 'no type'}"
+        )

@@ -1,0 +1,176 @@
+"""Connections to one instance, and how a request takes one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+import sys
+from collections.abc import Callable
+
+from mooncake_proxy.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    DeadlineExceeded,
+    OutOfSockets,
+    UpstreamTimeout,
+)
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.upstream_connection import ClientContext, UpstreamConnection
+
+# `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives in the same turn of the
+# loop as the result (python/cpython#86296).
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+# Of connecting, where the fault is this host's.
+_LOCAL_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+
+__all__ = ["ConnectionPool", "sweep_timeouts", "timeout"]
+
+
+class ConnectionPool:
+    """Connections to one instance. The latest used is taken first, so that spare ones time out."""
+
+    def __init__(self, origin: Origin, context: ClientContext, name: str | None = None) -> None:
+        self.origin = origin
+        self.context = context
+        # The instance that errors name.
+        self.name = name or str(origin)
+        self._idle: list[UpstreamConnection] = []
+        # 0 once the pool is closed.
+        self._max_idle = context.limits.max_idle
+
+    async def exchange(
+        self,
+        payload: bytes,
+        deadline: float,
+        *,
+        whole: bool,
+        abandon: Callable[[UpstreamConnection], object] = UpstreamConnection.finish,
+    ) -> UpstreamConnection:
+        """Send and wait for the head of the answer, or the `whole` of it; `deadline` in loop time.
+        Rejected for any status but 200, with the whole answer.
+
+        `with await pool.exchange(...) as answer:` gives the connection back. If cancelled while
+        waiting, `abandon` decides what becomes of it: finished, which closes it, or hung up.
+        """
+        connection = self._idle.pop() if self._idle else None
+        is_reused = connection is not None
+        lost: ConnectionLost | None = None
+        while True:
+            if connection is None:
+                connection = await self._reconnect(deadline, lost)
+            try:
+                connection.send(payload, deadline, whole=whole)
+                waiter = connection.wait()
+                if waiter is not None:
+                    await waiter
+                if not connection.is_good:
+                    await connection.check()
+            except ConnectionLost as error:
+                connection.finish()
+                # A server may close an idle connection just as it is used again; that no byte
+                # came back distinguishes this from a crash in the middle.
+                if connection.num_received or not is_reused:
+                    raise
+                lost = error if connection.was_sent else None
+                connection, is_reused = None, False
+            except asyncio.CancelledError:
+                abandon(connection)
+                raise
+            except BaseException:
+                connection.finish()
+                raise
+            else:
+                return connection
+
+    async def _reconnect(self, deadline: float, lost: ConnectionLost | None) -> UpstreamConnection:
+        """A connection. Where nothing listens after one was `lost` with a request on it, the
+        instance died with the request: that is what is raised."""
+        try:
+            return await self.connect(deadline)
+        except ConnectFailed as error:
+            if lost is None:
+                raise
+            raise lost from error
+
+    async def fetch(self, payload: bytes, deadline: float) -> bytes:
+        """The whole body of an answer."""
+        with await self.exchange(payload, deadline, whole=True) as answer:
+            return answer.body
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """Keep for the next exchange."""
+        if len(self._idle) < self._max_idle:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """An idle connection was closed from the other side."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def close(self) -> None:
+        """Close the idle ones; busy ones end with their exchange."""
+        self._max_idle = 0
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def connect(self, deadline: float) -> UpstreamConnection:
+        """A new connection, or ConnectFailed."""
+        # A task of its own: a connection that is established just as its request is cancelled is
+        # kept for the next one.
+        task = self.context.loop.create_task(self._connect(deadline))
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.add_done_callback(self._keep_unasked)
+            raise
+
+    def _keep_unasked(self, task: asyncio.Task[UpstreamConnection]) -> None:
+        """The request that asked for the connection was cancelled just as it was established."""
+        if not task.cancelled() and task.exception() is None:
+            self.give_back(task.result())
+
+    async def _connect(self, deadline: float) -> UpstreamConnection:
+        remaining = max(0.0, deadline - self.context.loop.time())
+        limit = min(self.context.limits.connect_timeout_s, remaining)
+        try:
+            async with timeout(limit):
+                return await self._create()
+        except asyncio.TimeoutError as exc:
+            if limit == remaining:
+                raise DeadlineExceeded(self.name) from exc
+            raise ConnectFailed(self.name, f"no connection within {limit:.1f} s") from exc
+        except (OSError, ssl.SSLError) as exc:
+            if exc.errno in _LOCAL_ERRORS:
+                raise OutOfSockets(self.name, f"no connection from this host: {exc}") from exc
+            raise ConnectFailed(self.name, f"no connection: {exc}") from exc
+
+    async def _create(self) -> UpstreamConnection:
+        origin = self.origin
+        tls = self.context.tls or ssl.create_default_context() if origin.scheme == "https" else None
+        connection = UpstreamConnection(self)
+        try:
+            await self.context.loop.create_connection(
+                lambda: connection, origin.host, origin.port, ssl=tls
+            )
+        except BaseException:
+            connection.close()  # it may just have been established
+            raise
+        return connection
+
+
+def sweep_timeouts(context: ClientContext) -> None:
+    """Fail every exchange whose deadline has passed; called a few times a second."""
+    now = context.loop.time()
+    for connection in [c for c in context.connections if c.is_overdue(now)]:
+        if now > connection.deadline:
+            connection.fail(DeadlineExceeded(connection.name))
+        else:
+            connection.fail(UpstreamTimeout(connection.name, "silent for longer than its limit"))

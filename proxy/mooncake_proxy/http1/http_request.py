@@ -1,0 +1,142 @@
+"""One request of a client and the answer to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from mooncake_proxy.http1.http_wire import LAST_CHUNK, STATUS_LINES, chunk, status_line
+
+if TYPE_CHECKING:
+    from mooncake_proxy.http1.server_connection import ServerProtocol
+
+# No cache and no nginx in front may hold events back.
+_STREAM_HEADERS = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+
+
+class Pausable(Protocol):
+    """The source of a response body, which can be paused."""
+
+    def pause(self) -> None:
+        """Stop reading."""
+
+    def resume(self) -> None:
+        """Read again."""
+
+
+class HttpRequest:
+    """One request and the answer to it.
+
+    The handler answers with `respond` once, or with `start_stream`, `write`... and `end`. It is
+    cancelled when the client goes away; writing to a client that is gone does nothing.
+    """
+
+    __slots__ = (
+        "_protocol",
+        "body",
+        "bytes_out",
+        "chunked",
+        "ended",
+        "headers",
+        "is_admin",
+        "keep_alive",
+        "method",
+        "source",
+        "status",
+        "target",
+    )
+
+    def __init__(self, protocol: ServerProtocol) -> None:
+        self._protocol = protocol
+        self.method = ""
+        self.target = b""
+        self.headers: dict[bytes, bytes] = {}
+        self.body = b""
+        self.keep_alive = True
+        self.chunked = True
+        # It came to a port that only operators reach.
+        self.is_admin = False
+        self.status = 0
+        self.ended = False
+        self.bytes_out = 0
+        self.source: Pausable | None = None
+
+    @property
+    def path(self) -> str:
+        """The target without its query, as latin-1 text."""
+        return self.target.partition(b"?")[0].decode("latin-1")
+
+    @property
+    def query(self) -> str:
+        """What follows the question mark."""
+        return self.target.partition(b"?")[2].decode("latin-1")
+
+    @property
+    def peer(self) -> str:
+        """The client's address, for logs."""
+        return self._protocol.peer
+
+    @property
+    def has_started(self) -> bool:
+        """True once a status went out: from then on errors are events."""
+        return self.status != 0
+
+    def respond(self, status: int, body: bytes, content_type: str, headers: bytes = b"") -> None:
+        """The whole answer at once."""
+        self.status = status
+        self._protocol.send(
+            b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"
+            % (
+                status_line(status),
+                content_type.encode("latin-1"),
+                len(body),
+                headers,
+                b"" if self.keep_alive else b"connection: close\r\n",
+                b"" if self.method == "HEAD" else body,
+            )
+        )
+        self.ended = True
+        self.bytes_out += len(body)
+
+    def start_stream(self, content_type: str, headers: bytes, first: bytes) -> None:
+        """Status 200 and the first bytes of a body whose length is not known, in one write."""
+        self.status = 200
+        if not self.chunked:
+            self.keep_alive = False
+        self._protocol.send(
+            b"%bcontent-type: %b\r\n%b%b%b%b\r\n%b"
+            % (
+                STATUS_LINES[200],
+                content_type.encode("latin-1"),
+                _STREAM_HEADERS,
+                b"transfer-encoding: chunked\r\n" if self.chunked else b"",
+                headers,
+                b"" if self.keep_alive else b"connection: close\r\n",
+                (chunk(first) if self.chunked else first) if first else b"",
+            )
+        )
+        self.bytes_out += len(first)
+
+    def write(self, data: bytes) -> None:
+        """More of the stream; goes out at once."""
+        self.bytes_out += len(data)
+        self._protocol.send(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
+
+    def end(self, last: bytes = b"") -> None:
+        """The end of a stream, optionally with its last bytes."""
+        self.bytes_out += len(last)
+        if self.chunked:
+            self._protocol.send((chunk(last) if last else b"") + LAST_CHUNK)
+        elif last:
+            self._protocol.send(last)
+        self.ended = True
+
+    def break_off(self) -> None:
+        """Close the connection: the client must not take what it has for a whole answer."""
+        self.keep_alive = False
+        self._protocol.close()
+
+    def attach(self, source: Pausable | None) -> None:
+        """Let a slow client pause what feeds it."""
+        self.source = source
+        if source is not None and self._protocol.is_write_paused:
+            source.pause()

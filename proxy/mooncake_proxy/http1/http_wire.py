@@ -1,0 +1,83 @@
+"""Bytes of HTTP/1.1 heads and chunks, and the URLs of instances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from mooncake_proxy.errors import ConfigError
+
+STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode("ascii")
+    for status in HTTPStatus
+}
+LAST_CHUNK = b"0\r\n\r\n"
+
+
+def status_line(status: int) -> bytes:
+    """The first line of an answer; unknown codes get no phrase."""
+    return STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
+    """Header lines from checked names and values."""
+    return "".join(f"{name}: {value}\r\n" for name, value in headers).encode("latin-1")
+
+
+def parse_fields(head: bytes) -> dict[bytes, bytes]:
+    """Header fields by lower-case name from the bytes of an answer's head, 1xx heads before it and
+    body bytes behind it left out. The C parser has already accepted them: lines end in CRLF."""
+    blocks = head.split(b"\r\n\r\n")
+    lines = next(block for block in blocks if block[9:10] != b"1").split(b"\r\n")
+    fields = (line.partition(b":") for line in lines[1:])
+    return {name.lower(): value.strip() for name, _, value in fields}
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of a chunked body. `data` must not be empty: an empty chunk ends the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+_WANTED = "wanted http://HOST:PORT or https://HOST:PORT"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an instance listens. `prefix` is a path in front of `/v1/...`, usually empty."""
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Origin:
+        """`http://host:port[/prefix]`, `https://...`, or `host:port`; IPv6 in brackets.
+
+        ConfigError for anything else.
+        """
+        text = url if "://" in url else f"http://{url}"
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as exc:
+            raise ConfigError(f"instance URL {url!r}: {exc}; {_WANTED}") from exc
+        if "://" not in url and port is None:
+            raise ConfigError(f"instance URL {url!r}: neither scheme nor port; {_WANTED}")
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ConfigError(f"instance URL {url!r}: {_WANTED}")
+        if parts.username or parts.query or parts.fragment:
+            raise ConfigError(f"instance URL {url!r}: user, query and fragment are not allowed")
+        default = 443 if parts.scheme == "https" else 80
+        return cls(parts.scheme, parts.hostname, port or default, parts.path.rstrip("/"))
+
+    @property
+    def authority(self) -> str:
+        """`host:port` as it stands in URLs and Host headers."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.prefix}"

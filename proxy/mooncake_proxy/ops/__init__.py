@@ -1,0 +1,1 @@
+"""One process and its workers: metrics, logs, spans, start and stop."""

@@ -1,0 +1,160 @@
+"""OpenTelemetry spans of requests; only where `--otlp-endpoint` asks for them.
+
+    chat m              the client's request (server span), under the client's own if it has one
+    ├── queue           the wait in the admission queue, if there was one
+    ├── prefill         P's leg with all its attempts
+    │   └── attempt     one exchange with one instance (client span; the instance gets its context)
+    └── decode          D's leg; in the push flow beside that of P
+
+Names follow the semantic conventions for GenAI and HTTP where these have one. Parents are
+passed explicitly: an attempt's header lines need its span anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mooncake_proxy import __version__
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, ParsedRequest
+from mooncake_proxy.errors import ConfigError, UpstreamError
+from mooncake_proxy.http1.http_wire import Origin, header_lines
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+EXPORT_TIMEOUT_S = 5
+TRACES_PATH = "/v1/traces"
+CONTEXT_HEADERS = (b"traceparent", b"tracestate")
+OPERATIONS = {OpenAIEndpoint.COMPLETION: "text_completion", OpenAIEndpoint.CHAT: "chat"}
+
+
+def load_tracing(endpoint: str) -> RequestTracing:
+    """Spans go to the collector at `endpoint` as OTLP over HTTP, from a thread of their own.
+    ConfigError where OpenTelemetry is not installed."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as exc:
+        raise ConfigError(
+            f"--otlp-endpoint {endpoint}: {exc.name} is not installed; "
+            "pip install mooncake-proxy[otel]"
+        ) from exc
+    url = endpoint.rstrip("/")
+    if not url.endswith(TRACES_PATH):
+        url += TRACES_PATH
+    facts = {"service.name": "mooncake-proxy", "service.version": __version__}
+    provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return RequestTracing(provider)
+
+
+class RequestTracing:
+    """Makes the spans of one proxy process."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("mooncake_proxy", __version__)
+
+    def begin(
+        self,
+        endpoint: OpenAIEndpoint,
+        parsed: ParsedRequest,
+        request_id: str,
+        headers: Mapping[bytes, bytes],
+    ) -> RequestTrace:
+        """The span of a request, under the client's own where it sent one."""
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        sent = {
+            name.decode(): headers[name].decode("latin-1")
+            for name in CONTEXT_HEADERS
+            if name in headers
+        }
+        operation = OPERATIONS[endpoint]
+        facts = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.request.model": parsed.model,
+            "gen_ai.request.max_tokens": parsed.token_limit,
+            "gen_ai.request.choice.count": parsed.n,
+            "http.request.method": "POST",
+            "url.path": endpoint.path,
+            "mooncake.request_id": request_id,
+        }
+        span = self._tracer.start_span(
+            f"{operation} {parsed.model}" if parsed.model else operation,
+            TraceContextTextMapPropagator().extract(sent),
+            SpanKind.SERVER,
+            {name: value for name, value in facts.items() if value is not None},
+        )
+        return RequestTrace(self._tracer, span)
+
+    def close(self) -> None:
+        """Send what is left; may take as long as the collector does not answer."""
+        self._provider.shutdown()
+
+
+class RequestTrace:
+    """The spans of one request."""
+
+    __slots__ = ("_span", "_tracer")
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    def end(self, status: int, error: BaseException | None) -> None:
+        """The request is answered; or its client is gone, `status` 499."""
+        self._span.set_attribute("http.response.status_code", status)
+        if error is not None:
+            _mark_failed(self._span, error)
+        self._span.end()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Span]:
+        """A part of the request: its wait, or a leg."""
+        with self._child(self._span, name) as span:
+            yield span
+
+    @contextmanager
+    def attempt(self, leg: Span, origin: Origin, number: int) -> Iterator[bytes]:
+        """One exchange with one instance; gives the header lines that name its span."""
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        facts = {
+            "server.address": origin.host,
+            "server.port": origin.port,
+            "http.request.resend_count": number,
+        }
+        with self._child(leg, "attempt", SpanKind.CLIENT, facts) as span:
+            carrier: dict[str, str] = {}
+            TraceContextTextMapPropagator().inject(carrier, set_span_in_context(span))
+            yield header_lines(carrier.items())
+
+    @contextmanager
+    def _child(self, parent: Span, name: str, *kind_and_facts: Any) -> Iterator[Span]:
+        from opentelemetry.trace import set_span_in_context
+
+        span = self._tracer.start_span(name, set_span_in_context(parent), *kind_and_facts)
+        try:
+            yield span
+        except BaseException as error:
+            _mark_failed(span, error)
+            raise
+        finally:
+            span.end()
+
+
+def _mark_failed(span: Span, error: BaseException) -> None:
+    from opentelemetry.trace import StatusCode
+
+    kind = error.reason if isinstance(error, UpstreamError) else type(error).__name__
+    span.set_attribute("error.type", kind)
+    span.set_status(StatusCode.ERROR, str(error))

@@ -1,0 +1,271 @@
+"""Messages between the worker processes of one proxy: loads, counters, changes of the pool.
+
+Each worker has the whole view: its own numbers exactly, those of the others at most PUBLISH_S old
+(power-of-two choice keeps them from all choosing the same idle instance meanwhile). Messages go
+through the parent, one datagram each, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Struct
+
+from mooncake_proxy.api.admission_queue import AdmissionQueue
+from mooncake_proxy.errors import ConfigError, Refusal
+from mooncake_proxy.ops.proxy_metrics import MetricsSnapshot, ProxyMetrics
+from mooncake_proxy.pool.instances import InstancePool
+from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
+from mooncake_proxy.routing.retries import SuspectBodies
+from mooncake_proxy.routing.router import RequestRouter
+
+logger = logging.getLogger(__name__)
+PUBLISH_S = 0.02
+COUNTS_EVERY = 25
+MAX_MESSAGE_BYTES = 200_000
+# Rows of metrics in one message: with long labels and all numbers of a histogram they fit.
+ROWS_PER_MESSAGE = 200
+# All changes that are kept have to fit into the ten messages that a socket holds for its reader.
+CHANGES_PER_MESSAGE = 500
+MAX_CHANGED_URLS = 1000
+
+
+class WorkerLoads(Struct, tag="loads"):
+    """In-flight work of one worker: instance name -> (running, prompt tokens), and the numbers of
+    requests that it serves and that wait in its queue."""
+
+    worker: int
+    loads: dict[str, tuple[int, int]]
+    running: int
+    waiting: int
+
+
+class WorkerCounts(Struct, tag="counts"):
+    """Counters of one worker since its start, in as many messages as they need."""
+
+    worker: int
+    counts: MetricsSnapshot
+    is_last: bool
+
+
+class ChangeMessage(Struct, tag="change"):
+    """A change of the instance pool that one worker has made and the others repeat."""
+
+    change: MembershipChange
+
+
+class ChangeHistory(Struct, tag="changes"):
+    """What has been changed so far, for a worker that starts later."""
+
+    changes: list[MembershipChange]
+
+
+class LossMessage(Struct, tag="loss"):
+    """An instance was lost while it worked on a body with this hash, or one was answered."""
+
+    key: bytes
+    # Empty: a request with this body was answered.
+    instance: str = ""
+    # In seconds of the monotonic clock that all workers share.
+    began: float = 0.0
+    now: float = 0.0
+
+
+class WorkerGone(Struct, tag="gone"):
+    """A worker ended: its load is gone, its counters stay."""
+
+    worker: int
+
+
+WorkerMessage = (
+    WorkerLoads | WorkerCounts | ChangeMessage | ChangeHistory | LossMessage | WorkerGone
+)
+decode_message = msgspec.json.Decoder(WorkerMessage).decode
+encode_message = msgspec.json.Encoder().encode
+
+
+class WorkerLink:
+    """One worker's end of the link."""
+
+    def __init__(self, worker: int, link: socket.socket) -> None:
+        self.worker = worker
+        self._link = link
+        self._instance_pool: InstancePool | None = None
+        self._metrics: ProxyMetrics | None = None
+        self._admission: AdmissionQueue | None = None
+        self._suspects: SuspectBodies | None = None
+        self._parent = os.getppid()
+        self._loads: dict[int, WorkerLoads] = {}
+        self._counts: dict[int, MetricsSnapshot] = {}
+        # Of which the last message has not come yet.
+        self._partial_counts: dict[int, MetricsSnapshot] = {}
+        self._published = WorkerLoads(worker, {}, 0, 0)
+
+    def open(self, router: RequestRouter, admission: AdmissionQueue) -> None:
+        """Begin to receive messages of the others."""
+        self._instance_pool = router.pool
+        self._metrics = router.metrics
+        self._suspects = router.suspects
+        self._admission = admission
+        router.suspects.publish = self._publish_loss
+        self._link.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
+        self._read()  # what was changed before this worker started
+
+    def close(self) -> None:
+        """Stop receiving."""
+        asyncio.get_running_loop().remove_reader(self._link.fileno())
+        self._link.close()
+
+    async def run(self) -> None:
+        """Publish loads when they change, counts now and then."""
+        for turn in range(2**62):
+            await asyncio.sleep(PUBLISH_S)
+            self._publish_loads()
+            if turn % COUNTS_EVERY == 0 and self._metrics is not None:
+                self._check_parent()
+                for part, is_last in split_snapshot(self._metrics.snapshot()):
+                    self._send(WorkerCounts(self.worker, part, is_last))
+
+    def _check_parent(self) -> None:
+        """A worker that nothing starts again, and that hears no other one, must not serve on."""
+        if os.getppid() != self._parent:
+            logger.error("the parent of this worker is gone: it stops")
+            self._parent = os.getppid()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _publish_loss(self, key: bytes, instance: str, began: float, now: float) -> None:
+        self._send(LossMessage(key, instance, began, now))
+
+    def broadcast(self, change: MembershipChange) -> None:
+        """Have the other workers repeat this change."""
+        self._send(ChangeMessage(change))
+
+    def counts_of_others(self) -> list[MetricsSnapshot]:
+        """What the other workers have counted, living or gone."""
+        return list(self._counts.values())
+
+    def running_elsewhere(self) -> int:
+        """Requests that the other workers serve."""
+        return sum(loads.running for loads in self._loads.values())
+
+    def waiting_elsewhere(self) -> int:
+        """Requests in the other workers' queues."""
+        return sum(loads.waiting for loads in self._loads.values())
+
+    def _publish_loads(self) -> None:
+        assert self._instance_pool is not None
+        assert self._admission is not None
+        own = {
+            i.name: (i.num_running, i.num_prompt_tokens)
+            for i in self._instance_pool
+            if i.num_running
+        }
+        admission = self._admission
+        loads = WorkerLoads(self.worker, own, admission.num_running, admission.num_waiting)
+        if loads != self._published:
+            self._published = loads
+            self._send(loads)
+
+    def _send(self, message: WorkerMessage) -> None:
+        data = encode_message(message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            logger.warning("message of %d bytes to other workers is too long, dropped", len(data))
+            return
+        try:
+            self._link.send(data)
+        except BlockingIOError:
+            logger.warning("other workers read too slowly, %s dropped", type(message).__name__)
+        except OSError as exc:
+            logger.warning("cannot send to other workers: %s", exc)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = self._link.recv(MAX_MESSAGE_BYTES + 1)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._take(decode_message(data))
+
+    def _take(self, message: WorkerMessage) -> None:
+        if isinstance(message, WorkerCounts):
+            self._take_counts(message)
+        elif isinstance(message, ChangeMessage):
+            self._follow(message.change)
+        elif isinstance(message, LossMessage):
+            assert self._suspects is not None
+            self._suspects.follow(message.key, message.instance, message.began, message.now)
+        elif isinstance(message, ChangeHistory):
+            for change in message.changes:
+                self._follow(change)
+        elif isinstance(message, WorkerLoads):
+            self._loads[message.worker] = message
+            self._sum_up()
+        else:
+            self._loads.pop(message.worker, None)
+            self._sum_up()
+
+    def _take_counts(self, message: WorkerCounts) -> None:
+        found = self._partial_counts.setdefault(message.worker, {})
+        for name, rows in message.counts.items():
+            found.setdefault(name, []).extend(rows)
+        if message.is_last:
+            self._counts[message.worker] = self._partial_counts.pop(message.worker)
+
+    def _follow(self, change: MembershipChange) -> None:
+        assert self._instance_pool is not None
+        try:
+            apply_change(self._instance_pool, change)
+        except (Refusal, ConfigError) as exc:
+            logger.warning("cannot repeat another worker's change: %s", exc)
+
+    def _sum_up(self) -> None:
+        assert self._instance_pool is not None
+        for instance in self._instance_pool:
+            rows = [one.loads.get(instance.name, (0, 0)) for one in self._loads.values()]
+            instance.num_elsewhere = (sum(row[0] for row in rows), sum(row[1] for row in rows))
+
+
+def split_snapshot(snapshot: MetricsSnapshot) -> Iterator[tuple[MetricsSnapshot, bool]]:
+    """The same rows in parts that fit into messages, and whether each is the last."""
+    rows = [(name, row) for name, rows in snapshot.items() for row in rows]
+    for start in range(0, max(len(rows), 1), ROWS_PER_MESSAGE):
+        part: MetricsSnapshot = {}
+        for name, row in rows[start : start + ROWS_PER_MESSAGE]:
+            part.setdefault(name, []).append(row)
+        yield part, start + ROWS_PER_MESSAGE >= len(rows)
+
+
+class ChangeLog:
+    """Changes of the instance pool: as few as give the same pool once more."""
+
+    def __init__(self) -> None:
+        self._by_url: OrderedDict[str, list[MembershipChange]] = OrderedDict()
+
+    def note(self, change: MembershipChange) -> None:
+        """One more. It replaces those of its instance that it makes meaningless."""
+        earlier = self._by_url.pop(change.url, [])
+        replaced = {change.operation}
+        if change.operation in (ChangeOperation.ADD, ChangeOperation.REMOVE):
+            replaced = set(ChangeOperation)
+        elif change.operation in (ChangeOperation.DRAIN, ChangeOperation.RESUME):
+            replaced = {ChangeOperation.DRAIN, ChangeOperation.RESUME}
+        kept = [one for one in earlier if one.operation not in replaced]
+        self._by_url[change.url] = [*kept, change]
+        if len(self._by_url) > MAX_CHANGED_URLS:
+            self._by_url.popitem(last=False)
+
+    def messages(self) -> list[ChangeHistory]:
+        """For a worker that starts."""
+        changes = [change for of_url in self._by_url.values() for change in of_url]
+        starts = range(0, len(changes), CHANGES_PER_MESSAGE)
+        return [ChangeHistory(changes[start : start + CHANGES_PER_MESSAGE]) for start in starts]

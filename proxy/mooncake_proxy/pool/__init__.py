@@ -1,0 +1,1 @@
+"""The instances behind the proxy: what they are, who declares them, whether they live."""

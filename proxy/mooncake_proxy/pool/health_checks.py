@@ -1,0 +1,156 @@
+"""Whether instances are up: hysteresis as pure state, active checks as one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from mooncake_proxy.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    MalformedAnswer,
+    OutOfSockets,
+    Rejected,
+    UpstreamError,
+    UpstreamTimeout,
+    is_leaving,
+)
+from mooncake_proxy.pool.instances import Compatibility, Instance, InstancePool
+
+logger = logging.getLogger(__name__)
+_compatibility_decoder = msgspec.json.Decoder(Compatibility)
+
+
+@dataclass(slots=True)
+class HealthTrack:
+    """Successes and failures in a row of one instance."""
+
+    num_good: int = 0
+    num_bad: int = 0
+    is_known: bool = False
+    # The latest verdict.
+    last_verdict: bool = False
+
+    def note_ejection(self) -> None:
+        """Requests failed although checks were good: count good checks from zero."""
+        self.num_good = 0
+        self.last_verdict = False
+
+    def observe(self, *, good: bool, rise: int, fall: int) -> bool | None:
+        """The new verdict, or None while too few checks agree. The first check counts at once."""
+        self.num_good = self.num_good + 1 if good else 0
+        self.num_bad = 0 if good else self.num_bad + 1
+        is_first, self.is_known = not self.is_known, True
+        if is_first or self.num_good >= rise or self.num_bad >= fall:
+            self.last_verdict = good
+            return good
+        return None
+
+
+class PassiveHealth:
+    """Ejects an instance after `limit` requests in a row that failed for its own reasons."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bad: dict[str, int] = {}
+
+    def succeeded(self, name: str) -> None:
+        """A request was answered."""
+        if self._bad:
+            self._bad.pop(name, None)
+
+    def failed(self, name: str, error: UpstreamError) -> bool:
+        """Whether this failure ejects. Error statuses don't count: the instance did answer."""
+        if not isinstance(
+            error, ConnectFailed | ConnectionLost | UpstreamTimeout | MalformedAnswer
+        ):
+            return False
+        count = self._bad.get(name, 0) + 1
+        if self._limit > 0 and count >= self._limit:
+            self._bad.pop(name, None)  # a recovered instance starts at zero
+            return True
+        self._bad[name] = count
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class HealthConfig:
+    """Active checks. `interval_s` 0 turns them off: then instances count as up."""
+
+    interval_s: float = 1.0
+    timeout_s: float = 2.0
+    path: str = "/health"
+    rise: int = 2
+    fall: int = 3
+
+
+class HealthChecker:
+    """Checks the health of every instance at an interval and reports verdicts to the pool."""
+
+    def __init__(
+        self, config: HealthConfig, pool: InstancePool, on_verdict: Callable[[Instance], None]
+    ) -> None:
+        self._config = config
+        self._instance_pool = pool
+        self._on_verdict = on_verdict
+        self._tracks: dict[str, HealthTrack] = {}
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        while True:
+            await self.check_all()
+            await asyncio.sleep(self._config.interval_s)
+
+    async def check_all(self) -> None:
+        """One round over all instances at once."""
+        instances = list(self._instance_pool)
+        if instances:
+            await asyncio.gather(*(self.check(instance) for instance in instances))
+        names = {instance.name for instance in instances}
+        self._tracks = {name: track for name, track in self._tracks.items() if name in names}
+
+    async def check(self, instance: Instance) -> None:
+        """One instance."""
+        error = await self._ask(instance)
+        if isinstance(error, OutOfSockets):
+            logger.error("health of %s is not known: %s", instance.name, error)
+            return
+        track = self._tracks.setdefault(instance.name, HealthTrack())
+        if track.last_verdict and not instance.is_up:
+            track.note_ejection()
+        fall = 1 if is_leaving(error) else self._config.fall
+        verdict = track.observe(good=error is None, rise=self._config.rise, fall=fall)
+        if verdict is not None:
+            was_up = instance.is_up
+            self._instance_pool.set_up(instance, up=verdict, error=self._describe(error))
+            if was_up is not verdict:
+                self._on_verdict(instance)
+
+    async def _ask(self, instance: Instance) -> UpstreamError | None:
+        """What is wrong with it; None when nothing is."""
+        connections = instance.connections
+        deadline = connections.context.loop.time() + self._config.timeout_s
+        try:
+            body = await connections.fetch(instance.build_get(self._config.path), deadline)
+        except UpstreamError as exc:
+            return exc
+        self._instance_pool.note_compatibility(instance, _compatibility_in(body))
+        return None
+
+    def _describe(self, error: UpstreamError | None) -> str:
+        if isinstance(error, Rejected):
+            text = error.body[:200].decode("utf-8", "replace")
+            return f"{self._config.path} answered {error.status}: {text}"
+        return "" if error is None else error.detail
+
+
+def _compatibility_in(body: bytes) -> Compatibility:
+    """The compatibility report in a good response; other engines' bodies may have any form."""
+    try:
+        return _compatibility_decoder.decode(body)
+    except msgspec.DecodeError:
+        return Compatibility()

@@ -1,0 +1,188 @@
+"""Instances from Kubernetes: ready pods that match a label selector, polled from the API server.
+
+A pod has its role in the label `mooncake-hal/role` (prefill, decode or both) and its port in the
+annotation `mooncake-hal/port`; without it the first container port counts. Needs `list` on pods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct, field
+
+from mooncake_proxy.errors import ConfigError, UpstreamError
+from mooncake_proxy.http1.connection_pool import ConnectionPool, timeout
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
+from mooncake_proxy.pool.instances import InstancePool, InstanceSpec, Role
+from mooncake_proxy.pool.membership import apply_plan, plan_membership
+
+logger = logging.getLogger(__name__)
+SOURCE = "kubernetes"
+ROLE_LABEL = "mooncake-hal/role"
+PORT_ANNOTATION = "mooncake-hal/port"
+EMITS_ANNOTATION = "mooncake-hal/decode-emits-first-token"
+POLL_S = 2.0
+TIMEOUT_S = 10.0
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+class ContainerPort(Struct, rename="camel"):
+    """A port of a container."""
+
+    container_port: int
+
+
+class Container(Struct):
+    """A container, as far as its ports."""
+
+    ports: list[ContainerPort] = []
+
+
+class PodSpec(Struct):
+    """What runs in the pod."""
+
+    containers: list[Container] = []
+
+
+class PodCondition(Struct):
+    """One of the pod's conditions."""
+
+    type: str
+    status: str
+
+
+class PodStatus(Struct, rename="camel"):
+    """Where the pod is, and whether it is ready."""
+
+    pod_ip: str = field(name="podIP", default="")
+    conditions: list[PodCondition] = []
+
+
+class PodMetadata(Struct, rename="camel"):
+    """Name, labels and annotations."""
+
+    name: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    deletion_timestamp: str | None = None
+
+
+class Pod(Struct):
+    """A pod in a list."""
+
+    metadata: PodMetadata
+    spec: PodSpec
+    status: PodStatus
+
+
+class PodList(Struct):
+    """The API server's answer."""
+
+    items: list[Pod]
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesConfig:
+    """Where to ask, and for which pods."""
+
+    api: str
+    namespace: str
+    selector: str
+    token_file: Path | None
+    ca_file: Path | None
+
+    @classmethod
+    def parse(cls, text: str, api: str | None) -> KubernetesConfig:
+        """`NAMESPACE/SELECTOR`; from the API server at `api`, by default this cluster's."""
+        namespace, slash, selector = text.partition("/")
+        if not (namespace and slash and selector):
+            raise ConfigError(f"--kubernetes {text!r}: wanted NAMESPACE/LABEL=VALUE")
+        if api is not None:
+            return cls(api, namespace, selector, None, None)
+        host = os.environ.get("KUBERNETES_SERVICE_HOST")
+        if host is None:
+            raise ConfigError("--kubernetes outside a cluster: give --kubernetes-api URL")
+        port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        host = f"[{host}]" if ":" in host else host
+        api = f"https://{host}:{port}"
+        return cls(api, namespace, selector, _ACCOUNT / "token", _ACCOUNT / "ca.crt")
+
+
+def specs_of_pods(pods: PodList) -> list[InstanceSpec]:
+    """The instances in these pods; pods that aren't ready or have no role are left out."""
+    found = []
+    for pod in pods.items:
+        role = pod.metadata.labels.get(ROLE_LABEL, "")
+        port = _port_of(pod)
+        if role not in [r.value for r in Role] or port is None or not _is_ready(pod):
+            continue
+        emits = pod.metadata.annotations.get(EMITS_ANNOTATION) == "true"
+        origin = Origin("http", pod.status.pod_ip, port)
+        found.append(InstanceSpec(origin, Role(role), emits, source=SOURCE))
+    return found
+
+
+def _is_ready(pod: Pod) -> bool:
+    is_ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions)
+    return is_ready and bool(pod.status.pod_ip) and pod.metadata.deletion_timestamp is None
+
+
+def _port_of(pod: Pod) -> int | None:
+    named = pod.metadata.annotations.get(PORT_ANNOTATION, "")
+    if named.isdigit():
+        return int(named)
+    return next((port.container_port for c in pod.spec.containers for port in c.ports), None)
+
+
+class KubernetesWatch:
+    """Keeps the pool as the cluster declares it. While the API server is away, nothing changes."""
+
+    def __init__(self, config: KubernetesConfig, pool: InstancePool) -> None:
+        self._config = config
+        self._instance_pool = pool
+        tls = None
+        if config.ca_file is not None:
+            tls = ssl.create_default_context(cafile=str(config.ca_file))
+        self._connections = ConnectionPool(
+            Origin.parse(config.api), ClientContext(ClientLimits(), tls=tls)
+        )
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        while True:
+            await self.poll_once()
+            await asyncio.sleep(POLL_S)
+
+    async def poll_once(self) -> None:
+        """List the pods once and apply the result."""
+        try:
+            async with timeout(TIMEOUT_S):  # nothing sweeps this context's connections
+                pods = await self._list()
+        except (UpstreamError, asyncio.TimeoutError, OSError, ValueError) as exc:
+            logger.warning("cannot list pods, instances stay as they are: %r", exc)
+            return
+        apply_plan(
+            self._instance_pool,
+            plan_membership(specs_of_pods(pods), [i.spec for i in self._instance_pool], SOURCE),
+        )
+
+    async def _list(self) -> PodList:
+        config = self._config
+        selector = quote(config.selector, safe="")
+        path = f"/api/v1/namespaces/{config.namespace}/pods?labelSelector={selector}"
+        token = ""
+        if config.token_file is not None:
+            # Read each time: the kubelet renews it.
+            token = f"authorization: Bearer {config.token_file.read_text('ascii').strip()}\r\n"
+        head = f"GET {path} HTTP/1.1\r\nhost: {self._connections.origin.authority}\r\n{token}\r\n"
+        deadline = self._connections.context.loop.time() + TIMEOUT_S
+        body = await self._connections.fetch(head.encode("ascii"), deadline)
+        return msgspec.json.decode(body, type=PodList)

@@ -1,0 +1,149 @@
+"""Membership of the pool: changes as data, and the plan from present to wanted instances."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from mooncake_proxy.errors import ConfigError, Refusal
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.pool.instances import Instance, InstancePool, InstanceSpec, Role
+
+logger = logging.getLogger(__name__)
+
+
+class ChangeOperation(Enum):
+    """What can be done to an instance."""
+
+    ADD = "add"
+    DRAIN = "drain"
+    RESUME = "resume"
+    REMOVE = "remove"
+    ROLE = "role"
+
+
+class MembershipChange(Struct, forbid_unknown_fields=True):
+    """One change, as the admin API takes it and workers forward it to each other.
+
+    `drain` with `remove` forgets the instance when it has finished what runs on it.
+    """
+
+    operation: ChangeOperation
+    url: str
+    role: Role | None = None
+    emits_first_token: bool = False
+    recomputes: bool = False
+    bootstrap_port: int | None = None
+    remove: bool = False
+    source: str = "api"
+
+
+class PoolFileEntry(Struct, forbid_unknown_fields=True):
+    """An instance in a pool file; a bare URL is the short form."""
+
+    url: str
+    emits_first_token: bool = False
+    recomputes: bool = False
+    bootstrap_port: int | None = None
+
+
+class PoolFile(Struct, forbid_unknown_fields=True):
+    """The content of a pool file."""
+
+    prefill: list[str | dict[str, Any]] = []
+    decode: list[str | dict[str, Any]] = []
+    both: list[str | dict[str, Any]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipPlan:
+    """What has to happen so that a source gets what it wants."""
+
+    add: tuple[InstanceSpec, ...]
+    leave: tuple[str, ...]
+
+
+def apply_change(pool: InstancePool, change: MembershipChange) -> Instance | None:
+    """Apply it; None when the instance is gone afterwards. Raises NotFound and Conflict."""
+    name = str(Origin.parse(change.url))
+    if change.operation is ChangeOperation.ADD:
+        return pool.add(spec_of(change))
+    if change.operation is ChangeOperation.DRAIN:
+        return pool.drain(name, then_remove=change.remove)
+    if change.operation is ChangeOperation.RESUME:
+        return pool.resume(name)
+    if change.operation is ChangeOperation.ROLE:
+        if change.role is None:
+            raise ConfigError("a role switch names its role: prefill, decode or both")
+        return pool.switch_role(name, change.role)
+    pool.remove(name)
+    return None
+
+
+def spec_of(change: MembershipChange) -> InstanceSpec:
+    """The instance that an ADD describes."""
+    if change.role is None:
+        raise ConfigError(f"instance {change.url}: its role is missing (prefill, decode or both)")
+    return InstanceSpec(
+        Origin.parse(change.url),
+        change.role,
+        change.emits_first_token,
+        change.recomputes,
+        change.bootstrap_port,
+        change.source,
+    )
+
+
+def plan_membership(
+    wanted: Sequence[InstanceSpec], present: Iterable[InstanceSpec], source: str
+) -> MembershipPlan:
+    """What to add and what to drain away; instances of other sources are left alone."""
+    mine = {spec.name: spec for spec in present if spec.source == source}
+    names = {spec.name for spec in wanted}
+    new = tuple(spec for spec in wanted if mine.get(spec.name) != spec)
+    return MembershipPlan(new, tuple(name for name in mine if name not in names))
+
+
+def apply_plan(pool: InstancePool, todo: MembershipPlan) -> None:
+    """Add at once; drain what leaves, so that what runs there is finished. An entry that cannot be
+    applied is logged, and the others are."""
+    for spec in todo.add:
+        try:
+            pool.add(spec)
+        except (Refusal, ConfigError) as exc:
+            logger.warning("instance %s is not added: %s", spec.name, exc)
+    for name in todo.leave:
+        try:
+            pool.drain(name, then_remove=True)
+        except Refusal as exc:
+            logger.warning("instance %s is not removed: %s", name, exc)
+
+
+def specs_of(document: PoolFile, source: str) -> list[InstanceSpec]:
+    """The instances of a pool file."""
+    lists = ((Role.PREFILL, document.prefill), (Role.DECODE, document.decode))
+    specs = []
+    for role, items in (*lists, (Role.BOTH, document.both)):
+        for item in items:
+            entry = (
+                PoolFileEntry(item)
+                if isinstance(item, str)
+                else msgspec.convert(item, PoolFileEntry)
+            )
+            specs.append(
+                InstanceSpec(
+                    Origin.parse(entry.url),
+                    role,
+                    entry.emits_first_token,
+                    entry.recomputes,
+                    entry.bootstrap_port,
+                    source,
+                )
+            )
+    return specs

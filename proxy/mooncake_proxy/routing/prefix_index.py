@@ -1,0 +1,146 @@
+"""Which instance has seen which prompt prefix: token ids of prompts, chained block hashes.
+
+Token ids are used where they are known, from the request itself or by `--tokenizer`: then a prompt
+is the same prompt however it was written. Otherwise its bytes are hashed.
+
+A chat is tokenised as its messages one after the other, without the model's template: what two
+chats have in common is the same either way, and templates are programs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, ParsedRequest
+from mooncake_proxy.errors import ConfigError
+
+# The size of a block, and how many leading blocks of a prompt are hashed.
+TOKENS_PER_BLOCK = 64
+BYTES_PER_TOKEN = 4
+MAX_BLOCKS = 256
+BLOCK_BYTES = TOKENS_PER_BLOCK * BYTES_PER_TOKEN
+# Text and token ids of equal bytes are different prompts.
+_TEXT, _TOKENS = 0, 1
+
+
+def text_hashes(prompt: bytes) -> tuple[int, ...]:
+    """One hash per whole block of about TOKENS_PER_BLOCK tokens, covering all before it too."""
+    return _chain(prompt, _TEXT)
+
+
+def token_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The same for blocks of exactly TOKENS_PER_BLOCK token ids."""
+    first = [token & 0xFFFFFFFF for token in token_ids[: MAX_BLOCKS * TOKENS_PER_BLOCK]]
+    return _chain(array("I", first).tobytes(), _TOKENS)
+
+
+def _chain(data: bytes, value: int) -> tuple[int, ...]:
+    """32 bits: a collision costs one worse choice, never a wrong answer."""
+    hashes = []
+    for start in range(0, min(len(data), MAX_BLOCKS * BLOCK_BYTES) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        value = crc32(data[start : start + BLOCK_BYTES], value)
+        hashes.append(value)
+    return tuple(hashes)
+
+
+class PrefixIndex:
+    """Remembers where blocks were prefilled, the latest `capacity` of them."""
+
+    def __init__(self, capacity: int = 200_000) -> None:
+        self._capacity = capacity
+        self._holders: OrderedDict[int, set[str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def record(self, hashes: tuple[int, ...], name: str) -> None:
+        """An instance has just prefilled these blocks."""
+        holders = self._holders
+        for value in hashes:
+            holders.setdefault(value, set()).add(name)
+            holders.move_to_end(value)
+        while len(holders) > self._capacity:
+            holders.popitem(last=False)
+
+    def cached_tokens(self, hashes: tuple[int, ...]) -> dict[str, int]:
+        """Per instance, about how many leading tokens it holds."""
+        found: dict[str, int] = {}
+        still: set[str] | None = None
+        for position, value in enumerate(hashes, 1):
+            holders = self._holders.get(value)
+            still = holders if still is None or holders is None else still & holders
+            if not holders or not still:
+                break
+            for name in still:
+                found[name] = position * TOKENS_PER_BLOCK
+        return found
+
+    def forget(self, name: str) -> None:
+        """An instance is gone, or restarted with an empty cache."""
+        for holders in self._holders.values():
+            holders.discard(name)
+
+
+Tokenize = Callable[[str], Sequence[int]]
+# Text beyond this is not tokenised: at the usual rate it fills all blocks.
+MAX_CHARACTERS = MAX_BLOCKS * TOKENS_PER_BLOCK * BYTES_PER_TOKEN
+
+
+def load_tokenizer(folder: str) -> Tokenize:
+    """The tokenizer of a model's folder (`tokenizer.json`). ConfigError if it cannot be loaded."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer {folder}: wanted a folder with a tokenizer.json")
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as exc:
+        if exc.name != "tokenizers":
+            raise
+        raise ConfigError("--tokenizer wants: pip install mooncake-proxy[tokenizer]") from exc
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as exc:  # the package raises nothing narrower
+        raise ConfigError(f"--tokenizer {path}: {exc}") from exc
+
+    def tokenize(text: str) -> Sequence[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return tokenize
+
+
+def given_token_ids(parsed: ParsedRequest) -> list[int] | None:
+    """The prompt's ids where the client sent ids, else None."""
+    raw = bytes(parsed.prompt).lstrip()
+    if not raw.startswith(b"["):
+        return None
+    try:
+        return msgspec.json.decode(raw, type=list[int])
+    except msgspec.DecodeError:
+        return None  # several prompts, or malformed: the instance will say so
+
+
+def prompt_text(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> str | None:
+    """The prompt's text up to MAX_CHARACTERS; None where it is not text."""
+    try:
+        if endpoint is OpenAIEndpoint.COMPLETION:
+            return msgspec.json.decode(parsed.prompt, type=str)[:MAX_CHARACTERS]
+        messages = msgspec.json.decode(parsed.messages, type=list[dict[str, msgspec.Raw]])
+    except msgspec.DecodeError:
+        return None
+    pieces = (f"{_text(message, 'role')}\n{_text(message, 'content')}\n" for message in messages)
+    return "".join(pieces)[:MAX_CHARACTERS]
+
+
+def _text(message: dict[str, msgspec.Raw], field: str) -> str:
+    """A field of a message: its text, or its JSON where it has parts."""
+    raw = bytes(message.get(field, b'""'))
+    if raw.startswith(b'"'):
+        return msgspec.json.decode(raw, type=str)
+    return raw.decode("utf-8", "replace")

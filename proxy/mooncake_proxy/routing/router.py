@@ -1,0 +1,353 @@
+"""Chooses an instance per attempt, retries on another, releases KV held at P."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol, TypeVar
+
+from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint, encode
+from mooncake_proxy.api.proxied_request import FORWARDED, RequestContext, forwarded_headers
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import (
+    OutOfSockets,
+    Quarantined,
+    Recomputed,
+    Rejected,
+    UpstreamError,
+    is_leaving,
+    is_loss,
+)
+from mooncake_proxy.flows.metaserver import PATH, Metaserver
+from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
+from mooncake_proxy.ops.proxy_tracing import RequestTrace, load_tracing
+from mooncake_proxy.pool.health_checks import PassiveHealth
+from mooncake_proxy.pool.instances import Instance, InstancePool, Role
+from mooncake_proxy.routing.policies import NOTHING_CACHED, POLICIES, RoutingHint
+from mooncake_proxy.routing.prefix_index import (
+    MAX_CHARACTERS,
+    PrefixIndex,
+    Tokenize,
+    given_token_ids,
+    load_tokenizer,
+    prompt_text,
+    text_hashes,
+    token_hashes,
+)
+from mooncake_proxy.routing.retries import MAX_LOSSES, RetryBudget, SuspectBodies
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+ABORT_TIMEOUT_S = 5.0
+
+IsCompatible = Callable[[Instance], bool]
+"""Whether an instance can exchange KV with the other side of the request."""
+
+# Tokenising less than this takes less than handing it to a thread.
+INLINE_CHARACTERS = 1000
+
+
+class AttemptStep(Protocol[T_co]):
+    """One exchange of a request with an instance."""
+
+    def __call__(
+        self, router: RequestRouter, context: RequestContext, instance: Instance, /
+    ) -> Awaitable[T_co]:
+        """UpstreamError where it failed; of this very instance, if another one may help."""
+
+
+@dataclass(slots=True)
+class RoundRobinTurns:
+    """Round-robin counters, one per role."""
+
+    prefill: int = 0
+    decode: int = 0
+
+    def next(self, role: Role) -> int:
+        """The next turn of this role."""
+        if role is Role.PREFILL:
+            self.prefill += 1
+            return self.prefill
+        self.decode += 1
+        return self.decode
+
+
+class RequestRouter:
+    """The state of one proxy process that requests act on."""
+
+    def __init__(self, config: ProxyConfig, client: ClientContext, *, seed: int | None = None):
+        self.config = config
+        self.client = client
+        # Loop time in seconds.
+        self.now = client.loop.time
+        self.pool = InstancePool(client)
+        self.metrics = ProxyMetrics()
+        self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
+        self.suspects = SuspectBodies()
+        self.passive = PassiveHealth(config.eject_after)
+        self.prefixes = PrefixIndex()
+        self.metaserver = Metaserver()
+        # Where D reaches this very process; set once it listens.
+        self.metaserver_url = ""
+        self._rng = Random(seed)
+        self._turns = RoundRobinTurns()
+        self._prefill_policy = POLICIES[config.prefill_policy]
+        self._decode_policy = POLICIES[config.decode_policy]
+        policies = (config.prefill_policy, config.decode_policy)
+        self._wants_session = "session" in policies
+        self._wants_prefix = "prefix" in policies
+        self.tokenize: Tokenize | None = None
+        if config.tokenizer is not None:
+            self.tokenize = load_tokenizer(config.tokenizer)
+        # None: requests leave no spans.
+        self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
+        self._background: set[asyncio.Task[None]] = set()
+
+    def set_own_url(self, url: str) -> None:
+        """Set the address at which decode instances reach this process."""
+        self.metaserver_url = url.rstrip("/") + PATH
+
+    def prepare(self, context: RequestContext) -> None:
+        """Session, prefix hashes and span of a request, as far as this proxy uses them."""
+        if self.tracing is not None:
+            headers = context.request.headers
+            context.trace = self.tracing.begin(
+                context.endpoint, context.parsed, context.request_id, headers
+            )
+        if self._wants_session:
+            given = context.request.headers.get(b"x-session-id")
+            context.session = given.decode("latin-1") if given else context.parsed.user
+        if self._wants_prefix:
+            ids = given_token_ids(context.parsed)
+            if ids is not None:
+                self._expect_hits(context, token_hashes(ids))
+            elif self.tokenize is None:
+                is_chat = context.endpoint is OpenAIEndpoint.CHAT
+                prompt = context.parsed.messages if is_chat else context.parsed.prompt
+                self._expect_hits(context, text_hashes(bytes(prompt)))
+
+    async def tokenize_prompt(self, context: RequestContext, tokenize: Tokenize) -> None:
+        """The rest of `prepare` where there is a tokenizer: text becomes token ids."""
+        text = prompt_text(context.endpoint, context.parsed)
+        if text is None:
+            return
+        if len(text) < INLINE_CHARACTERS:
+            ids = tokenize(text)
+        else:
+            ids = await self.client.loop.run_in_executor(None, tokenize, text)
+        if len(text) < MAX_CHARACTERS:
+            context.prompt_tokens = max(1, len(ids))
+        self._expect_hits(context, token_hashes(ids))
+
+    def _expect_hits(self, context: RequestContext, hashes: tuple[int, ...]) -> None:
+        context.prefix_blocks = hashes
+        context.cached_tokens = self.prefixes.cached_tokens(hashes)
+
+    def note_verdict(self, instance: Instance) -> None:
+        """Health has changed: a restarted instance has an empty cache."""
+        if instance.is_up:
+            self.passive.succeeded(instance.name)
+        else:
+            self.prefixes.forget(instance.name)
+            if instance.bootstrap is not None:
+                instance.bootstrap.forget()
+
+    # ------------------------------------------------ choice
+
+    def choose(
+        self,
+        role: Role,
+        context: RequestContext,
+        tried: Sequence[Instance] = (),
+        is_compatible: IsCompatible | None = None,
+    ) -> Instance:
+        """The instance for this step: preferably one that has not failed it yet and is compatible
+        with the other side. NoInstance if none is live."""
+        live: Sequence[Instance] = self.pool.require(role)
+        if tried:
+            live = [instance for instance in live if instance not in tried] or live
+        if is_compatible is not None and self.pool.has_incompatible_pairs:
+            live = [instance for instance in live if is_compatible(instance)] or live
+        if len(live) == 1:
+            return self._note_blocks(context, live[0])
+        hint = RoutingHint(
+            context.prompt_tokens,
+            self._turns.next(role),
+            context.session,
+            context.cached_tokens or NOTHING_CACHED,
+        )
+        policy = self._prefill_policy if role is Role.PREFILL else self._decode_policy
+        return self._note_blocks(context, policy(live, hint, self._rng))
+
+    def _note_blocks(self, context: RequestContext, chosen: Instance) -> Instance:
+        if context.prefix_blocks:
+            self.prefixes.record(context.prefix_blocks, chosen.name)
+        return chosen
+
+    # ------------------------------------------------ attempts
+
+    def attempt(
+        self,
+        role: Role,
+        context: RequestContext,
+        step: AttemptStep[T],
+        is_compatible: IsCompatible | None = None,
+    ) -> Awaitable[T]:
+        """Run `step` on an instance, and on another one for as long as nothing was forwarded.
+
+        Each new try has a new attempt id. It takes from the retry budget, so that a pool that
+        is failing does not get more traffic than a healthy one.
+        """
+        if context.trace is None:
+            return self._attempt(role, context, step, is_compatible)
+        return self._traced_attempt(role, context, step, is_compatible, context.trace)
+
+    async def _traced_attempt(
+        self,
+        role: Role,
+        context: RequestContext,
+        step: AttemptStep[T],
+        is_compatible: IsCompatible | None,
+        trace: RequestTrace,
+    ) -> T:
+        own = forwarded_headers(context.request.headers, FORWARDED)
+        with trace.stage(role.label) as leg:
+
+            async def watched(
+                router: RequestRouter, context: RequestContext, instance: Instance, /
+            ) -> T:
+                with trace.attempt(leg, instance.spec.origin, context.attempt) as lines:
+                    context.forward = own + lines
+                    return await step(router, context, instance)
+
+            return await self._attempt(role, context, watched, is_compatible)
+
+    async def _attempt(
+        self,
+        role: Role,
+        context: RequestContext,
+        step: AttemptStep[T],
+        is_compatible: IsCompatible | None,
+    ) -> T:
+        tried: list[Instance] = []
+        while True:
+            instance = self.choose(role, context, tried, is_compatible)
+            instance.num_running += 1
+            instance.num_prompt_tokens += context.prompt_tokens
+            began = self.now()
+            try:
+                result = await step(self, context, instance)
+            except Recomputed:
+                raise  # no failure: the request goes on with a new prefill
+            except UpstreamError as error:
+                if error.instance != instance.name:
+                    raise  # the other side of this attempt failed, not this instance
+                self._count_failure(instance, role, error)
+                if is_loss(error):
+                    self._note_loss(context, error, began)
+                tried.append(instance)
+                if not self._may_try_again(role, context, tried, error):
+                    raise
+                self._note_retry(role, context, error)
+            else:
+                self.metrics.attempts.add(instance.name, role.label, "ok")
+                self.passive.succeeded(instance.name)
+                return result
+            finally:
+                instance.num_running -= 1
+                instance.num_prompt_tokens -= context.prompt_tokens
+                if instance.is_draining:
+                    self.pool.finish_drain(instance)
+
+    def _note_retry(self, role: Role, context: RequestContext, error: UpstreamError) -> None:
+        context.attempt += 1
+        self.metrics.retries.add(role.label)
+        logger.warning(
+            "request %s: %s failed, trying another: %s", context.request_id, role.label, error
+        )
+
+    def _may_try_again(
+        self, role: Role, context: RequestContext, tried: Sequence[Instance], error: UpstreamError
+    ) -> bool:
+        if context.is_committed or (isinstance(error, Rejected) and error.is_client_fault):
+            return False
+        if context.num_losses >= MAX_LOSSES or isinstance(error, OutOfSockets):
+            return False
+        untried = any(instance not in tried for instance in self.pool.live(role))
+        if not untried or self.now() >= context.deadline:
+            return False
+        if is_leaving(error):  # instances that are replaced do not fail: no budget is spent
+            return True
+        return len(tried) < self.config.max_attempts and self.budget.take()
+
+    def _count_failure(self, instance: Instance, role: Role, error: UpstreamError) -> None:
+        self.metrics.attempts.add(instance.name, role.label, error.reason)
+        if is_leaving(error) or self.passive.failed(instance.name, error):
+            self.pool.set_up(instance, up=False, error=str(error))
+
+    # ------------------------------------------------ suspects
+
+    def check_suspect(self, context: RequestContext) -> None:
+        """Raise Quarantined for a body that has just cost instances."""
+        left_s = self.suspects.quarantine_left(context.client_body, self.now())
+        if left_s:
+            self.metrics.suspects.add("refused")
+            raise Quarantined(left_s)
+
+    def _note_loss(self, context: RequestContext, error: UpstreamError, began: float) -> None:
+        context.num_losses = self.suspects.note_loss(
+            context.client_body, error.instance, began, self.now()
+        )
+        if context.num_losses == MAX_LOSSES:
+            self.metrics.suspects.add("stopped")
+            logger.error(
+                "request %s: stopped and its body quarantined, as %d instances died or hung up "
+                "while they worked on it; the latest: %s",
+                context.request_id,
+                MAX_LOSSES,
+                error,
+            )
+
+    # ------------------------------------------------ release
+
+    def release(self, instance: Instance, facts: KVTransferParams) -> None:
+        """Tell P to free this request's KV, of all its choices. In the background: the client is
+        gone or has its answer, and P's lease expires anyway."""
+        for remote_request_id in facts.held_request_ids:
+            self.spawn(self._abort(instance, remote_request_id))
+
+    async def _abort(self, instance: Instance, remote_request_id: str) -> None:
+        body = encode({"request_id": remote_request_id})
+        payload = instance.build_post("/abort", remote_request_id, b"", body)
+        try:
+            await instance.connections.fetch(payload, self.now() + ABORT_TIMEOUT_S)
+            outcome = "200"
+        except UpstreamError as error:
+            outcome = error.reason
+            logger.warning("abort of %s not delivered: %s", remote_request_id, error)
+        self.metrics.aborts.add(outcome)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A background task that is kept alive, and awaited by `close`."""
+        task = self.client.loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("background task failed", exc_info=error)
+
+    async def close(self) -> None:
+        """Let running releases end, then close all connections."""
+        if self._background:
+            await asyncio.wait(tuple(self._background), timeout=ABORT_TIMEOUT_S)
+        if self.tracing is not None:
+            await self.client.loop.run_in_executor(None, self.tracing.close)
+        self.pool.close()

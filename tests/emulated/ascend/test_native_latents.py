@@ -1,0 +1,116 @@
+"""A decode instance keeps latents as tiles: whatever it does with them, the CPU's tokens follow."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.npu import FEW, OVER_HCCS, clear_cases, cpu, write_family
+from support.pd import ORDER, ask, ask_pair, instance, pair, prefill
+
+from mooncake_engine.config import Role
+from mooncake_engine.errors import InvalidRequest
+
+AS_ROWS = {"kv_layout": "LPBTH"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("models"), "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 64}, {"async_scheduling": True}],
+    ids=["whole", "chunked", "async"],
+)
+def test_prompts_of_its_own(model: Path, options: dict[str, Any]) -> None:
+    """Without a peer: over no prefix, a cached one, and beside others' decodes."""
+
+    async def main() -> None:
+        alone = instance(model, Role.DECODE, **OVER_HCCS, **options)
+        async with cpu(model) as on_cpu, alone as on_npu:
+            assert not on_npu.engine.info.lends_kv
+            cases = await clear_cases(on_cpu)
+            found = await asyncio.gather(*[ask(on_npu, case.prompt, FEW) for case in cases])
+            assert [each.tokens for each in found] == [case.tokens for case in cases]
+            again = await ask(on_npu, cases[-1].prompt, FEW)
+            assert again.tokens == cases[-1].tokens
+            assert again.num_cached_tokens >= 128
+            await on_npu.check_clean()
+
+    asyncio.run(main())
+
+
+def test_blocks_that_came_are_shared_copied_and_swapped(model: Path) -> None:
+    """Two answers to each of two loaded prompts that nearly fill a block, in too little room."""
+
+    async def main() -> None:
+        cramped = {"num_kv_blocks": 6, "swap_space_bytes": 8 << 20}
+        async with (
+            cpu(model) as on_cpu,
+            pair(model, decode=cramped, **OVER_HCCS) as both,
+        ):
+            cases = await clear_cases(on_cpu, (125, 126))
+            orders = [await prefill(both.prefill, case.prompt, FEW) for case in cases]
+            twice = [each for each in zip(cases, orders, strict=True) for _ in range(2)]
+            found = await asyncio.gather(
+                *[
+                    ask(both.decode, case.prompt, FEW, order, group=str(len(case.prompt)))
+                    for case, order in twice
+                ]
+            )
+            assert [each.tokens for each in found] == [case.tokens for case, _ in twice]
+            assert both.decode.engine.stats().num_swap_outs > 0
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("decode", [{}, AS_ROWS], ids=["tiles", "rows"])
+def test_a_prefix_that_came_is_no_longer_loaded(model: Path, decode: dict[str, Any]) -> None:
+    """The second prompt goes on from the first one's full blocks, its rest is loaded."""
+
+    async def main() -> None:
+        async with cpu(model) as on_cpu, pair(model, decode=decode, **OVER_HCCS) as both:
+            assert both.prefill.engine.info.lends_kv
+            assert both.decode.engine.info.lends_kv == bool(decode)
+            [case] = await clear_cases(on_cpu, (300,))
+            longer = (*case.prompt, *case.tokens, 7, 8, 9)
+            wanted = await ask(on_cpu, longer, FEW)
+            assert (await ask_pair(both, case.prompt, FEW)).tokens == case.tokens
+            loaded = both.decode.stat("bytes_received")
+            assert (await ask_pair(both, longer, FEW)).tokens == wanted.tokens
+            assert both.decode.stat("bytes_received") - loaded < loaded / 3
+            assert both.decode.stat("load_failures") == 0
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+def test_what_does_not_come_is_computed_here(model: Path) -> None:
+    """The prefill instance is gone when its KV is asked for."""
+
+    async def main() -> None:
+        decode = instance(model, Role.DECODE, **OVER_HCCS)
+        async with cpu(model) as on_cpu, decode as on_npu:
+            [case] = await clear_cases(on_cpu, (200,))
+            async with instance(model, Role.PREFILL, **OVER_HCCS) as gone:
+                order = await prefill(gone, case.prompt, FEW)
+            assert (await ask(on_npu, case.prompt, FEW, order)).tokens == case.tokens
+            assert on_npu.stat("load_failures") == 1
+            await on_npu.check_clean()
+
+    asyncio.run(main())
+
+
+def test_nobody_is_given_what_only_this_device_reads(model: Path) -> None:
+    async def main() -> None:
+        async with instance(model, Role.DECODE, **OVER_HCCS) as on_npu:
+            with pytest.raises(InvalidRequest, match="ask a prefill instance, or start this one"):
+                await ask(on_npu, (1, 2, 3), replace(FEW, max_tokens=1), ORDER)
+
+    asyncio.run(main())

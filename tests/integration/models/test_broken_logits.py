@@ -1,0 +1,48 @@
+"""A request whose logits are not finite fails with the reason; the others go on as without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import make_load, run_load
+
+from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.messages import FinishReason
+from mooncake_engine.sampling_params import SamplingParams
+
+VOCAB = 307
+PLAIN = SamplingParams(temperature=1.0, max_tokens=12)
+NOTHING_LEFT = replace(PLAIN, min_tokens=3, stop_token_ids=tuple(range(VOCAB)), seed=5)
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "async": {"async_scheduling": True},
+    "ngram": {"speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM)},
+    "two ranks": {"tp_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_that_masks_every_token_fails_alone(checkpoint: Path, mode: str) -> None:
+    requests = make_load(PLAIN, sizes=[1, 1, 1])
+    expected = run_load(checkpoint, requests, num_kv_blocks=64, **MODES[mode])
+    broken = replace(requests[1], sampling=NOTHING_LEFT)
+    found = run_load(
+        checkpoint, [requests[0], broken, requests[2]], num_kv_blocks=64, **MODES[mode]
+    )
+    last = found.updates[broken.request_id][-1]
+    assert last.finish is FinishReason.ERROR
+    assert last.error is not None
+    assert "no finite logit" in last.error
+    for request in (requests[0], requests[2]):
+        name = request.request_id
+        tokens = [token for update in found.updates[name] for token in update.token_ids]
+        assert tokens == [t for update in expected.updates[name] for t in update.token_ids]

@@ -1,0 +1,100 @@
+"""Requests after which instances die or hang up: stopped after the second, then refused."""
+
+from __future__ import annotations
+
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand, text_of
+from support.proxy_fakes_client import BODY, STREAM, post
+
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+
+
+def num_reached(s: Stand) -> tuple[int, int]:
+    """How many requests the prefill and the decode instances got."""
+    return (
+        sum(len(fake.generated) for fake in s.prefills),
+        sum(len(fake.generated) for fake in s.decodes),
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", ["drops", "hangs"])
+def test_it_is_stopped_after_the_second_instance(fault: str, stream: bool) -> None:
+    async def main() -> None:
+        limits = ClientLimits(first_byte_timeout_s=0.1)
+        async with stand(num_prefills=4, num_decodes=4, client=limits) as s:
+            for fake in (*s.prefills, *s.decodes):
+                setattr(fake.behaviour, fault, True)
+            answer = await post(s, BODY | {"stream": stream})
+            assert answer.status_code == (502 if fault == "drops" else 504)
+            assert num_reached(s) == (2, 0)
+            assert s.count("suspects", "stopped") == 1
+
+    uvloop.run(main())
+
+
+def test_it_is_never_carried_to_decode_instances() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.prefill.behaviour.drops = True
+            assert (await post(s, BODY)).status_code == 502
+            assert num_reached(s) == (1, 0)
+
+    uvloop.run(main())
+
+
+def test_decode_instances_count_too() -> None:
+    async def main() -> None:
+        async with stand(num_decodes=4) as s:
+            for fake in s.decodes:
+                fake.behaviour.drops = True
+            assert (await post(s, BODY)).status_code == 502
+            assert num_reached(s) == (1, 2)
+
+    uvloop.run(main())
+
+
+def test_the_same_body_is_refused_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with stand(num_prefills=2) as s:
+            for fake in s.prefills:
+                fake.behaviour.drops = True
+            await post(s, STREAM)
+            for fake in s.prefills:
+                fake.behaviour.drops = False
+            refused = await post(s, STREAM)
+            assert refused.status_code == 422
+            assert refused.json()["error"]["code"] == "request_quarantined"
+            assert 0 < int(refused.headers["retry-after"]) <= 60
+            assert num_reached(s) == (2, 0)
+            assert s.count("suspects", "refused") == 1
+            other = await post(s, BODY | {"prompt": "another one"})
+            assert other.json()["choices"][0]["text"] == text_of(5)
+
+    uvloop.run(main())
+    assert "quarantined" in caplog.text
+
+
+def test_a_restarted_instance_does_not_meet_it_again() -> None:
+    """One P: the first loss fails the request, the second time quarantines it."""
+
+    async def main() -> None:
+        async with stand() as s:
+            s.prefill.behaviour.drops = True
+            statuses = [(await post(s, BODY)).status_code for _ in range(4)]
+            assert statuses == [502, 502, 422, 422]
+            assert num_reached(s) == (2, 0)
+
+    uvloop.run(main())
+
+
+def test_an_instance_killed_over_a_reused_connection_counts_as_lost() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            assert (await post(s, BODY)).status_code == 200
+            s.prefill.behaviour.dies = True
+            assert (await post(s, BODY | {"prompt": "deadly"})).status_code == 502
+            assert num_reached(s) == (2, 1)
+
+    uvloop.run(main())

@@ -1,0 +1,145 @@
+"""Where an NPU stands, and whether two of them reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from mooncake_hal.errors import TransferError, TransportUnavailable
+from mooncake_hal_ascend.hccs import npu_location
+from mooncake_hal_ascend.hccs.npu_location import NpuLocation, locate, why_unreachable
+
+A2 = NpuLocation("A2", "boot-a", "", "", 0, "10.0.0.1", "auto")
+A3 = NpuLocation("A3", "boot-a", "7", "16777216", 0, "10.0.0.1", "auto")
+SPOD = """
+        SDID                           : 16777216
+        Super Pod Size                 : 384
+        Super Pod ID                   : 7
+        Server Index                   : 4
+"""
+
+
+def moved(place: NpuLocation, **changes: object) -> NpuLocation:
+    return msgspec.structs.replace(place, **changes)
+
+
+def apart(ours: NpuLocation, theirs: NpuLocation) -> str | None:
+    return why_unreachable(ours.encode(), theirs.encode())
+
+
+@dataclass
+class Tool:
+    """Answers as npu-smi, and keeps what it was asked."""
+
+    answer: str
+    asked: Sequence[str] = ()
+
+    def __call__(self, command: Sequence[str]) -> str:
+        self.asked = command
+        return self.answer
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    boot = tmp_path / "boot_id"
+    boot.write_text("boot-a\n")
+    monkeypatch.setattr(npu_location, "BOOT_ID", boot)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/hccn.conf").write_text(
+        "address_0=10.0.0.1\nnetmask_0=255.255.255.0\n address_5 = 10.0.0.6\n"
+    )
+    return tmp_path
+
+
+def test_an_a2_server_is_joined_by_hccs() -> None:
+    other = moved(A2, device=3, device_address="")
+    assert apart(A2, other) is None
+    assert apart(A2, A2) is None
+
+
+def test_beyond_the_server_it_goes_by_roce() -> None:
+    other = moved(A2, server="boot-b", device_address="10.0.0.2")
+    assert apart(A2, other) is None
+    strict = apart(moved(A2, protocol="hccs"), moved(other, protocol="hccs"))
+    assert strict == (
+        "HCCS ends at the server boot-a, the peer is in the server boot-b; protocol=auto would go "
+        "by RoCE from 10.0.0.1 to 10.0.0.2, or use tcp"
+    )
+
+
+def test_without_addresses_tcp_is_offered() -> None:
+    other = moved(A2, server="boot-b", device_address="")
+    assert apart(A2, other) == (
+        "HCCS ends at the server boot-a, the peer is in the server boot-b; RoCE needs the NPUs' "
+        "addresses, and the peer has none in /etc/hccn.conf: give it one (hccn_tool), or use tcp"
+    )
+    both = apart(*(moved(place, device_address="", protocol="roce") for place in (A2, other)))
+    assert both is not None
+    assert "this end and the peer has none" in both
+
+
+def test_a_super_node_is_joined_by_hccs_across_servers() -> None:
+    other = moved(A3, server="boot-b", super_device="16777220", device_address="")
+    assert apart(A3, other) is None
+    elsewhere = moved(other, super_pod="8", protocol="hccs")
+    reason = apart(moved(A3, protocol="hccs"), elsewhere)
+    assert reason is not None
+    assert reason.startswith("HCCS ends at the super-node 7, the peer is in the super-node 8; RoCE")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (moved(A2, device=1), "this end is an A3, the peer an A2"),
+        (moved(A3, device=1, protocol="roce"), "set to protocol=auto, the peer to roce"),
+        (moved(A3, server="boot-b"), "both NPUs claim to be number 16777216 of the super-node 7"),
+        (moved(A3, device=1, super_device="9"), "both NPUs claim the address 10.0.0.1"),
+    ],
+)
+def test_ends_that_do_not_fit_are_told_why(other: NpuLocation, words: str) -> None:
+    reason = apart(A3, other)
+    assert reason is not None
+    assert words in reason
+
+
+def test_what_is_no_place_is_refused() -> None:
+    with pytest.raises(TransferError, match="no facts of an NPU"):
+        why_unreachable(A2.encode(), b"somewhere")
+
+
+def test_an_a2_is_located_by_its_files(root: Path) -> None:
+    tool = Tool("")
+    found = locate("A2", 1, "auto", {"ASCEND_RT_VISIBLE_DEVICES": "4, 5"}, root=root, ask=tool)
+    assert found == NpuLocation("A2", "boot-a", "", "", 5, "10.0.0.6", "auto")
+    assert tool.asked == ()
+
+
+def test_an_a3_asks_for_its_super_node(root: Path) -> None:
+    tool = Tool(SPOD)
+    found = locate("A3", 5, "hccs", {}, root=root, ask=tool)
+    assert found == NpuLocation("A3", "boot-a", "7", "16777216", 5, "10.0.0.6", "hccs")
+    assert tool.asked[-4:] == ["-i", "2", "-c", "1"]
+
+
+def test_a_logical_super_node_divides_a_physical_one(root: Path) -> None:
+    found = locate("A3", 0, "auto", {"HCCL_LOGIC_SUPERPOD_ID": "left"}, root=root, ask=Tool(SPOD))
+    assert (found.super_pod, found.super_device) == ("left", "16777216")
+
+
+def test_an_a3_that_does_not_say_is_refused(root: Path) -> None:
+    with pytest.raises(TransportUnavailable, match=r"npu-smi .* set HCCL_LOGIC_SUPERPOD_ID"):
+        locate("A3", 0, "auto", {}, root=root, ask=Tool(""))
+
+
+def test_without_hccn_conf_there_are_no_addresses(root: Path) -> None:
+    (root / "etc/hccn.conf").unlink()
+    assert locate("A2", 0, "auto", {}, root=root, ask=Tool("")).device_address == ""
+
+
+def test_a_device_that_is_not_visible_is_refused(root: Path) -> None:
+    with pytest.raises(TransportUnavailable, match="has no number for npu:2"):
+        locate("A2", 2, "auto", {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}, root=root, ask=Tool(""))

@@ -1,0 +1,99 @@
+"""How transfers are cut into parts, packed, and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mooncake_hal.errors import TransferCancelled, TransferError
+from mooncake_hal.transport import Spans
+from mooncake_hal.transports.staging import packed_addresses
+from mooncake_hal_cuda.transports import copy_worker
+from mooncake_hal_cuda.transports.copy_worker import CopyJob, InFlightPart, PartMover, split_parts
+from mooncake_hal_cuda.transports.device_copier import HostCopier, SpanCopier
+from mooncake_hal_cuda.transports.staged_peer import joined
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "parts"),
+    [
+        ((10,), [(0, 1)]),
+        ((10, 10), [(0, 1), (1, 2)]),
+        ((4, 6, 1), [(0, 2), (2, 3)]),
+        ((3, 3, 3, 3), [(0, 3), (3, 4)]),
+    ],
+)
+def test_parts_are_as_full_as_may_be(nbytes: tuple[int, ...], parts: list[tuple[int, int]]) -> None:
+    assert split_parts(numbers(*nbytes), 10) == parts
+
+
+def test_parts_have_a_limit_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_worker, "PART_PIECES", 2)
+    assert split_parts(numbers(1, 1, 1), 10) == [(0, 2), (2, 3)]
+
+
+def test_what_is_packed_on_both_sides_is_one_span() -> None:
+    nbytes = numbers(3, 5, 2)
+    whole = joined(packed_addresses(100, nbytes), packed_addresses(900, nbytes), nbytes)
+    assert (len(whole), whole.total_bytes) == (1, 10)
+    apart = joined(packed_addresses(100, nbytes), numbers(900, 950, 990), nbytes)
+    assert apart.remote.tolist() == [900, 950, 990]
+
+
+class Line:
+    """Notes what happens to parts; the part that begins at ``fails_at`` does not arrive."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.events: list[str] = []
+        self.stop: Callable[[], None] = lambda: None
+        self._fails_at = fails_at
+
+    def __call__(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+        name = int(part.local[0])
+        self.events.append(f"begin {name}")
+        self.stop()
+
+        def finish() -> None:
+            if name == self._fails_at:
+                raise TransferError("lost")
+            self.events.append(f"finish {name}")
+
+        return InFlightPart(finish, lambda: self.events.append(f"drain {name}"))
+
+    def confirm(self, spans: Spans, deadline: float) -> None:
+        self.events.append(f"confirm {len(spans)}")
+
+
+def job_of(line: Line) -> CopyJob:
+    parts = numbers(0, 1, 2)
+    way = PartMover(line, line.confirm, most_bytes=10)
+    return CopyJob(Spans(parts, parts, numbers(10, 10, 10)), 60.0, way, frozenset())
+
+
+def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
+    line = Line()
+    job_of(line).run(HostCopier())
+    moved = ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
+    assert line.events == [*moved, "confirm 3"]
+
+
+def test_what_is_underway_when_a_part_is_lost_is_drained() -> None:
+    line = Line(fails_at=0)
+    with pytest.raises(TransferError, match="lost"):
+        job_of(line).run(HostCopier())
+    assert line.events == ["begin 0", "begin 1", "drain 1"]
+
+
+def test_a_stopped_transfer_is_drained() -> None:
+    line = Line()
+    job = job_of(line)
+    line.stop = job.is_stopped.set
+    with pytest.raises(TransferCancelled):
+        job.run(HostCopier())
+    assert line.events == ["begin 0", "drain 0"]

@@ -1,0 +1,60 @@
+"""Launch parameters: known generations, and splits that a sequence's own length decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_hal.errors import CapabilityError
+from mooncake_hal_cuda.launch_tuning import SHARED_BYTES, Splitting, Tuning, power_of_two
+
+
+def test_an_unknown_generation_is_refused() -> None:
+    with pytest.raises(CapabilityError, match="this device is sm_75; bfloat16 needs sm_80"):
+        Tuning("sm_75", 40)
+
+
+@pytest.mark.parametrize("generation", SHARED_BYTES)
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_tiles_are_powers_of_two(generation: str, element_bytes: int) -> None:
+    tuning = Tuning(generation, 100)
+    tiles = [tuning.decode(group, 128, element_bytes, 2) for group in (1, 4, 7, 16)]
+    tiles += [tuning.prefill(dim, element_bytes, 2) for dim in (64, 128, 256)]
+    tiles += [tuning.latent(rows, element_bytes, 1) for rows in (1, 16, 128)]
+    for tile in tiles:
+        assert tile.rows == power_of_two(tile.rows) >= 16
+        assert tile.tokens == power_of_two(tile.tokens) >= 16
+
+
+@pytest.mark.parametrize(
+    ("capacity", "splits"), [(1, 1), (256, 1), (257, 2), (4096, 16), (10**6, 64)]
+)
+def test_splits_that_a_launch_needs(capacity: int, splits: int) -> None:
+    assert Splitting(256, 64).count(capacity) == splits
+
+
+def test_one_sequence_alone_fills_the_device() -> None:
+    assert Tuning("sm_90", 132).splitting(8, 256).most >= 2 * 132 // 8
+    assert Tuning("sm_90", 132).splitting(1000, 256).most == 1
+
+
+@pytest.mark.parametrize("generation", SHARED_BYTES)
+def test_kv_is_kept_in_e4m3_where_it_can_be_converted(generation: str) -> None:
+    has_it = Tuning(generation, 100).kv_dtypes == ("float8_e4m3fn",)
+    assert has_it == (generation not in ("sm_80", "sm_86"))
+
+
+def test_many_heads_of_latents_take_the_widest_products() -> None:
+    hopper, ampere = Tuning("sm_90", 132), Tuning("sm_80", 108)
+    assert hopper.latent(128, 2, 2).rows == hopper.latent(64, 2, 2).rows == 64
+    assert hopper.latent(16, 2, 2).rows == 16
+    assert ampere.latent(128, 2, 2).rows == 32
+
+
+@pytest.mark.parametrize(
+    ("splits", "others", "programs"), [(64, 8, 64), (64, 256, 8), (64, 2048, 2), (4, 2048, 2)]
+)
+def test_large_batches_have_few_programs_per_sequence(
+    splits: int, others: int, programs: int
+) -> None:
+    """Most of which would be idle where contexts are short."""
+    assert Tuning("sm_90", 132).programs(splits, others) == programs

@@ -1,0 +1,140 @@
+"""Accepted draft tokens leave the distribution as it is: exactly, for any target and any
+proposal."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from mooncake_engine.execution.request_table import RequestTable, SamplingState
+from mooncake_engine.execution.sampler import Sampler
+from mooncake_engine.execution.speculation.drafts import Draft, advance, verify_drafts
+from mooncake_engine.execution.speculation.rejection_sampling import (
+    DraftToken,
+    count_accepted,
+    rejection_weights,
+)
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.step_plan import NewRequest
+
+VOCAB = 6
+CPU = torch.device("cpu")
+weights = st.lists(st.integers(0, 20), min_size=VOCAB, max_size=VOCAB).filter(any)
+
+
+def normal(values: list[int] | Tensor) -> Tensor:
+    row = torch.as_tensor(values, dtype=torch.float32)
+    return row / row.sum()
+
+
+def chance_of_keeping(target: Tensor, draft: DraftToken) -> float:
+    """The largest number for which the draft token is kept, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        kept = rejection_weights(target.unsqueeze(0), [draft], [middle])[0]
+        is_kept = kept[draft.token_id] > 0 and kept.count_nonzero() == 1
+        low, high = (middle, high) if is_kept else (low, middle)
+    return high
+
+
+@settings(max_examples=60)
+@given(weights, weights)
+def test_choice_and_draft_together_follow_the_target(
+    target: list[int], num_drafted: list[int]
+) -> None:
+    """The sum over all draft tokens, of keeping each and of replacing it."""
+    p, q = normal(target), normal(num_drafted)
+    total = torch.zeros(VOCAB)
+    for token_id in q.nonzero().flatten().tolist():
+        draft = DraftToken(token_id, q)
+        kept = chance_of_keeping(p, draft)
+        total[token_id] += q[token_id] * kept
+        if kept < 1 - 1e-6:
+            rest = normal(rejection_weights(p.unsqueeze(0), [draft], [1 - 1e-12])[0])
+            total += q[token_id] * (1 - kept) * rest
+    assert torch.allclose(total, p, atol=1e-5)
+
+
+@given(weights)
+def test_a_draft_token_from_the_target_itself_is_always_kept(target: list[int]) -> None:
+    p = normal(target)
+    for token_id in p.nonzero().flatten().tolist():
+        almost_one = 0.9999  # what is left is for rounding
+        kept = rejection_weights(3 * p.unsqueeze(0), [DraftToken(token_id, p)], [almost_one])
+        assert kept[0].argmax().item() == token_id
+        assert kept[0].count_nonzero() == 1
+
+
+@given(st.lists(st.integers(0, 3), max_size=6), st.lists(st.integers(0, 3), min_size=7))
+def test_drafts_are_accepted_up_to_the_first_other_choice(
+    num_drafted: list[int], chosen: list[int]
+) -> None:
+    count = count_accepted([DraftToken(token_id) for token_id in num_drafted], chosen)
+    assert num_drafted[:count] == chosen[:count]
+    assert count == len(num_drafted) or num_drafted[count] != chosen[count]
+
+
+def test_two_steps_of_drafts_follow_the_models_distribution() -> None:
+    """Pairs of tokens from a made-up model that looks at the token before, drafted by another one:
+    a chi-square test over fixed seeds."""
+    generator = torch.Generator().manual_seed(5)
+    target, other = (torch.randn(VOCAB, VOCAB, generator=generator) * 1.5 for _ in range(2))
+    params = SamplingParams(temperature=0.9, top_k=5, presence_penalty=0.4)
+    table, sampler, num_runs = RequestTable(1, 4, VOCAB, CPU), Sampler(()), 2500
+    pairs: Counter[tuple[int, ...]] = Counter()
+    num_accepted = 0
+    for seed in range(num_runs):
+        table.admit([NewRequest("r", (0,), 1, params, seed, ())])
+        state = table["r"]
+        states: list[SamplingState] = [state]
+        drafted: list[DraftToken] = []
+        for _ in range(2):
+            last = drafted[-1].token_id if drafted else 0
+            drafted += sampler.draft(other[last : last + 1].clone(), states[-1:])
+            following = advance(states[-1], drafted[-1].token_id)
+            assert following is not None
+            states.append(following)
+        logits = target[[0, *(draft.token_id for draft in drafted)]]
+        drafts = {"r": Draft(states, drafted)}
+        tokens = verify_drafts(sampler, logits, [state], drafts)["r"]
+        num_accepted += len(tokens) - 1
+        found = [token.token_id for token in tokens]
+        while len(found) < 2:  # as the engine would: another step
+            for token_id in found[state.num_output_tokens :]:
+                state.append(token_id)
+            found.append(sampler.sample(target[found[-1:]].clone(), [state])[0].token_id)
+        pairs[tuple(found[:2])] += 1
+    assert 0.3 * num_runs < num_accepted < 2 * num_runs
+    expected = pair_probabilities(target, params)
+    assert set(pairs) <= set(expected)
+    rare = {pair for pair, probability in expected.items() if num_runs * probability < 5}
+    cells = [(pairs[pair], expected[pair]) for pair in expected if pair not in rare]
+    cells.append((sum(pairs[pair] for pair in rare), sum(expected[pair] for pair in rare)))
+    chi_square = sum((n - num_runs * p) ** 2 / (num_runs * p) for n, p in cells)
+    degrees = len(cells) - 1
+    assert chi_square < degrees + 4 * math.sqrt(2 * degrees), "far from the model's distribution"
+
+
+def pair_probabilities(logits: Tensor, params: SamplingParams) -> dict[tuple[int, int], float]:
+    """Of the first two tokens, by the definitions of the parameters."""
+
+    def choose(last: int, seen: tuple[int, ...]) -> Tensor:
+        row = logits[last].clone()
+        row[list(seen)] -= params.presence_penalty
+        row /= params.temperature
+        row[row < row.topk(params.top_k).values[-1]] = -math.inf
+        return row.softmax(-1)
+
+    first = choose(0, ())
+    return {
+        (a, b): float(first[a] * second)
+        for a in range(VOCAB)
+        if first[a] > 0
+        for b, second in enumerate(choose(a, (a,)))
+        if second > 0
+    }

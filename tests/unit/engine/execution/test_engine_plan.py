@@ -1,0 +1,175 @@
+"""What a config asks for, against what model and backend have; nothing is loaded for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import CheckpointError, ConfigError
+from mooncake_engine.execution.engine_plan import make_plan, rank_device
+from mooncake_engine.execution.memory_profiling import profiling_pool_size
+from mooncake_hal.backend import Backend, DeploymentConstraints, DeviceInfo
+from mooncake_hal.registry import Registry
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return Registry.discover().select_backend("cpu")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 101,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "dtype": "float16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+def test_what_is_left_open_follows_from_model_and_backend(
+    model: Path, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model, num_kv_blocks=10)
+    with caplog.at_level(logging.WARNING):
+        setup = make_plan(config, backend)
+    assert setup.dtype is getattr(torch, backend.capabilities.dtypes[0])
+    assert "checkpoint is float16, which the backend lacks" in caplog.text
+    assert setup.max_model_len == 160
+    assert setup.layout_name == backend.capabilities.kv_layouts[0]
+    assert setup.max_blocks == 10
+    assert setup.pool_size.num_host_blocks == 10
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"block_size": 5}, "block_size 5 was asked for"),
+    ({"kv_cache_dtype": "fp4"}, r"must be one of \['auto', 'fp8', 'fp8_e4m3'\], got 'fp4'"),
+    ({"dtype": "float8"}, "dtype 'float8' was asked for, the backend has"),
+    ({"max_model_len": 257}, "the model was made for 256 tokens; lower it"),
+    ({"max_model_len": 161}, "the pool holds 160 tokens; lower it"),
+    ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
+    ({"kv_layout": "XYZ"}, "KV layout 'XYZ' was asked for"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_what_can_not_be_had_is_refused(
+    options: dict[str, Any], message: str, model: Path, backend: Backend
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(EngineConfig(model, num_kv_blocks=10, **options), backend)
+
+
+class OfOneSize:
+    """The CPU, as strict about blocks as Ascend is."""
+
+    name = "strict"
+
+    def __init__(self, inner: Backend) -> None:
+        self.runtime = inner.runtime
+        rules = DeploymentConstraints(block_size=128)
+        self.capabilities = replace(inner.capabilities, constraints=rules)
+
+
+def test_blocks_are_as_large_as_the_backend_wants_them(model: Path, backend: Backend) -> None:
+    strict: Any = OfOneSize(backend)
+    config = EngineConfig(model, num_kv_blocks=2)
+    assert make_plan(config, backend).pool_size.block_size == 16
+    assert make_plan(config, strict).pool_size.block_size == 128
+    assert make_plan(replace(config, block_size=32), backend).pool_size.block_size == 32
+    with pytest.raises(
+        ConfigError, match=r"block_size 16 was asked for, backend 'strict' has \[128"
+    ):
+        make_plan(replace(config, block_size=16), strict)
+
+
+def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
+    several = [DeviceInfo(index, "x", "g", 1) for index in range(4)]
+    config = EngineConfig(Path("m"), device=1, tp_size=4)
+    assert [rank_device(config, several, rank) for rank in range(3)] == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"rank 3 of 4 wants device 4, found \[0, 1, 2, 3\]"):
+        rank_device(config, several, 3)
+    assert rank_device(EngineConfig(Path("m"), tp_size=2), several[:1], 1) == 0
+
+
+def test_a_length_that_the_model_lacks_is_refused_before_anything_is_measured(
+    model: Path, backend: Backend
+) -> None:
+    config = EngineConfig(model, memory_utilization=0.5, max_model_len=1 << 20)
+    with pytest.raises(ConfigError, match="model was made for"):
+        make_plan(config, backend)
+
+
+def test_a_pool_to_be_measured_has_no_size_in_the_plan(model: Path, backend: Backend) -> None:
+    config = EngineConfig(model, memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=2)
+    plan = make_plan(config, backend)
+    assert plan.pool_size is None
+    assert profiling_pool_size(plan).num_blocks == 2
+    final = plan.with_blocks(9)
+    assert final.pool_size is not None
+    assert final.pool_size.num_blocks == 9
+    assert final.max_model_len == min(9 * 16, plan.max_model_len)
+
+
+def test_ranks_get_the_plan_as_it_is(model: Path, backend: Backend) -> None:
+    config = EngineConfig(model, memory_utilization=0.5, tp_size=2)
+    plan = make_plan(config, backend)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert pickle.loads(pickle.dumps(plan.with_blocks(9))) == plan.with_blocks(9)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_a_share_of_memory_is_a_share(model: Path, share: float) -> None:
+    with pytest.raises(ConfigError, match=r"memory_utilization must be in \(0, 1\]"):
+        EngineConfig(model, memory_utilization=share)
+
+
+def test_kv_in_a_narrower_type_takes_less_memory(model: Path, backend: Backend) -> None:
+    save_file(
+        {
+            f"model.layers.1.self_attn.{kind}_scale": torch.tensor([value])
+            for kind, value in (("k", 0.25), ("v", 4.0))
+        },
+        model / "model.safetensors",
+    )
+    narrow, wide = (
+        make_plan(EngineConfig(model, kv_cache_bytes=1 << 20, kv_cache_dtype=name), backend)
+        for name in ("fp8_e4m3", "auto")
+    )
+    assert (narrow.geometry.dtype, narrow.geometry.element_bytes) == ("float8_e4m3fn", 1)
+    assert narrow.pool_size.num_blocks == wide.geometry.element_bytes * wide.pool_size.num_blocks
+    assert narrow.dtype is wide.dtype
+    assert (narrow.kv_scales, wide.kv_scales) == (((1.0, 1.0), (0.25, 4.0)), ())
+
+
+@pytest.mark.parametrize("value", [[0.0], [float("nan")], [1.0, 2.0]])
+def test_a_scale_is_one_positive_number(model: Path, backend: Backend, value: list[float]) -> None:
+    save_file(
+        {"model.layers.0.self_attn.k_scale": torch.tensor(value)}, model / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"self_attn\.k_scale must be one positive number"):
+        make_plan(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), backend)
+
+
+def test_a_backend_without_narrower_types_refuses_them(model: Path) -> None:
+    null = Registry.discover().select_backend("null")
+    with pytest.raises(
+        ConfigError, match="is float8_e4m3fn; backend 'null' keeps KV in the model's"
+    ):
+        make_plan(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), null)

@@ -1,0 +1,120 @@
+"""Which steps are replayed, and in what sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mooncake_engine.config import EngineConfig, Role
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.graph_plan import (
+    GraphPlan,
+    decode_sizes,
+    piecewise_sizes,
+    plan_graphs,
+    thinned,
+)
+from mooncake_hal_cpu.cpu_backend import CpuBackend
+from mooncake_kv.config import KVTransferConfig
+
+CONFIG = EngineConfig(Path(), max_num_seqs=17)
+LAYERS = 32
+
+
+@pytest.fixture
+def backend() -> CpuBackend:
+    return CpuBackend()
+
+
+@pytest.fixture
+def device(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
+    """A backend whose device is no host."""
+    monkeypatch.setattr(backend.runtime, "device", lambda index: torch.device("meta", index))
+    return backend
+
+
+def test_decodes_rise_to_the_largest_step() -> None:
+    assert decode_sizes(1) == (1,)
+    assert decode_sizes(6) == (1, 2, 4, 6)
+    assert decode_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert decode_sizes(256)[-2:] == (240, 256)
+    assert decode_sizes(300)[-3:] == (256, 288, 300)
+
+
+@pytest.mark.parametrize("largest", [1, 5, 8, 31, 32, 33, 100, 512, 2000])
+def test_little_is_made_up_in_pieces(largest: int) -> None:
+    sizes = piecewise_sizes(largest)
+    assert sizes[-1] == largest
+    assert list(sizes) == sorted(set(sizes))
+    assert len(sizes) <= 28
+    for count in range(1, largest + 1):
+        fitting = min(size for size in sizes if size >= count)
+        assert fitting - count <= max(15, count // 4)
+
+
+def test_no_pieces() -> None:
+    assert piecewise_sizes(0) == ()
+
+
+def test_each_token_made_up_has_a_slot() -> None:
+    assert GraphPlan().scratch_blocks(16) == 0
+    assert GraphPlan((1, 2, 17)).scratch_blocks(16) == 2
+    assert GraphPlan((), (8, 16, 64)).scratch_blocks(16) == 3
+    assert GraphPlan((), (1,)).scratch_blocks(16) == 1
+    assert GraphPlan((1, 2, 49), (8, 16, 64)).scratch_blocks(16) == 4
+
+
+def test_a_host_replays_small_steps_of_decodes(backend: CpuBackend) -> None:
+    assert plan_graphs(CONFIG, backend, LAYERS) == GraphPlan(decode_sizes(17), ())
+    many = replace(CONFIG, max_num_seqs=256)
+    assert plan_graphs(many, backend, LAYERS).decode_sizes == decode_sizes(32)
+    asked = replace(CONFIG, piecewise_graph_max_tokens=100)
+    assert plan_graphs(asked, backend, LAYERS) == GraphPlan(decode_sizes(17), piecewise_sizes(100))
+
+
+def test_a_device_replays_prompts_in_pieces(device: CpuBackend) -> None:
+    many = replace(CONFIG, max_num_seqs=256)
+    assert plan_graphs(many, device, LAYERS) == GraphPlan(decode_sizes(256), piecewise_sizes(512))
+    short = replace(CONFIG, max_num_batched_tokens=300)
+    assert plan_graphs(short, device, LAYERS).piecewise_sizes == piecewise_sizes(300)
+    without = replace(CONFIG, piecewise_graph_max_tokens=0)
+    assert plan_graphs(without, device, LAYERS) == GraphPlan(decode_sizes(17))
+
+
+def test_instances_capture_what_they_run(device: CpuBackend) -> None:
+    kv = KVTransferConfig()
+    prefill = replace(CONFIG, role=Role.PREFILL, kv_transfer=kv)
+    assert plan_graphs(prefill, device, LAYERS) == GraphPlan((), piecewise_sizes(512))
+    decode = replace(CONFIG, role=Role.DECODE, kv_transfer=kv)
+    assert plan_graphs(decode, device, LAYERS) == GraphPlan(decode_sizes(17), piecewise_sizes(512))
+    for without in (replace(CONFIG, enforce_eager=True), replace(CONFIG, pp_size=2)):
+        assert plan_graphs(without, device, LAYERS) == GraphPlan()
+    device.capabilities = replace(device.capabilities, graphs=False)
+    assert plan_graphs(CONFIG, device, LAYERS) == GraphPlan()
+
+
+def test_sizes_are_thinned_evenly() -> None:
+    sizes = tuple(range(1, 11))
+    assert thinned(sizes, 10) == thinned(sizes, 99) == sizes
+    assert thinned(sizes, 5) == (2, 4, 6, 8, 10)
+    assert thinned(sizes, 3) == (3, 6, 10)
+    assert thinned(sizes, 1) == (10,)
+    assert thinned(sizes, 0) == thinned(sizes, -4) == thinned((), 3) == ()
+
+
+@pytest.mark.parametrize("layers", [2, 32, 61, 94])
+def test_no_more_graphs_than_the_backend_holds(device: CpuBackend, layers: int) -> None:
+    device.capabilities = replace(device.capabilities, max_graphs=600)
+    plan = plan_graphs(CONFIG, device, layers)
+    assert plan.decode_sizes == decode_sizes(17)
+    assert plan.piecewise_sizes[-1] == 512
+    held = len(plan.decode_sizes) + (layers + 1) * len(plan.piecewise_sizes)
+    assert 500 < held <= 600 or plan.piecewise_sizes == piecewise_sizes(512)
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="piecewise_graph_max_tokens must not be negative"):
+        EngineConfig(Path(), piecewise_graph_max_tokens=-1)

@@ -1,0 +1,130 @@
+"""Plans to tensors: a mixed batch by hand, any batch against a loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, strategies as st
+
+from mooncake_engine.execution.input_batch import StepInputs, make_inputs
+from mooncake_engine.execution.request_table import BlockTables, RequestTable
+from mooncake_engine.execution.speculation.drafts import make_draft
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence
+
+CPU = torch.device("cpu")
+PARAMS = SamplingParams(temperature=0.0)
+
+
+def lay_out(
+    table: RequestTable, sequences: list[ScheduledSequence], block_size: int = 4
+) -> StepInputs:
+    states = [table[sequence.request_id] for sequence in sequences]
+    return make_inputs(sequences, states, table, block_size, CPU)
+
+
+def admit(table: RequestTable, name: str, tokens: range, blocks: tuple[int, ...]) -> None:
+    table.admit([NewRequest(name, tuple(tokens), len(tokens), PARAMS, 0, blocks)])
+
+
+def test_decodes_prompts_and_chunks_in_one_batch() -> None:
+    table = RequestTable(4, 8, 100, CPU)
+    admit(table, "decode", range(10, 16), (7, 2))
+    admit(table, "chunk", range(20, 40), (5, 1, 3))
+    admit(table, "last", range(50, 53), (6,))
+    inputs = lay_out(
+        table,
+        [
+            ScheduledSequence("decode", 5, 1),
+            ScheduledSequence("chunk", 4, 5, is_sampling=False),
+            ScheduledSequence("last", 2, 1),
+        ],
+    )
+    assert inputs.token_ids.tolist() == [15, 24, 25, 26, 27, 28, 52]
+    assert inputs.positions.tolist() == [5, 4, 5, 6, 7, 8, 2]
+    assert inputs.attention.slot_mapping.tolist() == [9, 4, 5, 6, 7, 12, 26]
+    assert inputs.attention.num_decodes == 1
+    assert inputs.attention.query_start.tolist() == [0, 1, 6, 7]
+    assert inputs.attention.context_lens.tolist() == [6, 9, 3]
+    assert inputs.attention.block_tables[1].tolist() == [5, 1, 3]
+    assert inputs.sampled_rows is not None
+    assert inputs.sampled_rows.tolist() == [0, 6]
+    assert [state.request_id for state in inputs.sampling] == ["decode", "last"]
+
+
+def test_a_batch_of_decodes_samples_every_row() -> None:
+    table = RequestTable(1, 8, 100, CPU)
+    for index in range(5):
+        admit(table, f"r{index}", range(index + 3), (index, index + 10))
+    inputs = lay_out(table, [ScheduledSequence(f"r{i}", i + 2, 1) for i in range(5)])
+    assert inputs.sampled_rows is None
+    assert inputs.attention.num_decodes == 5
+    assert inputs.token_ids.tolist() == [2, 3, 4, 5, 6]
+
+
+def test_drafts_are_sequences_of_their_own_behind_their_requests() -> None:
+    table = RequestTable(4, 8, 100, CPU)
+    admit(table, "drafted", range(10, 16), (7, 2))
+    admit(table, "plain", range(30, 33), (4,))
+    admit(table, "prompt", range(50, 53), (6,))
+    sequences = [
+        ScheduledSequence("drafted", 5, 1, num_draft_tokens=4),
+        ScheduledSequence("plain", 2, 1, num_draft_tokens=4),
+        ScheduledSequence("prompt", 0, 3),
+    ]
+    draft = make_draft(table["drafted"], [77, 78])
+    assert draft is not None
+    states = [table[sequence.request_id] for sequence in sequences]
+    inputs = make_inputs(sequences, states, table, 4, CPU, {"drafted": draft})
+    assert inputs.token_ids.tolist() == [15, 77, 78, 32, 50, 51, 52]
+    assert inputs.positions.tolist() == [5, 6, 7, 2, 0, 1, 2]
+    assert inputs.attention.num_decodes == 4
+    assert inputs.attention.context_lens.tolist() == [6, 7, 8, 3, 3]
+    assert inputs.attention.slot_mapping.tolist() == [9, 10, 11, 18, 24, 25, 26]
+    assert inputs.attention.block_tables[:3].tolist() == [[7, 2]] * 3
+    assert inputs.sampled_rows is not None
+    assert inputs.sampled_rows.tolist() == [0, 1, 2, 3, 6]
+    assert [state.request_id for state in inputs.sampling] == ["drafted", "plain", "prompt"]
+
+
+@given(st.data())
+def test_slots_are_those_of_a_loop(data: st.DataObject) -> None:
+    block_size = data.draw(st.sampled_from([1, 3, 4, 16]))
+    table = RequestTable(2, 64, 1000, CPU)
+    sequences, expected = [], []
+    for index in range(data.draw(st.integers(1, 6))):
+        length = data.draw(st.integers(1, 40))
+        start = data.draw(st.integers(0, length - 1))
+        count = data.draw(st.integers(1, length - start))
+        blocks = data.draw(
+            st.lists(st.integers(0, 99), min_size=-(-length // block_size), max_size=64)
+        )
+        admit(table, f"r{index}", range(length), tuple(blocks[:64]))
+        sequences.append(ScheduledSequence(f"r{index}", start, count))
+        expected += [
+            blocks[position // block_size] * block_size + position % block_size
+            for position in range(start, start + count)
+        ]
+    inputs = lay_out(table, sequences, block_size)
+    assert inputs.attention.slot_mapping.tolist() == expected
+
+
+def test_rows_are_reused_and_grow() -> None:
+    tables = BlockTables(1, 4)
+    first = tables.take_row((1, 2))
+    second = tables.take_row((3,))
+    assert first != second
+    tables.extend(second, (4, 5))
+    tables.free_row(first)
+    assert tables.take_row((9,)) == first
+    assert tables.gather(np.array([second, first]), 2).tolist() == [[3, 4], [9, 2]]
+
+
+def test_admitting_again_replaces_what_was_known() -> None:
+    table = RequestTable(4, 8, 100, CPU)
+    admit(table, "r", range(4), (1,))
+    admit(table, "r", range(6), (2, 3))
+    assert len(table) == 1
+    assert table["r"].token_ids == list(range(6))
+    table.remove(("r", "never-seen"))
+    assert len(table) == 0

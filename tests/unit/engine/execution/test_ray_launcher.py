@@ -1,0 +1,51 @@
+"""Where a rank's transports listen that Ray has put on another host, and what peers are told."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+
+from mooncake_engine.config import EngineConfig, Role
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.ray_launcher import RankLocation, RayRank
+from mooncake_hal.port_range import PortRange
+from mooncake_kv.config import KVTransferConfig
+
+OURS, THEIRS = "10.0.0.1", "10.0.0.2"
+PORTS = PortRange(21_000, 21_009)
+
+
+def adapted(host: str, told: str, rank_host: str = THEIRS) -> KVTransferConfig:
+    orders, messages = Pipe()
+    with orders, messages:
+        rank = RayRank(1, (orders, messages), None, None, RankLocation(rank_host, OURS, 7))
+        kv = KVTransferConfig(host=host, advertise_host=told, port_range=PORTS)
+        config = rank.adapt(EngineConfig(Path("m"), role=Role.DECODE, kv_transfer=kv))
+    assert config.kv_transfer is not None
+    assert config.kv_transfer.port_range == PORTS
+    return config.kv_transfer
+
+
+@pytest.mark.parametrize(
+    ("host", "told", "expected"),
+    [
+        (OURS, OURS, (THEIRS, THEIRS)),
+        ("0.0.0.0", "192.0.2.9", ("0.0.0.0", THEIRS)),
+        (OURS, "192.0.2.9", (THEIRS, THEIRS)),
+    ],
+)
+def test_on_another_host_it_listens_there(host: str, told: str, expected: tuple[str, str]) -> None:
+    kv = adapted(host, told)
+    assert (kv.host, kv.advertise_host) == expected
+
+
+def test_on_our_host_it_listens_as_we_do() -> None:
+    kv = adapted("0.0.0.0", "192.0.2.9", rank_host=OURS)
+    assert (kv.host, kv.advertise_host) == ("0.0.0.0", "192.0.2.9")
+
+
+def test_loopback_does_not_reach_another_host() -> None:
+    with pytest.raises(ConfigError, match=r"rank 1 is on 10.0.0.2, where peers can't reach"):
+        adapted("127.0.0.1", "127.0.0.1")

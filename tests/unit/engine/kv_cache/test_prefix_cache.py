@@ -1,0 +1,90 @@
+"""The prefix cache: equal names in every process, hits, eviction from the tail, reset."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.scheduling import Bench
+
+from mooncake_engine.kv_cache.block_pool import extend_chain
+
+PROMPT = list(range(10, 26))
+"""Four blocks of four."""
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
+def test_digests_are_equal_in_every_process(hash_seed: str) -> None:
+    here: list[bytes] = []
+    extend_chain(here, PROMPT, 4)
+    script = (
+        "from mooncake_engine.kv_cache.block_pool import extend_chain\n"
+        f"chain = []\nextend_chain(chain, {PROMPT}, 4)\n"
+        "print(*[digest.hex() for digest in chain])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    there = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, check=True
+    )
+    assert there.stdout.decode().split() == [digest.hex() for digest in here]
+    assert here[0].hex() == "6b9d96e3898df6e68ebb283d6fa05b73"
+
+
+def test_a_digest_stands_for_everything_before_it() -> None:
+    chains: list[list[bytes]] = [[], [], []]
+    for chain, first in zip(chains, (10, 11, 10), strict=True):
+        extend_chain(chain, [first, *PROMPT[1:]], 4)
+    assert chains[0] == chains[2]
+    assert not set(chains[0]) & set(chains[1])
+
+
+def test_a_chain_grows_by_what_is_new() -> None:
+    chain: list[bytes] = []
+    for length in (3, 4, 9, 16):
+        extend_chain(chain, PROMPT[:length], 4)
+        assert len(chain) == length // 4
+
+
+def test_hits_are_counted_per_request_and_in_all() -> None:
+    bench = Bench()
+    bench.add("a", PROMPT, max_tokens=1)
+    bench.run()
+    bench.add("b", [*PROMPT[:8], 99, 98], max_tokens=1)
+    _, updates = bench.step()
+    assert updates[0].num_cached_tokens == 8
+    assert bench.scheduler.blocks.num_hit_tokens == 8
+    assert bench.scheduler.blocks.num_queried_tokens == 26
+
+
+def test_the_tail_of_a_chain_is_evicted_first() -> None:
+    bench = Bench(6)
+    bench.add("a", PROMPT, max_tokens=1)
+    bench.run()
+    bench.add("other", range(50, 66), max_tokens=1)  # takes the two empty blocks and a's last two
+    bench.run()
+    bench.add("again", PROMPT, max_tokens=1)
+    _, updates = bench.step()
+    assert updates[0].num_cached_tokens == 8
+
+
+def test_a_reset_forgets_everything_but_only_while_nothing_is_in_use() -> None:
+    bench = Bench()
+    bench.add("a", PROMPT, max_tokens=2)
+    bench.step()
+    assert not bench.scheduler.reset_prefix_cache()
+    bench.run()
+    assert bench.scheduler.reset_prefix_cache()
+    bench.scheduler.check_integrity()
+    bench.add("again", PROMPT, max_tokens=1)
+    _, updates = bench.step()
+    assert updates[0].num_cached_tokens == 0
+
+
+def test_no_prefix_is_kept_where_caching_is_off() -> None:
+    bench = Bench(prefix_caching=False)
+    for name in ("a", "b"):
+        bench.add(name, PROMPT, max_tokens=1)
+        _, updates = bench.step()
+        assert updates[0].num_cached_tokens == 0

@@ -1,0 +1,112 @@
+"""From records to figures, table, JSON and page."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mooncake_engine.replay.latency_summary import (
+    Distribution,
+    LatencyTargets,
+    Record,
+    quantile,
+    summarise,
+)
+from mooncake_engine.replay.replay_report import Report, page
+
+
+def record(
+    index: int, sent: float, pieces: list[float], end: float, error: str | None = None
+) -> Record:
+    return Record(index, sent - 0.5, sent, end, pieces, 100, len(pieces), 40, error)
+
+
+RECORDS = [
+    record(0, 10.0, [10.2, 10.3, 10.4], 10.5),
+    record(1, 11.0, [11.8, 12.8], 13.0),
+    record(2, 12.0, [], 14.0, "status 429: <too many>"),
+]
+
+
+def test_figures() -> None:
+    summary = summarise(RECORDS, LatencyTargets(ttft_s=0.5, tbt_s=0.2))
+    assert (summary.num_requests, summary.num_failed) == (3, 1)
+    assert summary.duration_s == pytest.approx(4.0)
+    assert summary.ttft_s.mean == pytest.approx(0.5)
+    assert summary.tbt_s.max == pytest.approx(1.0)
+    assert summary.e2e_s.p50 == pytest.approx(1.25)
+    assert summary.late_s.max == pytest.approx(0.5)
+    assert summary.requests_per_s == pytest.approx(0.5)
+    assert summary.output_tokens_per_s == pytest.approx(5 / 4)
+    assert summary.goodput_per_s == pytest.approx(0.25)
+    assert summary.good_share == pytest.approx(1 / 3)
+    assert summary.cached_share == pytest.approx(0.4)
+
+
+def test_the_time_between_tokens_is_that_of_the_slowest_tenth() -> None:
+    times = [0.0]
+    for gap in [0.1] * 18 + [1.0, 3.0]:
+        times.append(times[-1] + gap)
+    assert record(0, 0.0, times, 9.0).tbt_s == pytest.approx(2.0)
+    assert record(0, 0.0, [1.0], 9.0).tbt_s == 0.0
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
+def test_quantiles_lie_among_the_values(values: list[float], share: float) -> None:
+    ordered = sorted(values)
+    found = quantile(ordered, share)
+    assert ordered[0] - 1e-6 <= found <= ordered[-1] + 1e-6
+    spread = Distribution.of(values)
+    assert spread.p50 - 1e-6 <= spread.p90 <= spread.p99 + 1e-6 <= spread.max + 2e-6
+
+
+@pytest.fixture
+def report() -> Report:
+    setting = {"endpoint": "http://here", "model": "<tiny>"}
+    return Report.of(setting, RECORDS, LatencyTargets(ttft_s=0.5))
+
+
+def test_table(report: Report) -> None:
+    lines = report.table().splitlines()
+    assert lines[0].split() == ["mean", "p50", "p90", "p99", "max"]
+    assert lines[1].split()[:3] == ["TTFT", "ms", "500.0"]
+    assert "requests: 3 in 4.0 s, 1 failed" in lines
+    assert "goodput: 0.25 requests/s (33%) within TTFT ≤ 500 ms" in lines
+    assert "first failure: status 429: <too many>" in lines
+
+
+def test_json(report: Report) -> None:
+    found = json.loads(report.json())
+    assert found["summary"]["ttft_s"]["mean"] == pytest.approx(0.5)
+    assert found["objective"] == {"ttft_s": 0.5, "tbt_s": None}
+    assert found["requests"][1]["ttft_s"] == pytest.approx(0.8)
+    assert found["requests"][2] == {
+        **{"index": 2, "sent_s": 2.0, "num_input": 100, "num_output": 0, "num_cached": 40},
+        **{"ttft_s": None, "tbt_s": None, "e2e_s": None, "error": "status 429: <too many>"},
+    }
+
+
+def test_the_page_stands_by_itself(report: Report) -> None:
+    text = page(report)
+    assert "&lt;tiny&gt;" in text
+    assert "<tiny>" not in text
+    assert not re.search(r"<script|<link|src=|href=|url\(|@import", text)
+    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(drawings) == 4
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)
+        for mark in root.iter():
+            for name in ("x1", "x2", "cx", "x"):
+                assert 0 <= float(mark.get(name, 0)) <= 480
+            for name in ("y1", "y2", "cy", "y"):
+                assert 0 <= float(mark.get(name, 0)) <= 220
+    assert text.count('class="limit"') == 2
+
+
+def test_a_page_of_one_answer_without_gaps(report: Report) -> None:
+    only = Report.of({}, [record(0, 1.0, [1.0], 1.0)], LatencyTargets())
+    assert page(only).count("<svg") == 4

@@ -1,0 +1,112 @@
+"""Drafts take what a step has to spare, and dequeue nothing behind that was not accepted."""
+
+from __future__ import annotations
+
+from support.scheduling import EOS, Bench, token_of
+
+from mooncake_engine.messages import FinishReason, SpeculationStats
+
+NUM_DRAFT_TOKENS = 3
+
+
+def test_accepted_drafts_come_together() -> None:
+    bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS)
+    bench.add("a", range(10, 16), max_tokens=12)
+    _, updates = bench.step()
+    assert [update.token_ids for update in updates] == [(7,)]
+    bench.worker.num_accepted = 2
+    plan, updates = bench.step()
+    assert plan.sequences[0].num_draft_tokens == NUM_DRAFT_TOKENS
+    assert plan.num_tokens == 1 + NUM_DRAFT_TOKENS
+    assert [update.token_ids for update in updates] == [(7, 7, 7)]
+    assert bench.step()[0].sequences[0].start == 9
+    stats = bench.scheduler.speculation.stats()
+    assert stats == SpeculationStats(2, 5, (2, 2, 0)), "one less is tried where not all came true"
+
+
+def test_no_drafts_before_an_answer_has_begun_nor_beyond_its_end() -> None:
+    bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS)
+    bench.add("a", [10], max_tokens=5)
+    assert [bench.step()[0].sequences[0].num_draft_tokens for _ in range(5)] == [0, 3, 2, 1, 0]
+    bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS, max_model_len=9)
+    bench.add("b", range(10, 16), max_tokens=50)
+    assert [bench.step()[0].sequences[0].num_draft_tokens for _ in range(3)] == [0, 1, 0]
+    assert bench.scheduler.num_running == 0
+
+
+def test_blocks_lent_for_rejected_drafts_are_free_after_the_step() -> None:
+    bench = Bench(num_speculative_tokens=9)
+    request = bench.add("a", range(10, 17), max_tokens=30)
+    bench.step()
+    plan, _ = bench.step()
+    assert len(plan.sequences[0].new_block_ids) == 3, "17 tokens in blocks of 4, two are there"
+    assert len(request.block_ids) == 2
+    assert bench.num_free == 14
+    plan, _ = bench.step()
+    assert plan.sequences[0].new_blocks_at == 2, "the workers have longer tables"
+
+
+def test_drafts_wait_behind_prompts() -> None:
+    bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS, max_num_batched_tokens=8)
+    bench.add("a", range(10, 14), max_tokens=20)
+    bench.step()
+    bench.add("b", range(20, 31), arrival=1.0)
+    shares = [
+        [(s.request_id, s.count, s.num_draft_tokens) for s in bench.step()[0].sequences]
+        for _ in range(3)
+    ]
+    assert shares == [
+        [("a", 1, 0), ("b", 7, 0)],
+        [("a", 1, 3), ("b", 4, 0)],
+        [("a", 1, 2), ("b", 1, 3)],
+    ], "none of a's came true"
+
+
+def test_a_sequence_that_can_not_be_drafted_runs_alone_for_a_while() -> None:
+    bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS)
+    bench.add("a", [10], max_tokens=30)
+    drafted = [bench.step()[0].sequences[0].num_draft_tokens for _ in range(12)]
+    assert drafted == [0, 3, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0]
+
+
+def test_drafts_never_make_anybody_give_way() -> None:
+    """A pool that two requests fill to the last block, with drafts that would want more."""
+    for num_accepted in range(6):
+        bench = Bench(8, num_speculative_tokens=5, token=None)
+        bench.worker.num_accepted = num_accepted
+        for name in ("x1", "x2"):
+            bench.add(name, range(10, 18), max_tokens=8)
+        answers = bench.run()
+        assert bench.scheduler.num_preemptions == 0
+        for name, tokens in answers.items():
+            assert tokens == [token_of(name, i) for i in range(len(tokens))]
+            assert len(tokens) == 8 or tokens[-1] == EOS
+
+
+def test_what_follows_an_end_is_dropped() -> None:
+    bench = Bench(num_speculative_tokens=5, token=EOS)
+    bench.add("a", [10, 11], max_tokens=20)
+    bench.worker.token = 7
+    bench.step()
+    bench.worker.token, bench.worker.num_accepted = EOS, 5
+    _, updates = bench.step()
+    assert updates[0].token_ids == (EOS,)
+    assert updates[0].finish is FinishReason.STOP
+    assert bench.num_free == 16
+
+
+def test_only_accepted_tokens_are_found_again() -> None:
+    bench = Bench(num_speculative_tokens=5)
+    bench.worker.num_accepted = 2
+    bench.add("a", range(10, 14), max_tokens=9)
+    bench.run()
+    again = bench.add("b", [*range(10, 14), *[7] * 9, 99], arrival=1.0)
+    bench.step()
+    assert again.num_cached_tokens == 12, "all but the last token, which nothing was computed for"
+
+
+def test_off_there_is_nothing_to_tell() -> None:
+    bench = Bench()
+    bench.add("a", range(10, 14))
+    bench.run()
+    assert bench.scheduler.speculation.stats() is None

@@ -1,0 +1,175 @@
+"""What happens when blocks run out: who is preempted, how, and when it comes back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from support.scheduling import Bench, make_request, token_of
+
+from mooncake_engine.scheduling.request import RequestStatus
+from mooncake_engine.scheduling.scheduler import AdmissionDelay
+
+
+def crowd(bench: Bench, count: int, *, max_tokens: int = 8, length: int = 7) -> None:
+    """An old single request, and a newer one with ``count`` answers."""
+    bench.add("old", range(10, 10 + length), arrival=0.0, max_tokens=max_tokens)
+    for index in range(count):
+        bench.add(
+            f"new{index}", range(30, 30 + length), arrival=1.0, max_tokens=max_tokens, group="g"
+        )
+
+
+def expected(name: str, max_tokens: int = 8) -> list[int]:
+    return [token_of(name, index) for index in range(max_tokens)]
+
+
+def states(bench: Bench) -> dict[str, RequestStatus]:
+    return {name: r.state for name, r in bench.scheduler._queues.requests.items()}
+
+
+def test_a_group_is_swapped_out_and_back_and_computes_nothing_twice() -> None:
+    bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
+    crowd(bench, 2)
+    answers = bench.run()
+    assert answers == {name: expected(name) for name in ("old", "new0", "new1")}
+    assert bench.scheduler.num_swap_outs >= 2
+    assert bench.scheduler.num_preemptions == bench.scheduler.num_swap_outs
+    assert bench.worker.num_computed == 7 + 7 + 3 * 7
+
+
+def test_all_of_a_group_gives_way_or_none() -> None:
+    bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
+    crowd(bench, 2)
+    seen = set()
+    while bench.scheduler.has_work:
+        bench.step()
+        now = states(bench)
+        if {"new0", "new1"} <= set(now):
+            seen.add((now["new0"], now["new1"]))
+    swapped, running = RequestStatus.SWAPPED, RequestStatus.RUNNING
+    assert (swapped, swapped) in seen
+    assert seen <= {(swapped, swapped), (running, running)}
+
+
+def test_without_host_memory_a_group_is_computed_again_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(6, token=None, eos_token_ids=frozenset())
+    crowd(bench, 2)
+    with caplog.at_level(logging.WARNING):
+        assert bench.run() == {name: expected(name) for name in ("old", "new0", "new1")}
+    assert bench.scheduler.num_swap_outs == 0
+    assert bench.scheduler.num_preemptions >= 2
+    assert [r.getMessage() for r in caplog.records] == [
+        "no host memory to swap 2 sequences of a request to: they are computed again; "
+        "raise --swap-space to avoid that"
+    ]
+
+
+def test_a_single_sequence_starts_over_though_there_is_host_memory() -> None:
+    bench = Bench(4, num_host_blocks=8, token=None, eos_token_ids=frozenset())
+    crowd(bench, 0)
+    bench.add("new", range(30, 37), arrival=1.0)
+    assert bench.run() == {name: expected(name) for name in ("old", "new")}
+    assert bench.scheduler.num_preemptions >= 1
+    assert bench.scheduler.num_swap_outs == 0
+
+
+def test_a_group_too_large_for_memory_finishes_one_by_one() -> None:
+    bench = Bench(5, num_host_blocks=20, token=None, eos_token_ids=frozenset())
+    for index in range(4):
+        bench.add(f"a{index}", range(10, 17), group="g", max_tokens=13)
+    assert bench.run() == {f"a{i}": expected(f"a{i}", 13) for i in range(4)}
+
+
+def test_swapped_requests_come_back_before_new_ones_start() -> None:
+    bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
+    crowd(bench, 2)
+    while not bench.scheduler.num_swapped:
+        bench.step()
+    bench.add("newest", [50], arrival=2.0, max_tokens=1)
+    while bench.scheduler.num_swapped:
+        plan, _ = bench.step()
+        ran = [sequence.request_id for sequence in plan.sequences]
+        assert "newest" not in ran or not bench.scheduler.num_swapped
+    assert "newest" in bench.run() or "newest" in ran
+
+
+def test_a_more_urgent_request_need_not_wait_for_a_swapped_one() -> None:
+    bench = Bench(7, num_host_blocks=8, token=None, eos_token_ids=frozenset())
+    crowd(bench, 2)
+    while not bench.scheduler.num_swapped:
+        bench.step()
+    bench.add("urgent", [50], arrival=2.0, max_tokens=1, priority=-1)
+    plan, _ = bench.step()
+    assert "urgent" in [sequence.request_id for sequence in plan.sequences]
+
+
+def test_a_swapped_request_may_be_aborted() -> None:
+    bench = Bench(6, num_host_blocks=8, token=None)
+    crowd(bench, 2)
+    while not bench.scheduler.num_swapped:
+        bench.step()
+    bench.scheduler.abort("new0")
+    bench.scheduler.check_integrity()
+    bench.scheduler.abort("new1")
+    bench.scheduler.check_integrity()
+    assert bench.scheduler.blocks.host_pool.num_free == 8
+
+
+@pytest.mark.parametrize(("watermark", "new_request"), [(0.0, True), (0.2, False)])
+def test_the_watermark_keeps_blocks_free_for_those_that_run(
+    watermark: float, new_request: bool
+) -> None:
+    bench = Bench(10, watermark=watermark)
+    bench.add("old", range(10, 30))
+    bench.step()
+    bench.add("new", range(40, 56), arrival=1.0)
+    bench.step()
+    assert bench.scheduler.num_running == 1 + new_request
+
+
+def test_the_watermark_does_not_keep_a_lone_request_out() -> None:
+    bench = Bench(10, watermark=0.9, token=None)
+    bench.add("large", range(100, 136), max_tokens=2)
+    assert len(bench.run()["large"]) == 2
+
+
+def test_prompts_wait_for_company_if_told_to() -> None:
+    bench = Bench(delay_factor=2.0)
+    clock = 10.0
+
+    def step_at(now: float) -> set[str]:
+        bench.scheduler.expire(now)
+        return {sequence.request_id for sequence in bench.step()[0].sequences}
+
+    bench.add("first", [10, 11], arrival=clock)
+    assert step_at(clock) == {"first"}  # nothing runs: no delay
+    bench.add("second", [20, 21], arrival=clock + 1.0)
+    assert step_at(clock + 1.0) == {"first"}  # the first prompt's step took 1 s: wait for 2 s
+    assert step_at(clock + 3.0) == {"first"}
+    assert step_at(clock + 3.1) == {"first", "second"}
+
+
+def test_no_delay_is_no_delay() -> None:
+    delay = AdmissionDelay(0.0)
+    delay.begin_step(5.0)
+    delay.note_prefill()
+    delay.begin_step(9.0)
+    assert delay.has_passed([make_request("late", [1], arrival=9.0)])
+
+
+def test_prompts_that_waited_start_together() -> None:
+    bench = Bench(delay_factor=2.0, max_num_seqs=8)
+
+    def step_at(now: float) -> set[str]:
+        bench.scheduler.expire(now)
+        return {sequence.request_id for sequence in bench.step()[0].sequences}
+
+    bench.add("first", [10, 11], arrival=10.0, max_tokens=20)
+    step_at(10.0)
+    for index in range(3):
+        bench.add(f"r{index}", [20 + index, 21], arrival=11.0 + index / 2)
+    assert step_at(11.0) == {"first"}
+    assert step_at(13.1) == {"first", "r0", "r1", "r2"}, "each prompt disturbs a step of its own"

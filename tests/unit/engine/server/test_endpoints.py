@@ -1,0 +1,249 @@
+"""The endpoints that do not generate, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.asgi import AsgiClient, ManualClient
+from support.fake_engine import EOS, FakeEngine
+
+from mooncake_engine.errors import EngineDead
+from mooncake_kv.connector import CompatibilityReport
+
+
+def test_models(client: AsgiClient) -> None:
+    card = client.get("/v1/models").json()["data"][0]
+    assert card["id"] == "fake"
+    assert card["max_model_len"] == 256
+
+
+def test_one_model(client: AsgiClient) -> None:
+    assert client.get("/v1/models/fake").json() == client.get("/v1/models").json()["data"][0]
+    assert client.get("/v1/models/some/other").status_code == 404
+
+
+def test_version(client: AsgiClient) -> None:
+    assert client.get("/version").json() == {"version": version("mooncake-engine")}
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_adapters_are_refused_in_words(client: AsgiClient, path: str) -> None:
+    response = client.post(path, lora_name="a", lora_path="b")
+    assert response.status_code == 501
+    assert "merge the adapter" in response.json()["error"]["message"]
+
+
+def test_health_names_the_peers_that_do_not_fit(client: AsgiClient, engine: FakeEngine) -> None:
+    alone = {"status": "ok", "role": "both"}
+    assert client.get("/health").json() == alone
+    engine.known_pairing = CompatibilityReport("me", ("her", "him"))
+    peers = {"engine_id": "me", "refused_peers": ["her", "him"]}
+    assert client.get("/health").json() == alone | peers
+
+
+def test_health(client: AsgiClient, engine: FakeEngine) -> None:
+    assert client.get("/health").status_code == 200
+    engine.death = EngineDead("a worker ended: status 9")
+    response = client.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "a worker ended: status 9"
+
+
+def test_tokenize_and_detokenize(client: AsgiClient) -> None:
+    answer = client.post("/tokenize", prompt="é<|eos|>", return_token_strs=True).json()
+    assert answer["tokens"] == [0xC3, 0xA9, EOS]
+    assert answer["count"] == 3
+    assert answer["max_model_len"] == 256
+    assert answer["token_strs"] == ["\ufffd", "\ufffd", "<|eos|>"]
+    assert client.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "é<|eos|>"}
+
+
+def test_tokenize_messages(client: AsgiClient) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tokens = client.post("/tokenize", messages=messages).json()["tokens"]
+    assert bytes(tokens) == b"<|user|>hi\n<|assistant|>"
+
+
+def test_tokenize_counts_what_a_chat_request_would(client: AsgiClient) -> None:
+    body: dict[str, object] = {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "He"}],
+        "continue_final_message": True,
+        "chat_template_kwargs": {"unknown": 1},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    tokens = client.post("/tokenize", **body).json()["tokens"]
+    assert bytes(tokens).endswith(b"He")
+    answer = client.post("/v1/chat/completions", **body, max_tokens=1, tool_choice="none").json()
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "give either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": []}, "give either prompt or messages"),
+        ("/detokenize", {"tokens": [258]}, "tokens must be in [0, 258), got 258"),
+        ("/abort", {}, "request_id is required"),
+    ],
+)
+def test_refusals(client: AsgiClient, path: str, body: dict[str, object], words: str) -> None:
+    response = client.post(path, **body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_the_prefix_cache_is_reset_unless_it_is_in_use(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
+    assert client.post("/reset_prefix_cache").status_code == 200
+    engine.is_busy = True
+    response = client.post("/reset_prefix_cache")
+    assert response.status_code == 409
+    assert "while requests use the KV cache" in response.json()["error"]["message"]
+    assert engine.num_resets == 2
+
+
+def test_abort_releases_what_a_peer_left(client: AsgiClient, engine: FakeEngine) -> None:
+    assert client.post("/abort", request_id="req-9-a1b2").status_code == 200
+    assert engine.aborted == ["req-9-a1b2"]
+
+
+def samples(exposition: str) -> dict[str, float]:
+    return {
+        sample.name + "".join(sample.labels.get(name, "") for name in ("finished_reason",)): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+def test_metrics_count_requests(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post("/v1/completions", prompt="tea")
+    client.post("/v1/completions", prompt="tea", max_tokens=2)
+    engine.die_at = 1
+    client.post("/v1/completions", prompt="tea")
+    found = samples(client.get("/metrics").text)
+    assert found["vllm:request_success_totalstop"] == 1
+    assert found["vllm:request_success_totallength"] == 1
+    assert found["vllm:request_success_totalerror"] == 1
+    assert found["vllm:time_to_first_token_seconds_count"] == 3
+    assert found["vllm:inter_token_latency_seconds_count"] == 4
+    assert found["vllm:e2e_request_latency_seconds_count"] == 2
+    assert found["vllm:request_prompt_tokens_sum"] == 6
+    assert found["vllm:request_generation_tokens_sum"] == 6
+
+
+def test_metrics_tell_what_was_asked(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.num_cached_tokens = 2
+    client.post("/v1/completions", prompt=["tea", "coffee"], n=2, max_tokens=4)
+    client.post("/v1/completions", prompt="tea", max_tokens=2)
+    found = samples(client.get("/metrics").text)
+    assert found["vllm:request_params_n_count"] == 3  # one per prompt
+    assert found["vllm:request_params_n_sum"] == 5
+    assert found["vllm:request_params_max_tokens_count"] == 5  # one per answer
+    assert found["vllm:request_params_max_tokens_sum"] == 18
+    assert found["vllm:request_max_num_generation_tokens_count"] == 3
+    assert found["vllm:request_max_num_generation_tokens_sum"] == 10
+    assert found["vllm:request_prefill_kv_computed_tokens_sum"] == 1 + 1 + 4 + 4 + 1
+    assert found["process_resident_memory_bytes"] > 0
+
+
+def test_answers_are_counted_by_class_of_status(client: AsgiClient, engine: FakeEngine) -> None:
+    client.post("/v1/completions", prompt="tea")
+    client.stream("/v1/completions", prompt="tea")
+    client.post("/v1/completions", prompt="tea", temprature=1)
+    client.get("/v1/models/other")
+    client.get("/health")
+    engine.refusal = EngineDead("out of luck")
+    client.post("/v1/completions", prompt="tea")
+    counted = {
+        (sample.labels["handler"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "http_requests_total"
+    }
+    assert counted == {
+        ("/v1/completions", "2xx"): 2,
+        ("/v1/completions", "4xx"): 1,
+        ("/v1/completions", "5xx"): 1,
+        ("/v1/models/", "4xx"): 1,
+    }
+
+
+def test_what_only_grows_is_a_counter(client: AsgiClient) -> None:
+    """By its type and its name: rates of gauges are wrong after a restart."""
+    families = list(text_string_to_metric_families(client.get("/metrics").text))
+    kinds = {family.name: family.type for family in families}
+    assert kinds["mooncake:kv_transfer_bytes_received"] == "counter"
+    assert kinds["mooncake:kv_transfer_leases_held"] == "gauge"
+    for family in families:
+        names = {sample.name for sample in family.samples if not sample.name.endswith("_created")}
+        if family.type == "counter":
+            assert names <= {f"{family.name}_total"}
+
+
+def test_metrics_show_the_engine(client: AsgiClient) -> None:
+    found = samples(client.get("/metrics").text)
+    assert found["vllm:num_requests_running"] == 3
+    assert found["vllm:num_requests_waiting"] == 4
+    assert found["vllm:num_requests_swapped"] == 2
+    assert found["vllm:num_preemptions_total"] == 5
+    assert found["mooncake:num_swap_outs_total"] == 4
+    assert found["vllm:kv_cache_usage_perc"] == 0.25
+    assert found["vllm:prompt_tokens_total"] == 7
+    assert found["mooncake:kv_transfer_bytes_received_total"] == 9
+
+
+def test_metrics_tell_what_is_waited_for_and_how_large_steps_are(client: AsgiClient) -> None:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    found = {
+        (sample.name, sample.labels.get("reason") or sample.labels.get("le")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    waiting = "vllm:num_requests_waiting_by_reason"
+    assert (found[waiting, "capacity"], found[waiting, "deferred"]) == (3, 1)
+    steps = "vllm:iteration_tokens_total"
+    bounds = ("1.0", "2.0", "4.0", "32.0", "64.0", "+Inf")
+    assert [found[f"{steps}_bucket", bound] for bound in bounds] == [2, 2, 3, 3, 4, 4]
+    assert (found[f"{steps}_sum", None], found[f"{steps}_count", None]) == (70, 4)
+
+
+@pytest.mark.parametrize(("stream", "hold_at"), [("true", 0), ("true", 1), ("false", 1)])
+def test_a_client_that_goes_away_ends_its_request(
+    client: AsgiClient, engine: FakeEngine, stream: str, hold_at: int
+) -> None:
+    async def leave() -> ManualClient:
+        engine.hold_at, engine.held, engine.release = hold_at, asyncio.Event(), asyncio.Event()
+        leaving = ManualClient(f'{{"prompt":"tea","stream":{stream}}}'.encode())
+        serving = asyncio.ensure_future(client.app(leaving.scope, leaving.receive, leaving.send))
+        await engine.held.wait()
+        leaving.gone.set()
+        await serving
+        return leaving
+
+    leaving = asyncio.run(leave())
+    assert len(engine.left_early) == 1
+    assert not any(message.get("body") == b"data: [DONE]\n\n" for message in leaving.sent)
+
+
+def test_abort_by_the_clients_id_ends_the_request(client: AsgiClient, engine: FakeEngine) -> None:
+    async def abort() -> ManualClient:
+        engine.hold_at, engine.held, engine.release = 1, asyncio.Event(), asyncio.Event()
+        waiting = ManualClient(b'{"prompt":"tea"}', headers=[(b"x-request-id", b"mine")])
+        serving = asyncio.ensure_future(client.app(waiting.scope, waiting.receive, waiting.send))
+        await engine.held.wait()
+        aborting = ManualClient(b'{"request_id":"mine"}', "/abort")
+        await client.app(aborting.scope, aborting.receive, aborting.send)
+        await serving
+        return waiting
+
+    waiting = asyncio.run(abort())
+    assert waiting.sent[0]["status"] == 409
+    assert b'"code":"aborted"' in waiting.sent[1]["body"]
+    assert engine.left_early == ["mine"]

@@ -1,0 +1,234 @@
+"""The prefill and decode halves of an answer, as the proxy sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from support.asgi import AsgiClient, Json, ManualClient
+from support.fake_engine import EOS, FakeEngine, saying
+
+from mooncake_engine.server.app import create_app
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_kv.params import NO_KV_TRANSFER
+
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+FORMS: list[tuple[str, Json]] = [
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+]
+
+
+@pytest.fixture
+def tokenizer(byte_tokenizer: Tokenizer) -> Tokenizer:
+    return byte_tokenizer
+
+
+def serve(engine: FakeEngine, tokenizer: Tokenizer) -> AsgiClient:
+    return AsgiClient(create_app(engine, tokenizer), {"X-Request-Id": "req-1"})
+
+
+def prefill(client: AsgiClient, path: str, body: Json) -> Json:
+    """As the proxy asks P."""
+    body = body | {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
+    response = client.post(path, **body)
+    assert response.status_code == 200, response.text
+    answer: Json = response.json()
+    return answer
+
+
+def decode_params(answer: Json, tokens: list[int], *, delivered: bool) -> Json:
+    """As the proxy passes them on, with what the core adds."""
+    params: Json = answer["kv_transfer_params"] | {"first_token_delivered": delivered}
+    params["last_token_id"] = tokens[0]
+    for choice, token in zip(params.get("choices", []), tokens, strict=False):
+        choice["last_token_id"] = token
+    return params
+
+
+def text(choice: Json) -> str:
+    if "delta" in choice:
+        return str(choice["delta"].get("content", ""))
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def test_prefill_answers_the_first_token_and_params(tokenizer: Tokenizer) -> None:
+    client = serve(FakeEngine(saying("tea"), num_cached_tokens=1), tokenizer)
+    answer = prefill(client, "/v1/completions", {"prompt": "hi"})
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("t", "length")
+    assert answer["kv_transfer_params"] == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "fake-engine",
+        "remote_request_id": "req-1",
+        "remote_host": "127.0.0.1",
+        "remote_port": 4242,
+        "remote_block_ids": [[0, 1]],
+        "remote_block_size": 16,
+        "num_prompt_tokens": 2,
+        "created": answer["created"],
+        "remote_cached_tokens": 1,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+    }
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+@pytest.mark.parametrize("said", ["tea", "é!", "ENDLESS"])
+def test_a_stream_goes_on_where_the_first_half_ended(
+    tokenizer: Tokenizer, path: str, body: Json, said: str
+) -> None:
+    body = body | {"stop": ["ENDE"], "max_tokens": 99}
+    whole = serve(FakeEngine(saying(said)), tokenizer).stream(path, **body)
+    answer = prefill(serve(FakeEngine(saying(said)), tokenizer), path, body)
+    params = decode_params(answer, [said.encode()[0]], delivered=True)
+    decode = serve(FakeEngine(saying(said)), tokenizer)
+    chunks = decode.stream(path, **body, kv_transfer_params=params)
+    assert {chunk["id"] for chunk in chunks} == {answer["id"]}
+    assert {chunk["created"] for chunk in chunks} == {answer["created"]}
+    assert all("role" not in chunk["choices"][0].get("delta", {}) for chunk in chunks)
+    parts = [text(answer["choices"][0]), *(text(chunk["choices"][0]) for chunk in chunks)]
+    assert "".join(parts) == "".join(text(chunk["choices"][0]) for chunk in whole) == said
+
+
+def test_the_first_tokens_logprobs_are_not_repeated(tokenizer: Tokenizer) -> None:
+    body = {"prompt": "hi", "logprobs": 0}
+    answer = prefill(serve(FakeEngine(saying("tea")), tokenizer), "/v1/completions", body)
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["t"]
+    params = decode_params(answer, [ord("t")], delivered=True)
+    decode = serve(FakeEngine(saying("tea")), tokenizer)
+    chunks = decode.stream("/v1/completions", **body, kv_transfer_params=params)
+    tokens = [token for c in chunks for token in c["choices"][0]["logprobs"]["tokens"]]
+    offsets = [offset for c in chunks for offset in c["choices"][0]["logprobs"]["text_offset"]]
+    assert tokens == ["e", "a", "<|eos|>"]
+    assert offsets == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_usage_counts_both_halves(tokenizer: Tokenizer, path: str, body: Json) -> None:
+    engine = FakeEngine(saying("tea"), num_cached_tokens=1)
+    answer = prefill(serve(engine, tokenizer), path, body)
+    for delivered in (False, True):
+        params = decode_params(answer, [ord("t")], delivered=delivered)
+        chunks = serve(FakeEngine(saying("tea")), tokenizer).stream(
+            path, **body, kv_transfer_params=params, stream_options={"include_usage": True}
+        )
+        usage = chunks[-1]["usage"]
+        assert usage["completion_tokens"] == len("tea") + 1
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_a_whole_answer_holds_the_first_token(tokenizer: Tokenizer, path: str, body: Json) -> None:
+    answer = prefill(serve(FakeEngine(saying("tea")), tokenizer), path, body)
+    params = decode_params(answer, [ord("t")], delivered=False)
+    whole = serve(FakeEngine(saying("tea")), tokenizer).post(
+        path, **body, kv_transfer_params=params
+    )
+    assert text(whole.json()["choices"][0]) == "tea"
+    assert "kv_transfer_params" not in whole.json()
+
+
+def test_the_end_token_first_ends_the_request(tokenizer: Tokenizer) -> None:
+    answer = prefill(serve(FakeEngine(saying("")), tokenizer), "/v1/completions", {"prompt": "hi"})
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["kv_transfer_params"] is None
+
+
+def test_a_stop_string_first_ends_the_request_and_the_lease(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(saying("tea"))
+    answer = prefill(serve(engine, tokenizer), "/v1/completions", {"prompt": "hi", "stop": ["t"]})
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["stop_reason"] == "t"
+    assert answer["kv_transfer_params"] is None
+    assert engine.aborted == ["req-1"]
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["client leaves", "third answer fails"])
+def test_leases_that_nobody_will_hear_of_are_given_up(
+    tokenizer: Tokenizer, *, is_gone: bool
+) -> None:
+    """Of three answers two are prefilled, and kept for a peer, when the request ends."""
+    engine = FakeEngine(saying("tea", "tea", "tea"), hold_at=0, held_ids="-2")
+    engine.die_at = None if is_gone else 0
+    body = b'{"prompt":"hi","n":3,"max_tokens":2,"kv_transfer_params":{"do_remote_decode":true}}'
+
+    async def leave() -> None:
+        leaving = ManualClient(body, headers=[(b"x-request-id", b"req-1")])
+        app = create_app(engine, tokenizer)
+        serving = asyncio.ensure_future(app(leaving.scope, leaving.receive, leaving.send))
+        await engine.held.wait()
+        for _ in range(20):  # the others go on meanwhile
+            await asyncio.sleep(0)
+        (leaving.gone if is_gone else engine.release).set()
+        await serving
+
+    asyncio.run(leave())
+    assert sorted(engine.aborted) == ["req-1-0", "req-1-1"]
+
+
+def test_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
+    params = {"do_remote_prefill": True, "tokenizer_fingerprint": "another"}
+    client = serve(FakeEngine(), tokenizer)
+    response = client.post("/v1/completions", prompt="hi", kv_transfer_params=params)
+    assert response.status_code == 400
+    assert "serve the same model directory on both" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("params", [{}, None, {"do_remote_decode": False}, {"unknown": 1}])
+def test_params_that_ask_for_nothing(tokenizer: Tokenizer, params: Any) -> None:
+    engine = FakeEngine()
+    client = serve(engine, tokenizer)
+    answer = client.post("/v1/completions", prompt="hi", kv_transfer_params=params).json()
+    assert answer["choices"][0]["text"] == "HI"
+    assert engine.seen[0].kv_transfer_params == NO_KV_TRANSFER
+    assert "kv_transfer_params" not in answer
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+@pytest.mark.parametrize("said", [("one", "two"), ("", "two"), ("one", "")])
+def test_several_answers_cross_one_by_one(
+    tokenizer: Tokenizer, said: tuple[str, str], delivered: bool
+) -> None:
+    """Also where one of them is complete with its first token."""
+    body: Json = {"prompt": "hi", "n": 2, "logprobs": 0, "return_token_ids": True}
+    answer = prefill(serve(FakeEngine(saying(*said)), tokenizer), "/v1/completions", body)
+    tokens = [[*each.encode(), EOS][0] for each in said]
+    params = decode_params(answer, tokens, delivered=delivered)
+    assert len(params["choices"]) == 2
+    decode = serve(FakeEngine(saying(*said)), tokenizer)
+    texts = {c["index"]: c["text"] if delivered else "" for c in answer["choices"]}
+    ends = {}
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in decode.stream("/v1/completions", **body, kv_transfer_params=params):
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["text"]
+        ids[choice["index"]] += choice.get("token_ids", [])
+        ends[choice["index"]] = choice["finish_reason"]
+    assert texts == dict(enumerate(said))
+    assert ends == {0: "stop", 1: "stop"}
+    assert ids == {i: [*each.encode(), EOS] for i, each in enumerate(said)}
+
+
+def test_all_answers_complete_with_their_first_token(tokenizer: Tokenizer) -> None:
+    body = {"prompt": "hi", "n": 2}
+    answer = prefill(serve(FakeEngine(saying("", "")), tokenizer), "/v1/completions", body)
+    assert answer["kv_transfer_params"] is None
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
+
+
+def test_a_wrong_finished_update_is_refused(tokenizer: Tokenizer) -> None:
+    entry = {"do_remote_prefill": False, "finished_update": {"token_ids": "x"}}
+    params = {"do_remote_prefill": True, "choices": [entry, entry]}
+    client = serve(FakeEngine(), tokenizer)
+    response = client.post("/v1/completions", prompt="hi", n=2, kv_transfer_params=params)
+    assert response.status_code == 400
+    assert "finished_update" in response.json()["error"]["message"]

@@ -1,0 +1,300 @@
+"""Tools at the API: what the model is shown, what it has to say, and how its calls look."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from support.asgi import AsgiClient
+from support.byte_tokenizer import write_byte_tokenizer
+from support.fake_engine import FakeEngine, saying
+
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.sampling_params import GrammarKind
+from mooncake_engine.server.app import create_app
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.text.tokenizer import Tokenizer
+
+PATH = "/v1/chat/completions"
+ASK = {"role": "user", "content": "tea?"}
+# as of Qwen, in short
+TEMPLATE = (
+    "{% if tools %}# Tools: <tool_call>\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
+    "{% if message.tool_call_id %}({{ message.tool_call_id }}){% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+BREW: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "brew",
+        "description": "Makes tea.",
+        "parameters": {"type": "object", "properties": {"cups": {"$ref": "#/$defs/cups"}}}
+        | {"$defs": {"cups": {"type": "integer"}}},
+    },
+}
+POUR: dict[str, Any] = {"type": "function", "function": {"name": "pour"}}
+CALL = '<tool_call>\n{"name": "brew", "arguments": {"cups": 2}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("tools")
+    return Tokenizer.load(write_byte_tokenizer(directory, chat_template=TEMPLATE))
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    roomy = replace(FakeEngine().info, max_model_len=4096)
+    return FakeEngine(saying(f"At once.\n{CALL}"), info=roomy)
+
+
+@pytest.fixture
+def client(engine: FakeEngine, tokenizer: Tokenizer) -> AsgiClient:
+    return AsgiClient(create_app(engine, tokenizer), {"X-Request-Id": "r"})
+
+
+def ask(client: AsgiClient, **more: Any) -> Any:
+    return client.post(PATH, messages=[ASK], tools=[BREW, POUR], **more)
+
+
+def test_the_template_is_shown_the_tools(client: AsgiClient, engine: FakeEngine) -> None:
+    assert ask(client).status_code == 200
+    prompt = bytes(engine.seen[0].prompt_token_ids).decode()
+    shown = [json.loads(line) for line in prompt.splitlines() if line.startswith("{")]
+    assert shown == [BREW, POUR]
+    assert engine.seen[0].sampling.grammar is None
+
+
+def test_a_whole_answer_calls(client: AsgiClient) -> None:
+    choice = ask(client).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    function = {"name": "brew", "arguments": '{"cups": 2}'}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "At once.\n",
+        "refusal": None,
+        "tool_calls": [{"id": "call_r_0_0", "type": "function", "function": function}],
+    }
+
+
+def test_an_answer_of_calls_alone_has_no_content(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.script = saying(CALL)
+    assert ask(client).json()["choices"][0]["message"]["content"] is None
+
+
+def test_a_streamed_answer_calls_piece_by_piece(client: AsgiClient) -> None:
+    chunks = client.stream(PATH, messages=[ASK], tools=[BREW], return_token_ids=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "At once.\n"
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert calls[0]["id"] == "call_r_0_0"
+    assert calls[0]["function"]["name"] == "brew"
+    assert all(call.keys() == {"index", "function"} for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"cups": 2}'
+    assert len(calls) > 3
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": "none"}, {"tools": None}])
+def test_without_tools_the_text_is_text(
+    client: AsgiClient, engine: FakeEngine, more: dict[str, Any]
+) -> None:
+    body = {"messages": [ASK], "tools": [BREW], **more}
+    choice = client.post(PATH, **body).json()["choices"][0]
+    assert choice["message"]["content"] == f"At once.\n{CALL}"
+    assert choice["finish_reason"] == "stop"
+    assert "# Tools" not in bytes(engine.seen[0].prompt_token_ids).decode()
+
+
+def test_earlier_calls_and_results_go_back_to_the_model(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "brew", "arguments": '{"a":1}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "done", "tool_call_id": "c1"}
+    response = client.post(PATH, messages=[ASK, called, result], tools=[BREW])
+    assert response.status_code == 200, response.text
+    prompt = bytes(engine.seen[0].prompt_token_ids).decode()
+    assert '<|assistant|><tool_call>brew{"a": 1}</tool_call><|tool|>done(c1)' in prompt
+
+
+@pytest.mark.parametrize(
+    ("choice", "rules"),
+    [
+        ("required", ["call: call_0 | call_1", 'calls: one ("\\n" one)*']),
+        ({"type": "function", "function": {"name": "pour"}}, ["call: call_0\n", "calls: one\n"]),
+    ],
+)
+def test_a_wanted_call_becomes_a_grammar(
+    client: AsgiClient, engine: FakeEngine, choice: Any, rules: list[str]
+) -> None:
+    response = ask(client, tool_choice=choice)
+    assert response.status_code == 200, response.text
+    grammar = engine.seen[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.kind is GrammarKind.LARK
+    assert all(rule in grammar.source for rule in rules), grammar.source
+
+
+def test_an_answer_calls_or_keeps_to_its_schema(client: AsgiClient, engine: FakeEngine) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+    assert ask(client, response_format=schema).status_code == 200
+    grammar = engine.seen[0].sampling.grammar
+    assert grammar is not None
+    assert "start: calls | instead" in grammar.source
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
+        ({"tools": [BREW, BREW]}, "names of their own, got 'brew' 2 times"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "stir"}}},
+            "'stir', which is not among the tools",
+        ),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "has no other structure",
+        ),
+        ({"structured_outputs": {"regex": "a"}}, "may only be a JSON schema"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "a tool call's arguments must be JSON",
+        ),
+    ],
+)
+def test_refusals(client: AsgiClient, body: dict[str, Any], words: str) -> None:
+    response = client.post(PATH, **{"messages": [ASK], "tools": [BREW], **body})
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_a_model_without_tools_says_so(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
+    client = AsgiClient(create_app(engine, byte_tokenizer))
+    response = ask(client)
+    assert response.status_code == 400
+    assert "--tool-call-parser" in response.json()["error"]["message"]
+    forced = ServerOptions(tool_call_parser="hermes")
+    client = AsgiClient(create_app(engine, byte_tokenizer, forced))
+    assert ask(client).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="one of auto, none, hermes, llama3_json, qwen3_coder, got 'x'"
+    ):
+        ServerOptions(tool_call_parser="x")
+
+
+CODER_CALL = """<tool_call>
+<function=brew>
+<parameter=cups>
+2
+</parameter>
+<parameter=kind>
+green "A"
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.fixture
+def coder(engine: FakeEngine, tokenizer: Tokenizer) -> AsgiClient:
+    """A model that calls as Qwen3-Coder does."""
+    engine.script = saying(f"At once.\n{CODER_CALL}")
+    return AsgiClient(create_app(engine, tokenizer, ServerOptions("qwen3_coder")))
+
+
+def test_untyped_arguments_get_the_types_of_their_tool(coder: AsgiClient) -> None:
+    message = ask(coder).json()["choices"][0]["message"]
+    assert message["content"] == "At once.\n"
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "brew", "arguments": '{"cups": 2, "kind": "green \\"A\\""}'}
+    chunks = coder.stream(PATH, messages=[ASK], tools=[BREW])
+    calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
+    assert len(calls) > 8  # the string came piece by piece
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_untyped_calls_are_text_where_no_tools_are_offered(coder: AsgiClient) -> None:
+    choice = coder.post(PATH, messages=[ASK]).json()["choices"][0]
+    assert choice["message"]["content"] == f"At once.\n{CODER_CALL}"
+    assert choice["finish_reason"] == "stop"
+
+
+FORCED: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "brew",
+        "parameters": {
+            "properties": {
+                "kind": {"type": "string"},
+                "cups": {"$ref": "#/$defs/cups"},
+                "milk": {"enum": ["no", "yes"]},
+            },
+            "required": ["kind"],
+            "$defs": {"cups": {"type": "integer"}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        ({"kind": 'green <b>\n"A"'}, True),
+        ({"kind": "", "cups": "2", "milk": "no"}, True),
+        ({"kind": "x", "milk": "yes"}, True),
+        ({"cups": "2"}, False),
+        ({"kind": "x", "cups": "two"}, False),
+        ({"kind": "x", "milk": "maybe"}, False),
+        ({"kind": "x", "sugar": "1"}, False),
+    ],
+)
+def test_a_forced_call_in_tags_keeps_to_its_schema(
+    coder: AsgiClient, engine: FakeEngine, arguments: dict[str, str], *, fits: bool
+) -> None:
+    assert coder.post(PATH, messages=[ASK], tools=[FORCED], tool_choice="required").is_success
+    grammar = engine.seen[0].sampling.grammar
+    assert grammar is not None
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(grammar.source))
+    lines = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in arguments.items()]
+    text = f"<tool_call>\n<function=brew>\n{''.join(lines)}</function>\n</tool_call>".encode()
+    assert (matcher.try_consume_tokens(list(text)) == len(text)) is fits
+    assert not fits or matcher.is_accepting()
+
+
+def test_prefill_and_decode_apart_cut_nowhere(client: AsgiClient, engine: FakeEngine) -> None:
+    """What the first token shows and what comes after it are the whole, with a tag in between."""
+    engine.script = saying(CALL)
+    ordered = {"do_remote_decode": True}
+    prefilled = ask(client, max_tokens=1, kv_transfer_params=ordered).json()
+    params = prefilled["kv_transfer_params"] | {
+        "first_token_delivered": True,
+        "last_token_id": CALL.encode()[0],
+    }
+    assert prefilled["choices"][0]["message"]["content"] == ""
+    both = [BREW, POUR]
+    chunks = client.stream(PATH, messages=[ASK], tools=both, kv_transfer_params=params)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert not any(delta.get("content") for delta in deltas)
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"cups": 2}'

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mooncake_engine.admission import check_request
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.messages import EngineInfo, EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.params import KVTransferParams, TransferMode
+
+FACTS = EngineInfo(64, 50, (3,), 16, 16, "engine")
+
+
+def check(sampling: SamplingParams) -> None:
+    check_request(EngineRequest("r", (1, 2), sampling), FACTS, TransferMode.NONE)
+
+
+def test_an_instance_whose_kv_no_peer_can_read_keeps_none_for_one() -> None:
+    wanted = KVTransferParams(keeps_kv=True)
+    request = EngineRequest("r", (1, 2), SamplingParams(), kv_transfer_params=wanted)
+    check_request(request, FACTS, TransferMode.PULL)
+    with pytest.raises(InvalidRequest, match="keeps KV in a form that only its own device reads"):
+        check_request(request, replace(FACTS, lends_kv=False), TransferMode.PULL)
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"logit_bias must be token ids in \[0, 50\), got 50"):
+        check(SamplingParams(logit_bias=((50, 1.0),)))
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids must be .* got -1"):
+        check(SamplingParams(stop_token_ids=(-1,)))
+
+
+def test_ids_inside_it_are_taken() -> None:
+    check(SamplingParams(logit_bias=((49, 1.0),), stop_token_ids=(0,)))

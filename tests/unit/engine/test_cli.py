@@ -1,0 +1,265 @@
+"""Command lines to configurations, and back."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mooncake_engine
+from mooncake_engine.cli import build_parser, engine_argv, engine_config, kv_transfer_config, main
+from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.process.local_deployment import LocalDeployment
+from mooncake_engine.process.progress_bar import ProgressBar
+from mooncake_hal.port_range import PortRange
+from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    return build_parser().parse_args(argv)
+
+
+def test_the_defaults_are_the_configs(model: Path) -> None:
+    args = parse("serve", "--model", str(model))
+    assert engine_config(args, kv_transfer_config(args)) == EngineConfig(model=model)
+
+
+def test_every_engine_option_reaches_the_config(model: Path) -> None:
+    args = parse(
+        *("serve", "--model", str(model), "--role", "prefill", "--backend", "cpu"),
+        *("--served-model-name", "tiny", "--device", "1", "--dtype", "float32", "--tp-size", "2"),
+        *("--pp-size", "3", "--block-size", "32", "--kv-layout", "packed", "--num-kv-blocks", "7"),
+        *("--kv-cache-bytes", "1.5G", "--max-model-len", "100", "--max-num-seqs", "3"),
+        *("--max-num-batched-tokens", "64", "--max-queued-requests", "5"),
+        *("--no-prefix-caching", "--threads", "2", "--seed", "11"),
+    )
+    kv_transfer = kv_transfer_config(args)
+    assert engine_config(args, kv_transfer) == EngineConfig(
+        model=model,
+        served_model_name="tiny",
+        role=Role.PREFILL,
+        backend="cpu",
+        device=1,
+        dtype="float32",
+        tp_size=2,
+        pp_size=3,
+        block_size=32,
+        kv_layout="packed",
+        num_kv_blocks=7,
+        kv_cache_bytes=3 << 29,
+        max_model_len=100,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        max_queued_requests=5,
+        prefix_caching=False,
+        kv_transfer=KVTransferConfig(),
+        threads=2,
+        seed=11,
+    )
+
+
+def test_every_transfer_option_reaches_the_config(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("open sesame\n")
+    args = parse(
+        *("serve", "--model", "m", "--role", "decode", "--kv-connector", "Another"),
+        *("--kv-host", "10.0.0.1", "--kv-port", "5", "--transport", "shm", "--transport", "tcp"),
+        *("--kv-secret-file", str(tmp_path / "secret"), "--lease-seconds", "3"),
+        *("--transfer-timeout-seconds", "4", "--kv-load-failure", "fail"),
+        *("--kv-advertise-host", "10.9.9.9", "--kv-port-range", "21000-21099"),
+    )
+    assert kv_transfer_config(args) == KVTransferConfig(
+        connector="Another",
+        host="10.0.0.1",
+        port=5,
+        advertise_host="10.9.9.9",
+        port_range=PortRange(21_000, 21_099),
+        transports=("shm", "tcp"),
+        secret="open sesame",
+        lease_s=3.0,
+        transfer_timeout_s=4.0,
+        load_failure=LoadFailurePolicy.FAIL,
+    )
+
+
+def test_what_is_no_range_of_ports_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("serve", "--model", "m", "--kv-port-range", "21000..21099")
+    assert "wanted a range of ports such as 14000-14099" in capsys.readouterr().err
+
+
+def test_an_instance_of_both_roles_moves_no_kv_unless_told() -> None:
+    assert kv_transfer_config(parse("serve", "--model", "m")) is None
+    told = parse("serve", "--model", "m", "--kv-connector", "MooncakeConnector")
+    assert kv_transfer_config(told) == KVTransferConfig()
+
+
+def test_an_empty_secret_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("\n")
+    args = parse(
+        "serve", "--model", "m", "--role", "decode", "--kv-secret-file", str(tmp_path / "secret")
+    )
+    with pytest.raises(ConfigError, match="is empty"):
+        kv_transfer_config(args)
+
+
+@pytest.mark.parametrize("text", ["many", "5X", "G", ""])
+def test_byte_counts_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("serve", "--model", "m", "--kv-cache-bytes", text)
+    assert "wanted bytes such as 512M or 4G" in capsys.readouterr().err
+
+
+def test_instances_get_what_differs_from_the_defaults(model: Path) -> None:
+    args = parse(
+        *("up", "--model", str(model), "--block-size", "32", "--no-prefix-caching"),
+        *("--threads", "3", "--kv-cache-bytes", "64M"),
+    )
+    argv = engine_argv(args)
+    serve = parse("serve", *argv)
+    assert engine_config(serve, None) == EngineConfig(
+        model=model, block_size=32, prefix_caching=False, threads=3, kv_cache_bytes=64 << 20
+    )
+    assert "--max-num-seqs" not in argv
+
+
+def test_instances_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    args = parse("up", "--model", "m", "--prefill", "2", "--decode", "2")
+    assert parse("serve", *engine_argv(args)).threads == 3
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 0)])
+def test_a_deployment_has_both_halves(prefill: int, decode: int) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1, got 0"):
+        LocalDeployment("127.0.0.1", 0, prefill, decode, ())
+
+
+@pytest.mark.parametrize("option", ["--prefill", "--decode", "--threads"])
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_counts_below_one_are_refused(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", "--model", "m", option, value])
+    assert ended.value.code == 2
+    assert (
+        f"argument {option}: must be a number, at least 1, got {value!r}" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_sequence_has_a_token_at_least(
+    command: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--model", str(model), "--max-model-len", "0"]) == 2
+    assert "max_model_len must be at least 1, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+@pytest.mark.parametrize("url", ["nonsense", "collector:4318", "http://", "http://[::1", "ftp://c"])
+def test_traces_go_to_a_url(
+    command: str, url: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--model", str(model), "--otlp-endpoint", url]) == 2
+    assert f"such as http://collector:4318, got {url!r}" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "no/such/model"]) == 2
+    assert capsys.readouterr().err == (
+        "mooncake-engine: error: --model must be a Hugging Face model directory: "
+        "no config.json in no/such/model\n"
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_is_one_line() -> None:
+    terminal = Terminal()
+    bar = ProgressBar(terminal)
+    bar("loading weights", 0.5)
+    bar("loading weights", 1.0)
+    assert terminal.getvalue().count("\n") == 1
+    assert " 50 % loading weights" in terminal.getvalue()
+    assert terminal.getvalue().endswith("100 % loading weights\n")
+
+
+def test_progress_in_a_log_is_a_line_per_quarter(caplog: pytest.LogCaptureFixture) -> None:
+    bar = ProgressBar(io.StringIO())
+    with caplog.at_level(logging.INFO):
+        for percent in range(101):
+            bar("loading weights", percent / 100)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"loading weights: {percent} %" for percent in (0, 25, 50, 75, 100)
+    ]
+
+
+def test_the_public_surface_is_lazy() -> None:
+    assert mooncake_engine.__all__ == ["LLM", "LLMEngine", "SamplingParams"]
+    assert mooncake_engine.LLM.__name__ == "LLM"
+    assert mooncake_engine.SamplingParams().n == 1
+    with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
+        mooncake_engine.Nonsense  # noqa: B018
+    program = (
+        "import sys, mooncake_engine; print({'torch', 'starlette', 'msgspec'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.strip() == b"set()"
+
+
+def test_speculation_is_asked_for_by_its_method(model: Path) -> None:
+    asked = parse(
+        *("serve", "--model", str(model), "--speculative-method", "draft"),
+        *("--speculative-model", str(model), "--num-speculative-tokens", "3"),
+    )
+    wanted = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model)
+    assert engine_config(asked, None).speculative_config == wanted
+    lookup = ("--prompt-lookup-min", "2", "--prompt-lookup-max", "4")
+    asked = parse("serve", "--model", str(model), "--speculative-method", "ngram", *lookup)
+    wanted = SpeculativeConfig(SpeculativeMethod.NGRAM, prompt_lookup_min=2, prompt_lookup_max=4)
+    assert engine_config(asked, None).speculative_config == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        (("--speculative-model", "{model}"), "--speculative-method draft"),
+        (("--prompt-lookup-min", "2"), "--speculative-method ngram"),
+        (("--num-speculative-tokens", "3"), "--speculative-method, one of ngram, draft"),
+    ],
+)
+def test_options_about_drafting_name_themselves_and_what_is_missing(
+    given: tuple[str, str], missing: str, model: Path
+) -> None:
+    options = [word.format(model=model) for word in given]
+    with pytest.raises(ConfigError) as refused:
+        engine_config(parse("serve", "--model", str(model), *options), None)
+    assert str(refused.value).startswith(f"{given[0]} without --speculative-method")
+    assert str(refused.value).endswith(f"add {missing}")
+
+
+def test_a_draft_model_that_is_not_there_is_named(model: Path) -> None:
+    missing = ("--speculative-method", "draft", "--speculative-model", "nowhere")
+    with pytest.raises(ConfigError, match=r"no config\.json in nowhere"):
+        engine_config(parse("serve", "--model", str(model), *missing), None)
+
+
+def test_all_instances_of_a_deployment_are_told_how_to_draft(model: Path) -> None:
+    options = ("--speculative-method", "ngram", "--num-speculative-tokens", "6")
+    args = parse("up", "--model", str(model), "--threads", "1", *options)
+    assert engine_argv(args) == ("--model", str(model), "--threads", "1", *options)

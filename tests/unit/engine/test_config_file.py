@@ -1,0 +1,101 @@
+"""Options that come from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake_engine.cli import OPTIONS, build_parser, engine_argv, main
+from mooncake_engine.config_file import with_config
+from mooncake_engine.errors import ConfigError
+
+FILE = """
+model: /models/m
+kv-cache-bytes: 8G
+served_model_name: [a, b/c]
+transport: [shm, tcp]
+enforce-eager: true
+async-scheduling: false
+max-model-len: 4096
+memory-utilization: 0.5
+tool-call-parser: null
+"""
+
+
+def parse(*argv: str) -> Any:
+    return build_parser().parse_args(with_config(argv, OPTIONS))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "engine.yaml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_a_file_holds_options(file: Path, form: str) -> None:
+    args = parse("serve", *form.format(file).split(" "))
+    assert args.model == Path("/models/m")
+    assert args.kv_cache_bytes == 8 << 30
+    assert args.served_model_name == ["a", "b/c"]
+    assert args.transport == ["shm", "tcp"]
+    assert (args.enforce_eager, args.async_scheduling) == (True, False)
+    assert (args.max_model_len, args.memory_utilization) == (4096, 0.5)
+    assert args.tool_call_parser == "auto"
+
+
+def test_the_command_line_has_the_last_word(file: Path) -> None:
+    args = parse("serve", "--max-model-len", "7", "--config", str(file), "--model", "x")
+    assert (args.max_model_len, args.model) == (7, Path("x"))
+
+
+def test_json_is_read_too(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_bytes(msgspec.json.encode({"model": "m", "port": 1}))
+    assert parse("serve", "--config", str(path)).port == 1
+
+
+def test_instances_of_up_get_them(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "up.yaml"
+    path.write_text("model: m\nprefill: 2\nmax-model-len: 512\nthreads: 1\n")
+    args = parse("up", "--config", str(path))
+    assert args.prefill == 2
+    assert engine_argv(args) == ("--model", "m", "--threads", "1", "--max-model-len", "512")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modell: m", "'modell' is no option of this command"),
+        ("config: other", "'config' is no option of this command"),
+        ("enforce-eager: 1", "enforce-eager is true or false, got 1"),
+        ("model: {a: b}", "model can't be {'a': 'b'}"),
+        ("- model", "can't read --config"),
+        ("model: [", "can't read --config"),
+    ],
+)
+def test_what_a_file_may_not_hold(
+    tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse("serve", "--config", str(path))
+    assert words in str(caught.value)
+    assert main(["serve", "--config", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't read --config"):
+        parse("serve", "--config", str(tmp_path / "missing"))
+
+
+def test_other_commands_have_no_files() -> None:
+    assert with_config(["generate", "--config", "x"], OPTIONS) == ["generate", "--config", "x"]
+    assert with_config([], OPTIONS) == []
+    assert with_config(["serve", "--config"], OPTIONS) == ["serve", "--config"]

@@ -1,0 +1,75 @@
+"""What the engine makes of mooncake_kv's errors, and of steps for a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineError, InvalidRequest, PortTaken
+from mooncake_engine.execution.worker_extension import ExtensionContext
+from mooncake_engine.kv_connector import ConnectorExtension, engine_errors, find_connector
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
+from mooncake_kv.connector_worker import PushStep
+from mooncake_kv.errors import InvalidKVParams, KVConfigError, SideChannelPortTaken
+
+
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [
+        (SideChannelPortTaken("port 1"), PortTaken),
+        (KVConfigError("no such host"), ConfigError),
+        (InvalidKVParams("kv_transfer_params: no"), InvalidRequest),
+    ],
+)
+def test_errors_are_the_engines(raised: Exception, error: type[EngineError]) -> None:
+    with pytest.raises(error) as found, engine_errors():
+        raise raised
+    assert type(found.value) is error
+    assert str(found.value) == str(raised)
+    assert found.value.__cause__ is raised
+    if isinstance(found.value, InvalidRequest):
+        assert (found.value.param, found.value.status) == ("kv_transfer_params", 400)
+
+
+def test_an_unknown_connector_is_a_wrong_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"'Nothing' is not known; known are .*MooncakeConnector"):
+        find_connector("Nothing")
+
+
+def test_a_worker_needs_a_kv_transfer_configuration() -> None:
+    context = cast(Any, ExtensionContext)(
+        0, 1, 0, None, None, None, EngineConfig(Path("m")), None, None
+    )
+    with pytest.raises(ConfigError, match="ConnectorExtension needs a kv_transfer configuration"):
+        ConnectorExtension(context)
+
+
+def push_steps(*plans: StepPlan) -> list[list[PushStep]]:
+    extension: Any = ConnectorExtension.__new__(ConnectorExtension)
+    extension._sending, extension._restarts = set(), {}
+    return [extension._push_steps(plan) for plan in plans]
+
+
+def new(name: str, *, sends_kv: bool) -> NewRequest:
+    return NewRequest(name, (1, 2, 3), 3, SamplingParams(), 0, (7,), sends_kv)
+
+
+def test_a_worker_hears_of_requests_that_send_their_kv_and_of_no_others() -> None:
+    first = (ScheduledSequence("a", 0, 2), ScheduledSequence("b", 0, 2))
+    second = (ScheduledSequence("a", 2, 1, (8,)), ScheduledSequence("b", 2, 1))
+    found = push_steps(
+        StepPlan(0, (), (new("a", sends_kv=True), new("b", sends_kv=False)), sequences=first),
+        StepPlan(1, sequences=second),
+        StepPlan(2, ("a",), sequences=second[1:]),
+    )
+    assert found == [[PushStep("a", 2, (), (7,))], [PushStep("a", 3, (8,))], []]
+
+
+def test_a_request_that_starts_over_says_so() -> None:
+    begin = StepPlan(0, (), (new("a", sends_kv=True),), sequences=(ScheduledSequence("a", 0, 2),))
+    again = StepPlan(1, (), (new("a", sends_kv=True),), sequences=(ScheduledSequence("a", 0, 3),))
+    assert [steps[0].restart for steps in push_steps(begin, again)] == [(7,), (7,)]

@@ -1,0 +1,221 @@
+"""Offline generation over a real core: order, parameters, errors and the end."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+from support.fake_engine import EOS, saying
+from support.scripted_core import ScriptedExecutor, scripted_engine
+
+from mooncake_engine.errors import DeadlineExceeded, EngineDead, InvalidRequest, PromptTooLong
+from mooncake_engine.llm import LLM
+from mooncake_engine.llm_engine import LLMEngine
+from mooncake_engine.messages import FinishReason
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def executor() -> ScriptedExecutor:
+    return ScriptedExecutor()
+
+
+@pytest.fixture
+def engine(executor: ScriptedExecutor, byte_tokenizer: Tokenizer) -> LLMEngine:
+    return LLMEngine(scripted_engine(executor), byte_tokenizer)
+
+
+@pytest.fixture
+def llm(engine: LLMEngine) -> Iterator[LLM]:
+    with LLM.from_engine(engine) as llm:
+        yield llm
+
+
+def test_outputs_come_in_the_prompts_order(llm: LLM) -> None:
+    outputs = llm.generate(["tea", "milk", list(b"no")])  # type: ignore[list-item]
+    assert [output.outputs[0].text for output in outputs] == ["TEA", "MILK", "NO"]
+    assert [output.prompt for output in outputs] == ["tea", "milk", None]
+    assert outputs[0].prompt_token_ids == tuple(b"tea")
+    assert outputs[0].outputs[0].token_ids == (*b"TEA", EOS)
+    assert outputs[0].outputs[0].finish_reason is FinishReason.STOP
+
+
+def seeds_of_requests(tokenizer: Tokenizer, seed: int | None) -> list[int]:
+    executor = ScriptedExecutor()
+    with LLM.from_engine(LLMEngine(scripted_engine(executor, seed=seed), tokenizer)) as llm:
+        llm.generate(
+            ["tea", "milk", "water"],
+            [SamplingParams(), SamplingParams(seed=3), SamplingParams(n=2)],
+        )
+    return [admitted.seed for admitted in executor.seen]
+
+
+def test_the_engines_seed_fixes_those_of_requests_without_one(byte_tokenizer: Tokenizer) -> None:
+    first = seeds_of_requests(byte_tokenizer, 7)
+    assert first == seeds_of_requests(byte_tokenizer, 7)
+    assert first != seeds_of_requests(byte_tokenizer, 8)
+    assert first[1] == 3, "a request's own seed counts"
+    assert len(set(first)) == len(first), "choices of one prompt differ, too"
+
+
+def test_without_a_seed_each_engine_draws_others(byte_tokenizer: Tokenizer) -> None:
+    assert seeds_of_requests(byte_tokenizer, None) != seeds_of_requests(byte_tokenizer, None)
+
+
+def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
+    assert [output.outputs[0].text for output in llm.generate("tea")] == ["TEA"]
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    outputs = llm.generate(
+        ["tea", "milk"], [SamplingParams(max_tokens=1), SamplingParams(stop=("LK",))]
+    )
+    assert [output.outputs[0].text for output in outputs] == ["T", "MI"]
+    assert outputs[1].outputs[0].stop_reason == "LK"
+
+
+def test_several_answers(llm: LLM, executor: ScriptedExecutor) -> None:
+    executor.script = saying("one", "two")
+    prompt = "count" * 10
+    output = llm.generate(prompt, SamplingParams(n=2, seed=5, logprobs=0))[0]
+    assert [answer.text for answer in output.outputs] == ["one", "two"]
+    assert [answer.index for answer in output.outputs] == [0, 1]
+    assert len(output.outputs[0].logprobs) == len("one") + 1
+    assert sorted(str(request.sampling.seed) for request in executor.seen) == ["5", "6"]
+    assert llm.generate(prompt)[0].num_cached_tokens == 48
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_the_most_probable_answers_of_several(
+    llm: LLM, executor: ScriptedExecutor, logprobs: int | None
+) -> None:
+    executor.script = saying("three", "one", "four")  # equal per token: short ones are probable
+    output = llm.generate("count", SamplingParams(n=2, best_of=3, seed=5, logprobs=logprobs))[0]
+    assert [answer.text for answer in output.outputs] == ["one", "four"]
+    assert [answer.index for answer in output.outputs] == [0, 1]
+    assert [bool(answer.logprobs) for answer in output.outputs] == [logprobs is not None] * 2
+    assert len(executor.seen) == 3
+
+
+def test_the_prefix_cache_can_be_reset(llm: LLM) -> None:
+    prompt = "count" * 10
+    llm.generate(prompt)
+    assert llm.generate(prompt)[0].num_cached_tokens == 48
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt)[0].num_cached_tokens == 0
+
+
+def test_chat_with_one_conversation_or_several(llm: LLM, executor: ScriptedExecutor) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    llm.chat(conversation)
+    llm.chat([conversation, conversation])
+    prompts = {bytes(request.token_ids) for request in executor.seen}
+    assert prompts == {b"<|user|>hi\n<|assistant|>"}
+    assert len(executor.seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error"), [([""], InvalidRequest), (["tea", "x" * 300], PromptTooLong)]
+)
+def test_a_wrong_prompt_runs_nothing(
+    llm: LLM, executor: ScriptedExecutor, prompts: list[str], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        llm.generate(prompts)
+    assert executor.seen == []
+    assert [output.outputs[0].text for output in llm.generate("tea")] == ["TEA"]
+    assert len(executor.seen) == 1
+
+
+def test_parameters_must_match_the_prompts(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="2 prompts need one sampling_params or as many"):
+        llm.generate(["tea", "milk"], [SamplingParams()])
+
+
+def test_death_reaches_the_caller(llm: LLM, executor: ScriptedExecutor) -> None:
+    executor.die_at = 1
+    with pytest.raises(EngineDead, match="out of luck"):
+        llm.generate(["tea", "milk", "no"])
+
+
+def test_progress(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("mooncake_engine.process.progress_bar.sys.stderr", terminal)
+    llm.generate(["tea", "milk"], shows_progress=True)
+    assert "100 % generating" in terminal.getvalue()
+
+
+def test_closing_ends_the_engine(llm: LLM, executor: ScriptedExecutor) -> None:
+    llm.close()
+    llm.close()
+    assert executor.is_closed
+
+
+def finish(engine: LLMEngine) -> dict[tuple[str, int], str]:
+    """Step to the end; the text of every answer."""
+    texts: dict[tuple[str, int], str] = {}
+    while engine.has_unfinished_requests:
+        for update in engine.step():
+            if update.error is not None:
+                raise update.error
+            key = (update.request_id, update.index)
+            texts[key] = texts.get(key, "") + update.update.text
+    return texts
+
+
+def test_a_step_tells_what_is_new(engine: LLMEngine) -> None:
+    assert engine.add_request("a", "tea") == tuple(b"tea")
+    engine.add_request("b", "no", SamplingParams(n=2))
+    first = engine.step()
+    assert {(u.request_id, u.index, u.update.text) for u in first} == {
+        ("a", 0, "T"),
+        ("b", 0, "N"),
+        ("b", 1, "N"),
+    }
+    assert finish(engine) == {("a", 0): "EA", ("b", 0): "O", ("b", 1): "O"}
+
+
+def test_an_aborted_request_is_not_heard_of_again(
+    engine: LLMEngine, executor: ScriptedExecutor
+) -> None:
+    engine.add_request("a", "tea")
+    engine.add_request("b", "milk")
+    engine.step()
+    engine.abort_request("a")
+    engine.abort_request("unknown")
+    assert finish(engine) == {("b", 0): "ILK"}
+    assert executor.live.keys() <= {"b-0"}
+    engine.add_request("a", "tea")
+    assert finish(engine) == {("a", 0): "TEA"}
+
+
+def test_an_id_belongs_to_one_live_request(engine: LLMEngine) -> None:
+    engine.add_request("a", "tea")
+    with pytest.raises(InvalidRequest, match="a request 'a' runs already"):
+        engine.add_request("a", "milk")
+    assert finish(engine) == {("a", 0): "TEA"}
+
+
+def test_the_more_urgent_goes_first(byte_tokenizer: Tokenizer) -> None:
+    executor = ScriptedExecutor()
+    engine = LLMEngine(scripted_engine(executor, max_num_seqs=1), byte_tokenizer)
+    engine.add_request("later", "milk", priority=1)
+    engine.add_request("sooner", "tea", priority=-1)
+    finish(engine)
+    assert [request.request_id for request in executor.seen] == ["sooner-0", "later-0"]
+
+
+def test_a_request_past_its_time_ends_with_a_typed_error(engine: LLMEngine) -> None:
+    engine.add_request("a", "tea", timeout_s=1e-9)
+    engine.add_request("b", "no")
+    updates = engine.step()
+    [late] = [update for update in updates if update.request_id == "a"]
+    assert isinstance(late.error, DeadlineExceeded)
+    assert "not finished within 1e-09 s" in str(late.error)
+    assert finish(engine) == {("b", 0): "O"}

@@ -1,0 +1,136 @@
+"""The text of one answer: what is shown, what is left out, and what the engine is told."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from support.fake_engine import EOS, FakeEngine, saying
+
+from mooncake_engine.errors import RequestFailed
+from mooncake_engine.messages import EngineRequest, FinishReason
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.text.completion_output import TextUpdate, generate_text
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_kv.params import NO_KV_TRANSFER, FirstToken, KVTransferParams
+
+
+def run(
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    sampling: SamplingParams,
+    params: KVTransferParams = NO_KV_TRANSFER,
+    *,
+    is_first_delivered: bool = False,
+) -> list[TextUpdate]:
+    request = EngineRequest("r", tuple(b"prompt"), sampling, params)
+
+    async def collect() -> list[TextUpdate]:
+        stream = generate_text(engine, tokenizer, request, is_first_delivered=is_first_delivered)
+        async with aclosing(stream) as updates:
+            return [update async for update in updates]
+
+    return asyncio.run(collect())
+
+
+def text_of(updates: list[TextUpdate]) -> str:
+    return "".join(update.text for update in updates)
+
+
+def test_the_stop_token_counts_and_is_not_shown(byte_tokenizer: Tokenizer) -> None:
+    updates = run(FakeEngine(saying("tea")), byte_tokenizer, SamplingParams())
+    assert text_of(updates) == "tea"
+    assert updates[-1].finish is FinishReason.STOP
+    assert updates[-1].token_ids == (EOS,)
+    assert updates[-1].stop_reason is None
+
+
+def test_the_stop_token_is_shown_on_demand(byte_tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
+    assert text_of(run(FakeEngine(saying("tea")), byte_tokenizer, sampling)) == "tea<|eos|>"
+
+
+def test_a_stop_token_of_the_client_is_the_stop_reason(byte_tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(stop_token_ids=(EOS,))
+    updates = run(FakeEngine(saying("tea")), byte_tokenizer, sampling)
+    assert updates[-1].stop_reason == EOS
+
+
+def test_a_stop_string_ends_the_request(byte_tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(saying("tea, cake, honey"))
+    updates = run(engine, byte_tokenizer, SamplingParams(stop=(", c",), max_tokens=None))
+    assert text_of(updates) == "tea"
+    assert updates[-1].finish is FinishReason.STOP
+    assert updates[-1].stop_reason == ", c"
+    assert sum(len(update.token_ids) for update in updates) == len("tea, c")
+    assert engine.left_early == ["r"]
+
+
+def test_held_back_text_comes_out_at_the_length_limit(byte_tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(stop=("ten",), max_tokens=2)
+    updates = run(FakeEngine(saying("tea")), byte_tokenizer, sampling)
+    assert [update.text for update in updates] == ["", "te"]
+    assert updates[-1].finish is FinishReason.LENGTH
+
+
+def test_offsets_count_decoded_characters(byte_tokenizer: Tokenizer) -> None:
+    updates = run(FakeEngine(saying("é!")), byte_tokenizer, SamplingParams(logprobs=0))
+    assert [update.text_offsets for update in updates] == [(0,), (0,), (1,), (2,)]
+    assert [entry.token_id for u in updates for entry in u.logprobs] == [*"é!".encode(), EOS]
+
+
+def test_a_failed_request_says_why(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestFailed, match="bad luck"):
+        run(FakeEngine(saying("tea"), fail_at=1), byte_tokenizer, SamplingParams())
+
+
+def test_a_handed_over_answer_keeps_held_back_text(byte_tokenizer: Tokenizer) -> None:
+    """The decode instance shows it, once it is certain."""
+    updates = run(
+        FakeEngine(saying("é")), byte_tokenizer, SamplingParams(), KVTransferParams(keeps_kv=True)
+    )
+    assert text_of(updates) == ""
+    assert updates[-1].finish is FinishReason.LENGTH
+    assert updates[-1].kv_transfer_params is not None
+
+
+def test_a_stop_string_in_the_first_token_releases_the_kv(byte_tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(saying("x marks"))
+    updates = run(
+        engine, byte_tokenizer, SamplingParams(stop=("x",)), KVTransferParams(keeps_kv=True)
+    )
+    assert updates[-1].finish is FinishReason.STOP
+    assert updates[-1].kv_transfer_params is None
+    assert engine.aborted == ["r"]
+
+
+@pytest.mark.parametrize("answer", ["tea", "é!", "END of"])
+def test_two_halves_are_one_whole(byte_tokenizer: Tokenizer, answer: str) -> None:
+    sampling = SamplingParams(stop=("ENDE",), logprobs=1)
+    whole = run(FakeEngine(saying(answer)), byte_tokenizer, sampling)
+    first = run(
+        FakeEngine(saying(answer)), byte_tokenizer, sampling, KVTransferParams(keeps_kv=True)
+    )
+    incoming = KVTransferParams(first_token=FirstToken(answer.encode()[0]))
+    rest = run(
+        FakeEngine(saying(answer)), byte_tokenizer, sampling, incoming, is_first_delivered=True
+    )
+    assert text_of(first) + text_of(rest) == text_of(whole) == answer
+    logprobs = [[entry for update in part for entry in update.logprobs] for part in (first, rest)]
+    assert logprobs[0] + logprobs[1] == [entry for update in whole for entry in update.logprobs]
+    assert len(logprobs[0]) == 1
+    assert [i for update in rest for i in update.token_ids] == [*answer.encode(), EOS]
+
+
+def test_leaving_early_ends_the_request(byte_tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(saying("tea"))
+
+    async def leave() -> None:
+        request = EngineRequest("r", tuple(b"prompt"), SamplingParams())
+        async with aclosing(generate_text(engine, byte_tokenizer, request)) as updates:
+            async for _ in updates:
+                break
+
+    asyncio.run(leave())
+    assert engine.left_early == ["r"]

@@ -1,0 +1,112 @@
+"""Tokenizer: text to ids and back, chat templates, fingerprints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.byte_tokenizer import EOS, write_byte_tokenizer
+
+from mooncake_engine.errors import CheckpointError, InvalidRequest
+from mooncake_engine.text.tokenizer import Tokenizer, token_to_bytes, tokenizer_fingerprint
+
+USER = {"role": "user", "content": "hi"}
+
+
+def test_encodes_and_decodes(byte_tokenizer: Tokenizer) -> None:
+    ids = byte_tokenizer.encode("é → 🍵<|eos|>")
+    assert ids == (*"é → 🍵".encode(), EOS)
+    assert byte_tokenizer.decode(ids) == "é → 🍵"
+    assert byte_tokenizer.decode(ids, skip_special_tokens=False) == "é → 🍵<|eos|>"
+
+
+def test_knows_every_tokens_bytes(byte_tokenizer: Tokenizer) -> None:
+    assert [byte_tokenizer.token_bytes(i) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert byte_tokenizer.token_bytes(EOS) == b"<|eos|>"
+    assert byte_tokenizer.token_bytes(257) == b"<|a note|>"  # a space: no byte-level spelling
+    assert byte_tokenizer.token_bytes(9999) == b""  # the model's vocabulary may be padded
+
+
+def test_knows_bytes_of_fallback_tokens(fallback_tokenizer: Tokenizer) -> None:
+    ids = fallback_tokenizer.encode("to é")
+    assert b"".join(map(fallback_tokenizer.token_bytes, ids)) == "to é".encode()
+
+
+def test_special_ids_are_the_special_tokens_only(byte_tokenizer: Tokenizer) -> None:
+    assert byte_tokenizer.special_ids == {EOS}
+
+
+def test_renders_chat(byte_tokenizer: Tokenizer) -> None:
+    assert byte_tokenizer.render_chat([USER]) == "<|user|>hi\n<|assistant|>"
+    assert byte_tokenizer.render_chat([USER], add_generation_prompt=False) == "<|user|>hi\n"
+
+
+def test_continues_the_final_message(byte_tokenizer: Tokenizer) -> None:
+    messages = [USER, {"role": "assistant", "content": "Well"}]
+    text = byte_tokenizer.render_chat(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert text == "<|user|>hi\n<|assistant|>Well"
+
+
+def test_a_templates_refusal_is_the_clients_error(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="refuses these messages: no tools here") as info:
+        byte_tokenizer.render_chat([{"role": "tool", "content": "42"}])
+    assert info.value.param == "messages"
+
+
+def test_reserved_template_kwargs_are_refused(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="may not set 'chat_template'"):
+        byte_tokenizer.render_chat([USER], template_kwargs={"chat_template": "{{ 1 }}"})
+
+
+def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path, chat_template=None))
+    with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
+        tokenizer.render_chat([USER])
+
+
+def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
+    first = write_byte_tokenizer(tmp_path / "first")
+    twin = write_byte_tokenizer(tmp_path / "twin")
+    assert tokenizer_fingerprint(first) == tokenizer_fingerprint(twin)
+    (twin / "weights.bin").write_bytes(b"no part of a tokenizer")
+    assert tokenizer_fingerprint(first) == tokenizer_fingerprint(twin)
+    (twin / "chat_template.jinja").write_text("another layout")
+    assert tokenizer_fingerprint(first) != tokenizer_fingerprint(twin)
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"wanted tokenizer.json .* found none"):
+        Tokenizer.load(tmp_path)
+
+
+def test_half_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    content = (directory / "tokenizer.json").read_text()
+    (directory / "tokenizer.json").write_text(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="can't load the tokenizer"):
+        Tokenizer.load(directory)
+
+
+def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"ByteLevel, Metaspace .* found \['WordPiece'\]"):
+        Tokenizer.load(directory)
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [("▁tea", b" tea"), ("<0xE8>", b"\xe8"), ("<0xE8>x", b"<0xE8>x"), ("茶", "茶".encode())],
+)
+def test_sentencepiece_tokens(token: str, expected: bytes) -> None:
+    assert token_to_bytes({"type": "Metaspace"})(token) == expected
+
+
+def test_no_decoder_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="found no decoder"):
+        token_to_bytes(None)

@@ -1,0 +1,319 @@
+"""Tool calls found in text: well-formed ones are calls, everything else stays text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mooncake_engine.text.tool_call_parsers import (
+    PARSERS,
+    HermesParser,
+    Llama3Parser,
+    Qwen3CoderParser,
+    ToolCallParser,
+    detect_parser,
+)
+
+Calls = list[tuple[str, str]]
+
+
+def parse(parser: ToolCallParser, *pieces: str) -> tuple[str, Calls]:
+    """All content, and name and arguments of every call."""
+    content, calls = "", []  # type: ignore[var-annotated]
+    for parsed in [*(parser.push(piece) for piece in pieces), parser.finish()]:
+        content += parsed.content
+        for delta in parsed.calls:
+            if delta.name is not None:
+                assert delta.index == len(calls)
+                calls.append((delta.name, ""))
+            name, arguments = calls[delta.index]
+            calls[delta.index] = (name, arguments + delta.arguments)
+    return content, calls
+
+
+TEA = '<tool_call>\n{"name": "brew", "arguments": {"cups": 2}}\n</tool_call>'
+MILK = '<tool_call>{"name":"pour","arguments":{"what":"milk } \\" ]"}}</tool_call>'
+HERMES = [
+    ("no calls at all", "no calls at all", []),
+    ("", "", []),
+    (TEA, "", [("brew", '{"cups": 2}')]),
+    (TEA.replace("{", " \n\n { "), "", [("brew", '{ "cups": 2}')]),
+    (f"First:\n{TEA}", "First:\n", [("brew", '{"cups": 2}')]),
+    (f"{TEA}\n{MILK}\n", "", [("brew", '{"cups": 2}'), ("pour", '{"what":"milk } \\" ]"}')]),
+    (f"{TEA}\nDone.", "\nDone.", [("brew", '{"cups": 2}')]),
+    ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ('<tool_call>{"name": "f", "parameters": {}}</tool_call>', "", [("f", "{}")]),
+    ('<tool_call>{"name": "f\\u00e9", "arguments": {}}</tool_call>', "", [("fé", "{}")]),
+    # malformed: text
+    ("<tool_call>soon</tool_call>", "<tool_call>soon</tool_call>", []),
+    ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+    ('<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
+    ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
+    (f"<tool_call>oh\n{TEA}", "<tool_call>oh\n", [("brew", '{"cups": 2}')]),
+    ("a <tool_ b", "a <tool_ b", []),
+    ("a <tool_call", "a <tool_call", []),
+    # malformed after the arguments have begun: the call keeps what was its own
+    ('<tool_call>{"name": "f", "arguments": {"a": [1}', "}", [("f", '{"a": [1')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ('<tool_call>{"name": "f", "arguments": {}, "id": 7}', ', "id": 7}', [("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": {}}</tool', "</tool", [("f", "{}")]),
+]
+LLAMA = [
+    ("no calls at all", "no calls at all", []),
+    ('{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    (' \n<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    (
+        '{"name": "f", "parameters": {}}; {"name": "g", "arguments": {}}\n',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    ('{"name": "f", "parameters": {}} as you like', " as you like", [("f", "{}")]),
+    ('{"cups": 2}', '{"cups": 2}', []),
+    ('{"cups": ', '{"cups": ', []),
+    ('Well, {"name": "f", "parameters": {}}', 'Well, {"name": "f", "parameters": {}}', []),
+    ("<|python", "<|python", []),
+    ("  ", "  ", []),
+]
+CODER_TEA = """<tool_call>
+<function=brew>
+<parameter=kind>
+green "A"
+
+</parameter>
+<parameter=cups>
+2
+</parameter>
+</function>
+</tool_call>"""
+CODER = [
+    ("no calls at all", "no calls at all", []),
+    (CODER_TEA, "", [("brew", '{"kind": "green \\"A\\"\\n", "cups": "2"}')]),
+    (
+        f"First:\n{CODER_TEA}\n{CODER_TEA}\nDone.",
+        "First:\n\nDone.",
+        [("brew", '{"kind": "green \\"A\\"\\n", "cups": "2"}')] * 2,
+    ),
+    ("<tool_call><function=f></function></tool_call>", "", [("f", "{}")]),
+    # tags that models forget
+    ("<function=f>\n</function>\n</tool_call>\n", "", [("f", "{}")]),
+    ("So: <function=f></function> <function=g></function>", "So: ", [("f", "{}"), ("g", "{}")]),
+    ("<tool_call>\n<function=f>\n</tool_call> so", " so", [("f", "{}")]),
+    # one line, and what looks like a tag in a value
+    ("<function=f><parameter=a>x</parameter></function>", "", [("f", '{"a": "x"}')]),
+    (
+        "<function=f><parameter=a>\n</function>\n</parameter></function>",
+        "",
+        [("f", '{"a": "</function>"}')],
+    ),
+    ("<function=f><parameter=a>\n</parameter></function>", "", [("f", '{"a": ""}')]),
+    # malformed: text
+    ("<tool_call>soon</tool_call>", "<tool_call>soon</tool_call>", []),
+    ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+    ("<function=\nf>", "<function=\nf>", []),
+    ("<function=> <function= >", "<function=> <function= >", []),
+    ("a <function=f", "a <function=f", []),
+    ("<tool_call>\n<func", "<tool_call>\n<func", []),
+    (f"<function={'f' * 1025}></function>", f"<function={'f' * 1025}></function>", []),
+    # malformed after the call has begun
+    ("<function=f>\noh <function=g></function>", "\noh ", [("f", "{}"), ("g", "{}")]),
+    ("<function=f>\n<parameter=a>\nx\n</para", "", [("f", '{"a": "x\\n</para')]),
+    ("<function=f>\n", "", [("f", "{")]),
+]
+CASES = [
+    *((HermesParser, *case) for case in HERMES),
+    *((Llama3Parser, *case) for case in LLAMA),
+    *((Qwen3CoderParser, *case) for case in CODER),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "content", "calls"), CASES)
+def test_tells_calls_from_text(
+    kind: type[ToolCallParser], text: str, content: str, calls: Calls
+) -> None:
+    assert parse(kind(), text) == (content, calls)
+    assert parse(kind(), *text) == (content, calls)
+
+
+def test_arguments_arrive_as_they_are_written() -> None:
+    parser = HermesParser()
+    assert parser.push("So: <tool_").content == "So: "
+    assert parser.push('call>{"name": "brew", "argu').calls == ()
+    [named] = parser.push('ments": ').calls or parser.push("{").calls[:1]
+    assert (named.index, named.name) == (0, "brew")
+    assert [delta.arguments for delta in parser.push('"cups": 2').calls] == ['"cups": 2']
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", '{"name": "f", "arguments": {'),
+    *('{"name": "f", "parameters": {"a": "', '"name": "g"', '"arguments": {', "{", "}", "[", "]"),
+    *('"', "\\", ":", ",", ";", " ", "\n", "é", "}}</tool_call>", "}}"),
+    *("<function=f>", "<function=", "</function>", "<parameter=a>", "</parameter>", ">", "<"),
+]
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Pieces of calls in any order, with words that can be told apart among them."""
+    fragments = draw(st.lists(st.sampled_from([*FRAGMENTS, "word"]), max_size=30))
+    return "".join(
+        f"w{i}." if fragment == "word" else fragment for i, fragment in enumerate(fragments)
+    )
+
+
+@settings(max_examples=300)
+@given(kind=st.sampled_from(list(PARSERS.values())), text=texts(), data=st.data())
+def test_no_word_is_lost_and_cuts_do_not_matter(
+    kind: type[ToolCallParser], text: str, data: st.DataObject
+) -> None:
+    content, calls = parse(kind(), text)
+    shown = content + "".join(name + arguments for name, arguments in calls)
+    words = re.findall(r"w\d+\.", text)
+    assert sorted(re.findall(r"w\d+\.", shown)) == sorted(words)
+    if not calls:
+        assert content == text
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(kind(), *pieces) == (content, calls)
+    assert parse(kind(), *text) == (content, calls)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
+
+
+@settings(max_examples=150)
+@given(
+    wanted=st.lists(st.tuples(st.text(min_size=1, max_size=20), ARGUMENTS), min_size=1, max_size=3),
+    ascii=st.booleans(),
+    indent=st.sampled_from([None, 2]),
+)
+def test_every_well_formed_call_is_found(
+    wanted: list[tuple[str, dict[str, object]]], *, ascii: bool, indent: int | None
+) -> None:
+    def write(field: str) -> list[str]:
+        calls = [{"name": name, field: arguments} for name, arguments in wanted]
+        return [json.dumps(call, ensure_ascii=ascii, indent=indent) for call in calls]
+
+    hermes = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in write("arguments"))
+    for parser, text in (
+        (HermesParser(), hermes),
+        (Llama3Parser(), "; ".join(write("parameters"))),
+    ):
+        content, calls = parse(parser, *text)
+        assert content == ""
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (None, None),
+        ("{{ messages }}", None),
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ('{% if tools %}<|start_header_id|>{"name": …, "parameters": …}{% endif %}', "llama3_json"),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
+        ("{% if tools %}<tool_call>\n<function=…>{% endif %}", "qwen3_coder"),
+    ],
+)
+def test_a_chat_template_tells_its_form(template: str | None, name: str | None) -> None:
+    assert detect_parser(template) == name
+
+
+TYPED: dict[str, dict[str, Any]] = {
+    "f": {
+        "properties": {
+            "string": {"type": "string"},
+            "integer": {"type": "integer"},
+            "number": {"type": "number"},
+            "boolean": {"type": "boolean"},
+            "array": {"type": "array"},
+            "object": {"type": "object"},
+            "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "several": {"type": ["integer", "string"]},
+            "choice": {"enum": ["a", 1]},
+            "referred": {"$ref": "#/$defs/count"},
+            "any": {},
+        },
+        "$defs": {"count": {"type": "integer"}},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("string", "3", "3"),
+        ("string", "null", "null"),
+        ("string", '{"a": 1}', '{"a": 1}'),
+        ("integer", "3", 3),
+        ("integer", "-3.0", -3),
+        ("integer", "3.5", "3.5"),
+        ("integer", "three", "three"),
+        ("integer", "null", None),
+        ("number", "3", 3),
+        ("number", "2.50", 2.5),
+        ("number", "1e999", "1e999"),
+        ("number", "NaN", "NaN"),
+        ("boolean", "true", True),
+        ("boolean", "False", False),
+        ("boolean", "maybe", "maybe"),
+        ("array", '[1, "a"]', [1, "a"]),
+        ("array", "['a', None]", ["a", None]),
+        ("array", "[1,", "[1,"),
+        ("object", '{\n  "a": {"b": []}\n}', {"a": {"b": []}}),
+        ("object", "{'a': True}", {"a": True}),
+        ("object", "{1, 2}", "{1, 2}"),
+        ("object", "[" * 5000, "[" * 5000),
+        ("either", "null", None),
+        ("either", "tea", "tea"),
+        ("several", "3", 3),
+        ("several", "3 cups", "3 cups"),
+        ("choice", "a", "a"),
+        ("choice", "1", 1),
+        ("referred", "7", 7),
+        ("any", "7", "7"),
+        ("unknown", "7", "7"),
+    ],
+)
+def test_an_argument_has_the_type_of_its_schema(name: str, text: str, value: Any) -> None:
+    call = f"<function=f>\n<parameter={name}>\n{text}\n</parameter>\n</function>"
+    for pieces in ([call], list(call)):
+        [(_, arguments)] = parse(Qwen3CoderParser(TYPED), *pieces)[1]
+        assert json.loads(arguments) == {name: value}
+        assert type(json.loads(arguments)[name]) is type(value)
+
+
+@settings(max_examples=150)
+@given(
+    wanted=st.dictionaries(
+        st.text("abc_", min_size=1, max_size=5),
+        st.text().filter(lambda text: "</parameter>" not in text),
+        max_size=4,
+    ),
+    data=st.data(),
+)
+def test_every_string_comes_out_as_it_was_written(
+    wanted: dict[str, str], data: st.DataObject
+) -> None:
+    lines = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in wanted.items()]
+    call = f"<tool_call>\n<function=f>\n{''.join(lines)}</function>\n</tool_call>"
+    cut = data.draw(st.integers(0, len(call)))
+    content, [(name, arguments)] = parse(Qwen3CoderParser(), call[:cut], call[cut:])
+    assert (content, name) == ("", "f")
+    assert json.loads(arguments) == wanted
+
+
+def test_strings_go_on_as_they_are_written() -> None:
+    parser = Qwen3CoderParser()
+    parser.push("<tool_call>\n<function=f>\n<parameter=a>\n")
+    assert [delta.arguments for delta in parser.push("one\n").calls] == ["one"]
+    assert [delta.arguments for delta in parser.push("two</par").calls] == ["\\ntwo"]
+    assert [delta.arguments for delta in parser.push("t").calls] == ["</part"]

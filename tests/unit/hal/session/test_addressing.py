@@ -1,0 +1,113 @@
+"""Where endpoints listen, and what they tell their peers of it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+from support.adapter_engine import load as load_adapter
+from support.ports import free_range
+
+from mooncake_hal.errors import PortsExhausted
+from mooncake_hal.port_range import PortRange
+from mooncake_hal.session import authentication
+from mooncake_hal.session.addressing import advertised_host, open_listener
+from mooncake_hal.transport import EndpointOptions, Transport
+from mooncake_hal.transports.session_endpoint import SessionAddress
+from mooncake_hal.transports.tcp import tcp_sockets
+from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
+
+OPTIONS = EndpointOptions(secret=b"listening")
+
+
+@contextmanager
+def held(host: str, *ports: int) -> Iterator[None]:
+    listeners = [socket.create_server((host, port)) for port in ports]
+    yield
+    for listener in listeners:
+        listener.close()
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def test_the_first_free_port_of_a_range_is_taken() -> None:
+    ports = free_range(3)
+    with held("127.0.0.1", ports.first):
+        options = replace(OPTIONS, port_range=ports)
+        with closing(open_listener(options, "tcp", 8)) as one:
+            assert port_of(one) == ports.first + 1
+            with closing(open_listener(options, "tcp", 8)) as two:
+                assert port_of(two) == ports.last
+                with pytest.raises(PortsExhausted, match=f"tcp: all ports of {ports} are taken"):
+                    open_listener(options, "tcp", 8)
+            with closing(open_listener(replace(options, host="127.0.0.2"), "tcp", 8)) as other:
+                assert port_of(other) == ports.first
+
+
+def test_a_port_that_is_named_need_not_be_in_the_range() -> None:
+    ports = free_range(3)
+    options = replace(OPTIONS, port=ports.last, port_range=PortRange(ports.first, ports.first))
+    with closing(open_listener(options, "tcp", 8)) as found:
+        assert port_of(found) == ports.last
+
+
+def test_another_failure_than_a_taken_port_ends_the_search() -> None:
+    options = replace(OPTIONS, host="192.0.2.1", port_range=PortRange(20_000, 20_001))
+    with pytest.raises(OSError, match=r"can't listen on 192.0.2.1 port 20000"):
+        open_listener(options, "tcp", 8)
+
+
+def test_all_addresses_take_in_both_families() -> None:
+    options = replace(OPTIONS, host="::", advertise_host="127.0.0.1")
+    with closing(open_listener(options, "tcp", 8)) as listener:
+        assert advertised_host(options, listener) == "127.0.0.1"
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port_of(listener)), 5).close()
+
+
+Loader = Callable[[], Transport]
+BOTH = pytest.mark.parametrize(
+    ("load", "kind"),
+    [(load_tcp, tcp_sockets.TcpAddress), (load_adapter, SessionAddress)],
+    ids=["tcp", "control"],
+)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [("127.0.0.1", None), ("::1", None), ("0.0.0.0", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")],
+)
+def test_every_endpoint_listens_and_is_told_of_as_asked(
+    load: Loader, kind: type[tcp_sockets.TcpAddress], host: str, told: str | None
+) -> None:
+    ports = free_range(1, host)
+    options = replace(OPTIONS, host=host, advertise_host=told, port_range=ports)
+    with closing(load().open(options)) as endpoint:
+        address = authentication.decode_address(endpoint.address, kind, endpoint.transport)
+        assert address.port == ports.first
+        assert address.host == (told or host)
+
+
+@BOTH
+def test_whoever_listens_on_all_addresses_must_say_which_is_told(
+    load: Loader, kind: type[tcp_sockets.TcpAddress]
+) -> None:
+    with pytest.raises(ValueError, match="say with advertise_host"):
+        load().open(replace(OPTIONS, host="0.0.0.0"))
+
+
+@pytest.mark.parametrize("text", ["", "x", "5-", "-5", "0-5", "7-6", "1-65536", "1-2-3"])
+def test_what_is_no_range_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="wanted a range of ports such as 14000-14099"):
+        PortRange.parse(text)
+
+
+def test_a_range_is_written_as_it_is_read() -> None:
+    assert PortRange.parse("21000-21099") == PortRange(21_000, 21_099)
+    assert (str(PortRange.parse("21000")), len(PortRange.parse("21000"))) == ("21000-21000", 1)

@@ -1,0 +1,109 @@
+"""Proofs: who knows the secret gets in, and nothing that was heard can be used again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, strategies as st
+
+from mooncake_hal.errors import AccessDenied, PeerLost, TransferError, VersionMismatch
+from mooncake_hal.session.authentication import (
+    Challenge,
+    ClientHello,
+    Credentials,
+    ServerWelcome,
+    decode,
+    decode_address,
+    encode,
+    fresh_epoch,
+)
+from mooncake_hal.transports.tcp.tcp_sockets import TcpAddress
+
+OURS = Credentials(b"a secret", "tcp", 1)
+EPOCH = fresh_epoch()
+
+
+def test_both_sides_of_one_deployment_agree() -> None:
+    challenge = OURS.challenge(EPOCH)
+    hello = OURS.respond(challenge, EPOCH)
+    OURS.check_server(challenge, hello, OURS.check_client(challenge, hello))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [replace(OURS, secret=b"another"), replace(OURS, secret=b""), replace(OURS, protocol="shm")],
+)
+def test_another_deployment_is_denied_both_ways(other: Credentials) -> None:
+    challenge = OURS.challenge(EPOCH)
+    with pytest.raises(AccessDenied, match="does not know this deployment's secret"):
+        OURS.check_client(challenge, other.respond(challenge, EPOCH))
+    hello = OURS.respond(challenge, EPOCH)
+    forged = ServerWelcome(proof=other._derive(b"server proof", challenge, hello.nonce))
+    with pytest.raises(AccessDenied, match="the server does not know"):
+        OURS.check_server(challenge, hello, forged)
+
+
+def test_a_recorded_hello_does_not_open_another_connection() -> None:
+    first, second = OURS.challenge(EPOCH), OURS.challenge(EPOCH)
+    hello = OURS.respond(first, EPOCH)
+    with pytest.raises(AccessDenied):
+        OURS.check_client(second, hello)
+
+
+def test_a_clients_own_proof_does_not_serve_as_the_servers() -> None:
+    challenge = OURS.challenge(EPOCH)
+    hello = OURS.respond(challenge, EPOCH)
+    with pytest.raises(AccessDenied):
+        OURS.check_server(challenge, hello, ServerWelcome(proof=hello.proof))
+
+
+def test_an_empty_proof_or_nonce_is_denied() -> None:
+    challenge = OURS.challenge(EPOCH)
+    for hello in (
+        ClientHello(1, b"", b""),
+        ClientHello(1, b"x" * 32, b""),
+        ClientHello(1, b"", b"y" * 32),
+    ):
+        with pytest.raises(AccessDenied):
+            OURS.check_client(challenge, hello)
+
+
+def test_another_incarnation_is_lost() -> None:
+    with pytest.raises(PeerLost, match="has restarted"):
+        OURS.respond(OURS.challenge(fresh_epoch()), EPOCH)
+
+
+def test_another_version_is_named_on_both_sides() -> None:
+    newer = replace(OURS, version=2)
+    with pytest.raises(VersionMismatch, match="we speak version 1, the peer 2"):
+        OURS.respond(newer.challenge(EPOCH), EPOCH)
+    challenge = OURS.challenge(EPOCH)
+    hello = msgspec.structs.replace(OURS.respond(challenge, EPOCH), version=2)
+    with pytest.raises(VersionMismatch, match="we speak version 1, the peer 2"):
+        OURS.check_client(challenge, hello)
+
+
+def test_a_refusal_is_passed_on() -> None:
+    challenge = OURS.challenge(EPOCH)
+    hello = OURS.respond(challenge, EPOCH)
+    with pytest.raises(AccessDenied, match="refused us: because"):
+        OURS.check_server(challenge, hello, ServerWelcome(refusal="because"))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_typed_error(data: bytes) -> None:
+    for kind in (Challenge, ClientHello):
+        with pytest.raises(PeerLost, match="broke the protocol"):
+            decode(data, kind)
+    with pytest.raises(TransferError, match="no tcp address"):
+        decode_address(data, TcpAddress, "tcp")
+    challenge = OURS.challenge(EPOCH)
+    with pytest.raises((PeerLost, AccessDenied)):
+        OURS.check_server(challenge, OURS.respond(challenge, EPOCH), decode(data, ServerWelcome))
+
+
+def test_messages_survive_the_wire() -> None:
+    challenge = OURS.challenge(EPOCH)
+    assert decode(encode(challenge), Challenge) == challenge

@@ -1,0 +1,234 @@
+"""Which transport wins, what is said about those that did not, and what a forced one does."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.ports import free_range
+
+from mooncake_hal.errors import AccessDenied, PortsExhausted, TransportUnavailable
+from mooncake_hal.negotiation import Transports, count_ports, reserved_ports
+from mooncake_hal.port_range import PortRange, ReservedPorts
+from mooncake_hal.registry import Registry
+from mooncake_hal.specs import Availability, TransportSpec
+from mooncake_hal.testing.transports import one_span
+from mooncake_hal.testing.transports_buffers import HostBuffer, anonymous, mappable
+from mooncake_hal.transport import EndpointOptions, MemoryRegion, Transport
+from mooncake_hal.transports.shm.shm_copying import NumpyCopier
+from mooncake_hal.transports.shm.shm_transport import ShmTransport, load as load_shm
+from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
+
+KIB = 1024
+OPTIONS = EndpointOptions(secret=b"negotiation")
+
+
+class ForbiddenCalls(NumpyCopier):
+    """What a kernel that forbids process_vm_readv does."""
+
+    def call_one(self, pid: int, write: int, local: int, remote: int, nbytes: int) -> int:
+        return errno.EPERM
+
+
+def spec(name: str, priority: int, load: Callable[[], Transport], *, ok: bool) -> TransportSpec:
+    return TransportSpec(name, 1, priority, lambda: Availability(ok, "says the test"), load)
+
+
+def registry(*specs: TransportSpec) -> Registry:
+    return Registry(transports={item.name: (item, "test") for item in specs})
+
+
+SHM = spec("shm", 50, load_shm, ok=True)
+TCP = spec("tcp", 10, load_tcp, ok=True)
+NO_CALLS = spec("shm", 50, lambda: ShmTransport(ForbiddenCalls()), ok=True)
+ABSENT = spec("rdma", 90, load_tcp, ok=False)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Transports]]:
+    made: list[Transports] = []
+
+    def open_(*specs: TransportSpec, **choices: object) -> Transports:
+        options = choices.pop("options", OPTIONS)
+        made.append(Transports.open(registry(*specs), options, **choices))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield open_
+    for transports in made:
+        transports.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[[], HostBuffer]]:
+    made: list[HostBuffer] = []
+
+    def allocate(maker: Callable[[int], HostBuffer] = anonymous) -> HostBuffer:
+        made.append(maker(64 * KIB))
+        made[-1].put(np.full(64 * KIB, len(made), np.uint8))
+        return made[-1]
+
+    yield allocate
+    for buffer in made:
+        buffer.close()
+
+
+def test_the_best_common_one_wins(
+    opened: Callable[..., Transports],
+    memory: Callable[..., HostBuffer],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, theirs = opened(TCP, SHM), opened(SHM, TCP)
+    here, there = memory(), memory()
+    ours.register(here.region)
+    keys = theirs.register(there.region)
+    assert ours.names == ["shm", "tcp"]
+    assert sorted(keys) == ["shm", "tcp"]
+    with caplog.at_level(logging.INFO):
+        choice = ours.connect(theirs.addresses, timeout=10)
+    assert choice.name == "shm"
+    assert "shm is the best that both reach" in caplog.text
+    spans = one_span(here.region.address, there.region.address, 64 * KIB)
+    choice.peer.read(spans, timeout=10).wait()
+    assert (here.get() == 2).all()
+
+
+def test_one_below_zero_has_to_be_named(opened: Callable[..., Transports]) -> None:
+    reluctant = spec("tcp", -10, load_tcp, ok=True)
+    assert opened(SHM, reluctant).names == ["shm"]
+    assert opened(SHM, reluctant, allowed=["shm", "tcp"]).names == ["shm", "tcp"]
+    assert opened(SHM, reluctant, wanted="tcp").names == ["tcp"]
+
+
+def test_the_next_one_is_taken_and_the_reason_is_logged(
+    opened: Callable[..., Transports], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = opened(SHM, TCP), opened(TCP)
+    with caplog.at_level(logging.WARNING):
+        choice = ours.connect(theirs.addresses, timeout=10)
+    assert choice.name == "tcp"
+    assert "shm: the peer does not offer it" in caplog.text
+
+
+def test_a_kernel_that_forbids_calls_leaves_mappable_memory_to_shm(
+    opened: Callable[..., Transports], memory: Callable[..., HostBuffer]
+) -> None:
+    ours, theirs = opened(NO_CALLS, TCP), opened(SHM, TCP)
+    here, there = memory(mappable), memory(mappable)
+    ours.register(here.region)
+    theirs.register(there.region)
+    choice = ours.connect(theirs.addresses, timeout=10)
+    assert choice.name == "shm"
+    spans = one_span(here.region.address, there.region.address, 64 * KIB)
+    choice.peer.write(spans, timeout=10).wait()
+    assert (there.get() == 1).all()
+
+
+def test_a_kernel_that_forbids_calls_sends_other_memory_by_tcp(
+    opened: Callable[..., Transports],
+    memory: Callable[..., HostBuffer],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, theirs = opened(NO_CALLS, TCP), opened(SHM, TCP)
+    here, there = memory(), memory()
+    ours.register(here.region)
+    theirs.register(there.region)
+    with caplog.at_level(logging.WARNING):
+        choice = ours.connect(theirs.addresses, timeout=10)
+    assert choice.name == "tcp"
+    assert "the kernel forbids process_vm_readv" in caplog.text
+    spans = one_span(here.region.address, there.region.address, 64 * KIB)
+    choice.peer.read(spans, timeout=10).wait()
+    assert (here.get() == 2).all()
+
+
+def test_a_forced_one_that_is_unavailable_fails_at_start(
+    opened: Callable[..., Transports],
+) -> None:
+    with pytest.raises(TransportUnavailable, match="'rdma' is unavailable: says the test"):
+        opened(SHM, ABSENT, wanted="rdma")
+    with pytest.raises(TransportUnavailable, match="no plugin offers it"):
+        opened(SHM, wanted="warp")
+
+
+def test_a_forced_one_is_the_only_one(opened: Callable[..., Transports]) -> None:
+    ours = opened(SHM, TCP, wanted="tcp")
+    assert ours.names == ["tcp"]
+    assert ours.connect(opened(SHM, TCP).addresses, timeout=10).name == "tcp"
+
+
+def test_nothing_in_common_names_every_reason(opened: Callable[..., Transports]) -> None:
+    ours, theirs = opened(SHM, TCP), opened(TCP, wanted="tcp")
+    stranger = {"shm": theirs.addresses["tcp"], "hccs": b"x"}
+    with pytest.raises(TransportUnavailable) as caught:
+        ours.connect(stranger, timeout=10)
+    message = str(caught.value)
+    assert "we have shm, tcp, the peer has hccs, shm, none reaches" in message
+    assert "tcp: the peer does not offer it" in message
+
+
+def test_a_denied_peer_is_denied_and_not_tried_otherwise(
+    opened: Callable[..., Transports],
+) -> None:
+    ours = opened(SHM, TCP)
+    theirs = opened(SHM, TCP, options=EndpointOptions(secret=b"another"))
+    with pytest.raises(AccessDenied):
+        ours.connect(theirs.addresses, timeout=10)
+
+
+def test_only_what_the_backend_allows(opened: Callable[..., Transports]) -> None:
+    assert opened(SHM, TCP, allowed=("tcp",)).names == ["tcp"]
+    with pytest.raises(TransportUnavailable, match="shm: the backend can't use it"):
+        opened(SHM, allowed=("hccs",))
+
+
+def test_a_transport_that_can_not_take_the_memory_is_dropped(
+    opened: Callable[..., Transports], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = opened(SHM, TCP)
+    with pytest.raises(TransportUnavailable, match="no transport takes memory of npu:0"):
+        ours.register(MemoryRegion(4096, 4096, device="npu:0"))
+    assert "transport shm is dropped: it can't reach memory of npu:0" in caplog.text
+
+
+def test_revoking_reaches_every_transport(
+    opened: Callable[..., Transports], memory: Callable[..., HostBuffer]
+) -> None:
+    ours = opened(SHM, TCP)
+    region = memory().region
+    ours.revoke(ours.register(region))
+    ours.register(region)
+    assert ours.can_revoke
+
+
+def test_a_range_that_does_not_last_drops_no_transport_in_silence() -> None:
+    host, ports = "127.0.0.1", free_range(1)
+    options = EndpointOptions(host=host, port_range=ports, secret=b"negotiation")
+    both = registry(TCP, spec("other", 20, load_tcp, ok=True))
+    with pytest.raises(PortsExhausted, match=f"all ports of {ports} are taken on {host}"):
+        Transports.open(both, options)
+
+
+def test_what_would_listen_is_counted() -> None:
+    silent = replace(SHM, num_ports=0)
+    twice = replace(TCP, name="staged", num_ports=2)
+    hidden = replace(TCP, name="nixl", priority=-1)
+    known = registry(silent, TCP, ABSENT, twice, hidden)
+    assert count_ports(known) == 3
+    assert count_ports(known, allowed=("shm", "tcp")) == 1
+    assert count_ports(known, allowed=("tcp", "nixl", "rdma")) == 2
+    assert count_ports(known, wanted="staged") == 2
+    assert count_ports(known, wanted="nobody") == 0
+
+
+def test_what_may_be_taken_below_is_known_of_those_that_open() -> None:
+    engine = ReservedPorts("an engine", PortRange(20_000, 21_000), "ITS_PORT")
+    taking = replace(TCP, name="over-it", reserved_ports=lambda: (engine,))
+    known = registry(SHM, TCP, ABSENT, taking)
+    assert reserved_ports(known) == [engine]
+    assert reserved_ports(known, allowed=("shm", "over-it")) == [engine]
+    assert reserved_ports(known, wanted="over-it") == [engine]
+    assert reserved_ports(known, allowed=("shm", "tcp")) == []

@@ -1,0 +1,139 @@
+"""Options declared as dataclass fields: parser, values, command line again, and table."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_hal.options import (
+    Option,
+    add_to_parser,
+    byte_count,
+    from_arguments,
+    markdown_table,
+    option,
+    options_of,
+)
+
+
+class Color(str, Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    path: Path = field(metadata=option(metavar="FILE", help="what to read"))
+    size: int = field(default=3, metadata=option(metavar="N", help="how many"))
+    share: float | None = field(
+        default=None, metadata=option(metavar="SHARE", help="how much", default_text="all of it")
+    )
+    room_bytes: int = field(
+        default=2048, metadata=option("--room", unit=1024, metavar="KIB", help="memory in KiB")
+    )
+    limit: int | None = field(default=None, metadata=option(parse=byte_count, help="bytes"))
+    color: Color = field(default=Color.RED, metadata=option(help="of the thing"))
+    caching: bool = field(default=True, metadata=option(help="forget everything"))
+    fast: bool = field(default=False, metadata=option(help="hurry"))
+    names: tuple[str, ...] = field(
+        default=(), metadata=option("--name", is_repeated=True, help="a name; repeat it")
+    )
+    depth: int = field(default=7, metadata=option(is_unset_by_default=True, help="how deep"))
+    derived: int = 0
+
+
+OPTIONS = options_of(Config)
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_to_parser(parser, OPTIONS)
+    return parser.parse_args(argv)
+
+
+def test_defaults_are_the_fields() -> None:
+    assert from_arguments(Config, parse("--path", "x")) == Config(Path("x"))
+
+
+def test_every_kind_of_field_is_filled() -> None:
+    args = parse(
+        *("--path", "x", "--size", "4", "--share", "0.5", "--room", "1.5", "--limit", "2K"),
+        *("--color", "blue", "--no-caching", "--fast", "--name", "a", "--name", "b"),
+        *("--depth", "1"),
+    )
+    expected = Config(
+        Path("x"),
+        4,
+        0.5,
+        1536,
+        2048,
+        Color.BLUE,
+        caching=False,
+        fast=True,
+        names=("a", "b"),
+        depth=1,
+    )
+    assert from_arguments(Config, args) == expected
+
+
+def test_other_fields_are_given_beside_the_arguments() -> None:
+    config = from_arguments(Config, parse("--path", "x", "--size", "9"), derived=5, size=1)
+    assert (config.derived, config.size) == (5, 1)
+
+
+def test_an_option_that_a_command_lacks_leaves_the_default() -> None:
+    assert from_arguments(Config, argparse.Namespace(path=Path("x"))) == Config(Path("x"))
+
+
+def test_some_fields_only() -> None:
+    assert [one.flag for one in options_of(Config, only=("size", "fast"))] == ["--size", "--fast"]
+    assert "--size" not in [one.flag for one in options_of(Config, without=("size",))]
+
+
+def test_a_default_can_stay_unset_so_that_a_command_can_tell() -> None:
+    assert parse("--path", "x").depth is None
+    [depth] = options_of(Config, only=("depth",))
+    assert depth.default_text == "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("size", 4, ["--size", "4"]),
+        ("path", Path("x"), ["--path", "x"]),
+        ("fast", True, ["--fast"]),
+        ("fast", False, []),
+        ("share", None, []),
+        ("names", ["a", "b"], ["--name", "a", "--name", "b"]),
+        ("names", [], []),
+    ],
+)
+def test_a_value_becomes_words_of_a_command_line(name: str, value: Any, words: list[str]) -> None:
+    [one] = options_of(Config, only=(name,))
+    assert list(one.words(value)) == words
+
+
+def test_several_values_follow_one_flag() -> None:
+    several = Option(flag="--of", help="things", nargs="+")
+    assert list(several.words(["a", "b"])) == ["--of", "a", "b"]
+
+
+def test_the_table_of_the_docs() -> None:
+    assert markdown_table(options_of(Config, without=("limit",))) == (
+        "| option | default | meaning |\n"
+        "|---|---|---|\n"
+        "| `--path FILE` | required | what to read |\n"
+        "| `--size N` | 3 | how many |\n"
+        "| `--share SHARE` | all of it | how much |\n"
+        "| `--room KIB` | 2 | memory in KiB |\n"
+        "| `--color red\\|blue` | red | of the thing |\n"
+        "| `--no-caching` | off | forget everything |\n"
+        "| `--fast` | off | hurry |\n"
+        "| `--name` |  | a name; repeat it |\n"
+        "| `--depth` | 7 | how deep |\n"
+    )

@@ -1,0 +1,115 @@
+"""The thread that waits for completions and deadlines."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mooncake_hal.transports.rdma.progress_thread import ProgressThread, is_readable
+
+SECONDS = 30.0
+
+
+class Endpoint:
+    """Whom the thread calls."""
+
+    def __init__(self) -> None:
+        self.ticked = threading.Event()
+        self.failed = threading.Event()
+        self.errors: list[Exception] = []
+        self.tick_error: Exception | None = None
+        self.progress = ProgressThread(self.tick, self.fail)
+
+    def tick(self, now: float) -> float | None:
+        self.ticked.set()
+        if self.tick_error is not None:
+            raise self.tick_error
+        return None
+
+    def fail(self, error: Exception) -> None:
+        self.errors.append(error)
+        self.failed.set()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    endpoint = Endpoint()
+    yield endpoint
+    endpoint.progress.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_what_is_readable_is_called(endpoint: Endpoint, pipe: tuple[int, int]) -> None:
+    called = threading.Event()
+
+    def take() -> None:
+        os.read(pipe[0], 1)
+        called.set()
+
+    endpoint.progress.add(pipe[0], take)
+    os.write(pipe[1], b"x")
+    assert called.wait(SECONDS)
+    endpoint.progress.remove(pipe[0])
+    endpoint.progress.remove(pipe[0])
+    os.write(pipe[1], b"y")
+    assert is_readable(pipe[0], SECONDS)
+    endpoint.progress.close()
+    assert os.read(pipe[0], 1) == b"y", "taken after it was removed"
+
+
+def test_deadlines_are_kept(endpoint: Endpoint) -> None:
+    endpoint.progress.wake_by(time.monotonic() + 3600)
+    endpoint.progress.wake_by(time.monotonic())
+    assert endpoint.ticked.wait(SECONDS)
+
+
+def test_an_error_of_a_callback_is_told(endpoint: Endpoint, pipe: tuple[int, int]) -> None:
+    def take() -> None:
+        os.read(pipe[0], 1)
+        raise RuntimeError("of a callback")
+
+    endpoint.progress.add(pipe[0], take)
+    os.write(pipe[1], b"x")
+    assert endpoint.failed.wait(SECONDS)
+    assert [str(error) for error in endpoint.errors] == ["of a callback"]
+
+
+def test_an_error_of_a_tick_is_told_and_the_thread_goes_on(
+    endpoint: Endpoint, pipe: tuple[int, int]
+) -> None:
+    endpoint.tick_error = RuntimeError("of a tick")
+    endpoint.progress.wake_by(time.monotonic())
+    assert endpoint.failed.wait(SECONDS)
+    called = threading.Event()
+    endpoint.progress.add(pipe[0], called.set)
+    os.write(pipe[1], b"x")
+    assert called.wait(SECONDS)
+
+
+def test_closing_twice_is_closing_once(endpoint: Endpoint) -> None:
+    endpoint.progress.close()
+    endpoint.progress.close()
+
+
+def test_a_descriptor_may_have_any_number(pipe: tuple[int, int]) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit <= 1100:
+        pytest.skip("this shell allows 1024 descriptors only")
+    high = fcntl.fcntl(pipe[0], fcntl.F_DUPFD_CLOEXEC, 1100)
+    assert not is_readable(high)
+    os.write(pipe[1], b"x")
+    assert is_readable(high, SECONDS)
+    os.close(high)

@@ -1,0 +1,42 @@
+"""What a peer says about pieces that are packed in a staging buffer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mooncake_hal.errors import TransferError
+from mooncake_hal.transports.staging import StagingLimits, packed_addresses
+
+LIMITS = StagingLimits("test", slots=2, slot_bytes=1 << 20)
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+def test_packed_pieces_lie_one_after_the_other() -> None:
+    assert packed_addresses(100, numbers(3, 5, 2)).tolist() == [100, 103, 108]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "nbytes", "words"),
+    [
+        (numbers(1, 2), numbers(3), "16 and 8 bytes of pieces"),
+        (numbers(), numbers(), "0 and 0 bytes of pieces"),
+        (numbers(1), numbers(0), "must have 1 to"),
+        (numbers(1), numbers(LIMITS.slot_bytes + 1), "must have 1 to"),
+        (numbers(1, 2), numbers(2**63, 2**63), "must have 1 to"),
+    ],
+)
+def test_a_call_with_other_pieces_is_refused(
+    addresses: np.ndarray, nbytes: np.ndarray, words: str
+) -> None:
+    with pytest.raises(TransferError, match=words):
+        LIMITS.read_pieces(0, addresses.tobytes(), nbytes.tobytes())
+
+
+def test_a_slot_that_is_not_there_is_refused() -> None:
+    one = numbers(1).tobytes()
+    with pytest.raises(TransferError, match="there are 2 buffers, 2 is none of them"):
+        LIMITS.read_pieces(2, one, one)

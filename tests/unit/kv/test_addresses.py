@@ -1,0 +1,67 @@
+"""Where an instance listens for peers, and what it tells them."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+
+import pytest
+
+from mooncake_kv.addresses import resolve, settle_addresses
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import KVConfigError
+
+
+def address_of_default_route() -> str | None:
+    """None on a host without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize(
+    ("host", "told", "expected"),
+    [
+        ("127.0.0.1", "", ("127.0.0.1", "127.0.0.1")),
+        ("127.0.0.1", "10.1.2.3", ("127.0.0.1", "10.1.2.3")),
+        ("0.0.0.0", "10.1.2.3", ("0.0.0.0", "10.1.2.3")),
+        ("[::1]", "", ("::1", "::1")),
+        ("::", "[fd00::1]", ("::", "fd00::1")),
+    ],
+)
+def test_peers_are_told_what_was_said_or_where_we_listen(
+    host: str, told: str, expected: tuple[str, str]
+) -> None:
+    settled = settle_addresses(KVTransferConfig(host=host, advertise_host=told))
+    assert (settled.host, settled.advertise_host) == expected
+    assert settle_addresses(settled) == settled
+
+
+def test_names_become_addresses() -> None:
+    assert ipaddress.ip_address(resolve("localhost", "--kv-host")).is_loopback
+    with pytest.raises(KVConfigError, match="--kv-host 'no such host' has no address"):
+        resolve("no such host", "--kv-host")
+
+
+def test_who_listens_on_all_addresses_tells_that_of_the_default_route_or_asks_for_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = KVTransferConfig(host="0.0.0.0")
+    expected = address_of_default_route()
+    if expected is None:
+        with pytest.raises(KVConfigError, match="give one with --kv-advertise-host"):
+            settle_addresses(config)
+        return
+    with caplog.at_level(logging.WARNING):
+        assert settle_addresses(config).advertise_host == expected
+    assert f"who are told {expected}, the address of the default route" in caplog.text
+
+
+@pytest.mark.parametrize("told", ["0.0.0.0", "::"])
+def test_all_addresses_are_none_to_connect_to(told: str) -> None:
+    with pytest.raises(KVConfigError, match="peers can't connect to --kv-advertise-host"):
+        settle_addresses(KVTransferConfig(advertise_host=told))

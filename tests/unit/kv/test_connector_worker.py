@@ -1,0 +1,125 @@
+"""A rank's halves of the connectors, over memory of the CPU's and real transports."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.layout import layout_bytes, make_layout
+from mooncake_hal.registry import Registry
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector_worker import ConnectorWorker, RankContext, RankMemory
+from mooncake_kv.pull_worker import PullWorker
+from mooncake_kv.push_worker import PushWorker
+from mooncake_kv.ranks import ConnectPeer, ForgetPeer, Load, RankReady, StartPush
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 2, (8, 8), "float32", 4)
+NUM_BLOCKS, BLOCK_SIZE = 4, 16
+LOAD = Load("r", "p", (0,), (0,), 0, 4, 0)
+PUSH = StartPush("r", "p", (0,), 0, 4, 0)
+BOTH = pytest.mark.parametrize(("worker", "order"), [(PullWorker, LOAD), (PushWorker, PUSH)])
+
+Make = Callable[[type[ConnectorWorker]], ConnectorWorker]
+
+
+class Rank:
+    """Where workers live, and what they told the core."""
+
+    def __init__(self) -> None:
+        registry = Registry.discover()
+        backend = registry.select_backend("cpu")
+        shard = shard_of(GEOMETRY, 1, 0)
+        nbytes = layout_bytes(GEOMETRY, shard, NUM_BLOCKS, BLOCK_SIZE)
+        self.allocation = backend.memory.allocate(nbytes, 0)
+        region = self.allocation.region
+        layout = make_layout("BHLPT", GEOMETRY, shard, NUM_BLOCKS, BLOCK_SIZE)
+        self.told: list[bytes] = []
+        self.failures: list[BaseException] = []
+        self.context = RankContext(
+            0,
+            KVTransferConfig(transports=("tcp",)),
+            RankMemory(GEOMETRY, shard, layout.shifted(region.address), region, ()),
+            registry,
+            make_event=lambda: backend.runtime.event(0),
+            bind_thread=lambda: backend.runtime.bind_thread(0),
+            emit=self.told.append,
+            fail=self.failures.append,
+        )
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.allocation.free()
+
+
+def opened(rank: Rank, worker: type[ConnectorWorker]) -> tuple[ConnectorWorker, bytes]:
+    """A worker, and the order that connects it to an instance like its own."""
+    running = worker(rank.context)
+    ready = msgspec.msgpack.decode(rank.told.pop(), type=RankReady)
+    return running, msgspec.msgpack.encode(ConnectPeer("p", (ready.metadata,)))
+
+
+@BOTH
+def test_what_comes_behind_its_end_is_for_nobody(
+    rank: Rank, worker: type[ConnectorWorker], order: msgspec.Struct
+) -> None:
+    running, connect = opened(rank, worker)
+    running.receive(connect)
+    running.close()
+    before = threading.active_count()
+    for message in (msgspec.msgpack.encode(order), connect):
+        running.receive(message)
+    assert (rank.told, rank.failures) == ([], [])
+    assert threading.active_count() == before, "nothing is begun"
+    running.close()
+
+
+@BOTH
+def test_messages_that_meet_the_end_do_no_harm(
+    rank: Rank,
+    worker: type[ConnectorWorker],
+    order: msgspec.Struct,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Orders come without a pause while it closes."""
+    running, connect = opened(rank, worker)
+    has_closed, raised = threading.Event(), []
+
+    def order_on() -> None:
+        running.receive(connect)
+        try:
+            for name in map(str, itertools.count()):
+                if has_closed.is_set():
+                    return
+                new = msgspec.structs.replace(order, request_id=name)
+                running.receive(msgspec.msgpack.encode(new))
+        except RuntimeError as exc:
+            raised.append(exc)
+
+    ordering = threading.Thread(target=order_on)
+    with caplog.at_level(logging.ERROR):
+        ordering.start()
+        running.close()
+        has_closed.set()
+        ordering.join()
+    assert (raised, rank.failures, caplog.messages) == ([], [], [])
+
+
+def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
+    running, connect = opened(rank, PullWorker)
+    [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
+    for number in range(5):
+        name = f"p{number}"
+        running.receive(msgspec.msgpack.encode(ConnectPeer(name, (facts,))))
+        running.receive(msgspec.msgpack.encode(ForgetPeer(name)))
+    assert isinstance(running, PullWorker)
+    assert [former.engine_id for former in running._former] == ["p4"], "the last may be ending"
+    running.close()

@@ -1,0 +1,180 @@
+"""Whether two instances fit: what they say of themselves, and both values in every refusal."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
+from mooncake_hal.kv.layout import make_layout
+from mooncake_kv.errors import HandshakeRefused
+from mooncake_kv.handshake import (
+    MAX_INCOMPATIBLE_PEERS,
+    IncompatiblePeers,
+    InstanceMetadata,
+    RankMetadata,
+    check_compatible,
+    model_fingerprint,
+)
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
+FREE = Hardware("cpu", "x86", DeploymentConstraints())
+STRICT = Hardware(
+    "vendor",
+    "A2",
+    DeploymentConstraints(
+        any_tp_ratio=False, same_generation=True, same_backend=True, block_size=128
+    ),
+)
+
+
+def facts(
+    tp_size: int = 1, hardware: Hardware = FREE, block_size: int = 16, pp_size: int = 1
+) -> InstanceMetadata:
+    ranks = []
+    for shard in shards_of(GEOMETRY, tp_size, pp_size):
+        layout = make_layout("BHLPT", GEOMETRY, shard, 8, block_size)
+        ranks.append(RankMetadata(shard, layout, {"tcp": b"address"}))
+    return InstanceMetadata("me", "m1", "t1", GEOMETRY, block_size, hardware, tuple(ranks))
+
+
+def refusal(prefill: InstanceMetadata, decode: InstanceMetadata) -> str:
+    with pytest.raises(HandshakeRefused) as refused:
+        check_compatible(prefill, decode)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 4), (4, 2), (3, 2)])
+def test_equal_models_fit_whatever_the_ratio_and_block_size(
+    prefill_tp: int, decode_tp: int
+) -> None:
+    check_compatible(facts(prefill_tp, block_size=128), facts(decode_tp, block_size=16))
+
+
+def test_stages_are_seen_in_what_the_ranks_hold() -> None:
+    staged = facts(2, pp_size=2)
+    assert (staged.tp_size, staged.pp_size) == (2, 2)
+    assert (facts(4).tp_size, facts(4).pp_size) == (4, 1)
+    check_compatible(staged, facts(1))
+    check_compatible(facts(4, STRICT, 128, pp_size=2), facts(2, STRICT, 128))
+    words = refusal(facts(2, STRICT, 128, pp_size=2), facts(4, STRICT, 128))
+    assert "2 for prefill and 4 for decode" in words
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_an_instance_that_lacks_a_rank_is_refused(missing: int) -> None:
+    staged = facts(2, pp_size=2)
+    ranks = tuple(rank for index, rank in enumerate(staged.ranks) if index != missing)
+    words = refusal(msgspec.structs.replace(staged, ranks=ranks), facts())
+    assert "don't hold the model's KV between them" in words
+
+
+def test_another_model_is_refused_with_both_values() -> None:
+    words = refusal(facts(), msgspec.structs.replace(facts(), model_fingerprint="m2"))
+    assert "model differs" in words
+    assert "m1" in words
+    assert "m2" in words
+
+
+def test_another_tokenizer_is_refused_with_both_values() -> None:
+    words = refusal(facts(), msgspec.structs.replace(facts(), tokenizer_fingerprint="t2"))
+    assert "tokenizer differs" in words
+    assert "t1" in words
+    assert "t2" in words
+
+
+def test_another_dtype_is_refused_with_both_values() -> None:
+    narrow = replace(GEOMETRY, dtype="bfloat16", element_bytes=2)
+    words = refusal(facts(), msgspec.structs.replace(facts(), geometry=narrow))
+    assert "KV geometry differs" in words
+    assert "float32" in words
+    assert "bfloat16" in words
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (3, 2)])
+def test_the_rules_of_deployments_hold_in_the_handshake(prefill_tp: int, decode_tp: int) -> None:
+    words = refusal(facts(prefill_tp, STRICT, 128), facts(decode_tp, STRICT, 128))
+    assert f"{prefill_tp} for prefill and {decode_tp} for decode" in words
+
+
+UNSOUND_SHARDS = [{"layer_stop": 3}, {"head_start": 4}, {"layer_start": -1}]
+UNSOUND_LAYOUTS: list[dict[str, Any]] = [
+    {"block_size": 32},
+    {"bases": ()},
+    {"bases": ((0, 64, 128), (32, 96, 160))},
+    {"bases": ((-8, 0), (0, 0))},
+    {"bases": ((1 << 64, 0), (0, 0))},
+    {"head_strides": (64,)},
+]
+
+
+@pytest.mark.parametrize("change", UNSOUND_SHARDS, ids=str)
+def test_a_shard_that_the_model_does_not_have_is_refused(change: dict[str, int]) -> None:
+    [rank] = facts().ranks
+    lying = msgspec.structs.replace(rank, shard=replace(rank.shard, **change))
+    words = refusal(msgspec.structs.replace(facts(), ranks=(lying,)), facts())
+    assert "rank 0 of instance me describes its KV memory" in words
+
+
+@pytest.mark.parametrize("change", UNSOUND_LAYOUTS, ids=str)
+def test_a_layout_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+    [rank] = facts().ranks
+    lying = msgspec.structs.replace(rank, layout=replace(rank.layout, **change))
+    words = refusal(facts(), msgspec.structs.replace(facts(), ranks=(lying,)))
+    assert "contradicts itself or the model" in words
+
+
+def write_model(directory: Path, weights: bytes, config: str = "{}") -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(config)
+    (directory / "model.safetensors").write_bytes(weights)
+    return model_fingerprint(directory)
+
+
+def test_a_models_fingerprint_follows_its_files(tmp_path: Path) -> None:
+    weights = bytes(range(256)) * 4096
+    first = write_model(tmp_path / "a", weights)
+    assert write_model(tmp_path / "b", weights) == first
+    assert write_model(tmp_path / "c", weights, '{"layers": 3}') != first
+    assert write_model(tmp_path / "d", weights + b"\0") != first
+
+
+def test_other_weights_of_the_same_shape_are_another_model(tmp_path: Path) -> None:
+    first = write_model(tmp_path / "a", bytes(range(256)) * 4096)
+    assert write_model(tmp_path / "b", bytes(reversed(range(256))) * 4096) != first
+
+
+def test_a_refusal_is_said_once_per_incarnation(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = IncompatiblePeers()
+    for name in ("a", "b", "a", "a"):
+        refusals.note(name, "model differs")
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in said] == [logging.ERROR, logging.ERROR]
+    assert said[0][1].startswith("instance a and this one can't exchange KV")
+    assert "model differs. Each request" in said[0][1]
+    assert "restart one of the two" in said[0][1]
+    assert refusals.num_peers == 2
+
+
+def test_only_what_a_refused_peer_comes_to_is_logged_quietly() -> None:
+    refusals = IncompatiblePeers()
+    refusals.note("a", "model differs")
+    assert refusals.level("a") == logging.INFO
+    assert refusals.level("b") == logging.WARNING
+
+
+def test_only_the_latest_refusals_are_remembered_and_all_are_counted() -> None:
+    refusals = IncompatiblePeers()
+    for index in range(MAX_INCOMPATIBLE_PEERS + 1):
+        refusals.note(str(index), "model differs")
+    assert "0" not in refusals
+    assert "1" in refusals
+    assert len(refusals.engine_ids) == MAX_INCOMPATIBLE_PEERS
+    assert refusals.num_peers == MAX_INCOMPATIBLE_PEERS + 1

@@ -1,0 +1,36 @@
+"""mooncake_kv stands alone: neither an engine nor torch is needed to import any of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import importlib, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "mooncake_engine", "transformers", "vllm"}:
+            raise ImportError(f"{name} is not to be imported")
+
+sys.meta_path.insert(0, Refuse())
+import mooncake_kv
+for module in pkgutil.iter_modules(mooncake_kv.__path__):
+    importlib.import_module(f"mooncake_kv.{module.name}")
+    print(module.name)
+"""
+
+
+def test_every_module_imports_without_torch_and_without_an_engine() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {"params", "pull_connector", "push_worker"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["params", "errors", "config"])
+def test_what_a_scheduler_imports_opens_no_sockets(module: str) -> None:
+    code = f"import mooncake_kv.{module}, sys; assert 'mooncake_kv.side_channel' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,189 @@
+"""Keepalives come as often as the shortest lease asks for; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from support.ports import free_range
+from support.virtual_time import run_virtually
+
+from mooncake_kv import liveness
+from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.liveness import (
+    SHORTEST_PAUSE_S,
+    Keepalive,
+    KeepaliveInterval,
+    request_status,
+)
+from mooncake_kv.params import RemoteKV
+from mooncake_kv.protocol import StatusReply, Writer
+
+
+@dataclass
+class Item:
+    remote: RemoteKV
+
+
+def item(peer: str = "p", lease_s: float | None = None) -> Item:
+    return Item(RemoteKV(peer, "theirs", "127.0.0.1", 1, (0,), 3, lease_s=lease_s))
+
+
+@dataclass
+class Told:
+    """What peers are told, and when; some never answer."""
+
+    lease_s: float = 30.0
+    silent: str = ""
+    items: dict[str, Item] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    names: list[set[str]] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.signs = Keepalive(KeepaliveInterval(self.lease_s), self._tell, asyncio.ensure_future)
+        self.giving = asyncio.ensure_future(self.signs.give(lambda: self.items))
+
+    def add(self, name: str, new: Item) -> None:
+        self.items[name] = new
+        self.signs.hasten(new.remote)
+
+    async def _tell(self, group: dict[str, Item], within_s: float) -> None:
+        peer = next(iter(group.values())).remote.engine_id
+        self.times.setdefault(peer, []).append(asyncio.get_running_loop().time())
+        self.names.append(set(group))
+        await asyncio.sleep(within_s if peer == self.silent else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("leases_s", "longest_s", "pause_s"),
+    [
+        ([], 60.0, 5.0),
+        ([None, 60.0], 60.0, 5.0),
+        ([60.0, 6.0], 60.0, 1.0),
+        ([], 2.0, 2.0),
+        ([1e-9], 60.0, SHORTEST_PAUSE_S),
+    ],
+)
+def test_the_shortest_lease_decides(
+    leases_s: list[float | None], longest_s: float, pause_s: float
+) -> None:
+    remotes = [item(lease_s=lease_s).remote for lease_s in leases_s]
+    assert KeepaliveInterval(30.0, longest_s).of(remotes) == pytest.approx(pause_s)
+
+
+def test_all_of_a_peer_is_told_in_one_message() -> None:
+    async def main() -> None:
+        told = Told(items={"a": item("p"), "b": item("q"), "c": item("p")})
+        told.start()
+        await asyncio.sleep(16.0)
+        assert told.times == {"p": pytest.approx([5, 10, 15]), "q": pytest.approx([5, 10, 15])}
+        assert told.names[:2] == [{"a", "c"}, {"b"}]
+
+    run_virtually(main())
+
+
+def test_a_shorter_lease_cuts_the_pause_that_is_running() -> None:
+    async def main() -> None:
+        told = Told(lease_s=300.0)
+        told.start()
+        await asyncio.sleep(10.0)
+        told.add("a", item(lease_s=120.0))
+        await asyncio.sleep(11.0)
+        assert told.times["p"] == pytest.approx([20.0])
+        told.items.clear()
+        await asyncio.sleep(100.0)
+        assert told.times["p"] == pytest.approx([20.0])
+
+    run_virtually(main())
+
+
+def test_however_many_come_the_pause_ends() -> None:
+    async def main() -> None:
+        told = Told()
+        told.start()
+        for count in range(100):
+            await asyncio.sleep(0.11)
+            told.add(str(count), item(lease_s=30.0 - 0.01 * count))
+        assert len(told.times["p"]) == 2
+
+    run_virtually(main())
+
+
+def test_a_silent_peer_delays_no_other() -> None:
+    """Its own lease is long: it is waited for longer than the other one's whole lease."""
+
+    async def main() -> None:
+        told = Told(lease_s=60.0, silent="q", items={"a": item("p", 3.0), "b": item("q")})
+        told.start()
+        await asyncio.sleep(20.1)
+        assert len(told.times["p"]) == 40
+        first, second = told.times["q"]
+        assert second - first >= 10.0
+
+    run_virtually(main())
+
+
+class Book:
+    """One peer, whoever answers there.
+
+    Args:
+        answers_as: its epoch.
+    """
+
+    def __init__(self, answers_as: str = "p-1") -> None:
+        self.forgotten: list[str] = []
+        self._answers_as = answers_as
+
+    def get(self, writer: Writer) -> Book:
+        return self
+
+    @property
+    def client(self) -> Book:
+        return self
+
+    async def ask(self, make: Any, kind: type[StatusReply], *, tries: int) -> StatusReply:
+        return StatusReply(1, self._answers_as, tuple(make(1).request_ids), ())
+
+    def forget(self, writer: Writer, reason: str) -> None:
+        self.forgotten.append(reason)
+
+
+def ask(book: Book, host: str, port: int, *, is_near: bool) -> StatusReply:
+    writer = Writer("p-1", "a", host, port)
+    return asyncio.run(request_status(writer, ["a"], book, is_near=is_near))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("is_near", "error"), [(True, PeerGone), (False, PeerAbsent)])
+def test_who_is_refused(is_near: bool, error: type[KVTransferError]) -> None:
+    book = Book()
+    with pytest.raises(error, match=r"p-1 is .*nobody listens"):
+        ask(book, "127.0.0.1", free_range(1).first, is_near=is_near)
+    assert book.forgotten == ["nobody listens there now"]
+
+
+@pytest.mark.parametrize(("is_near", "error"), [(True, PeerGone), (False, PeerAbsent)])
+def test_who_finds_somebody_else(
+    is_near: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "_probe", _is_let_in)
+    with pytest.raises(error, match="p-2 listens"):
+        ask(Book("p-2"), "127.0.0.1", 1, is_near=is_near)
+
+
+def test_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_probe", _is_let_in)
+    assert ask(Book(), "127.0.0.1", 1, is_near=False).running == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False), ("host.invalid", False)],
+)
+def test_whose_address_it_is(host: str, is_ours: bool) -> None:
+    assert asyncio.run(liveness._is_own_address(host)) == is_ours
+
+
+async def _is_let_in(writer: Writer) -> None:
+    """Somebody listens."""

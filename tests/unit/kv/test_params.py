@@ -1,0 +1,154 @@
+"""``kv_transfer_params``: what goes out is what the field reads; what comes in wrong is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mooncake_kv.errors import InvalidKVParams
+from mooncake_kv.params import (
+    FirstToken,
+    FirstTokenLogprobs,
+    InstanceAddress,
+    KVTransferParams,
+    build_params,
+    parse_kv_transfer_params,
+    prompt_digest,
+)
+
+GOLDEN = Path(__file__).parents[2] / "contract" / "kv_transfer_params_prefill.json"
+FIRST = FirstToken(17, FirstTokenLogprobs(-0.25, ((17, -0.25), (3, -1.5))), 16)
+HOLDER = InstanceAddress("prefill-1", "10.0.0.7", 5557, 2, 16, lease_s=30.0)
+PROMPT = tuple(range(100, 140))
+NUM_TOKENS = len(PROMPT)
+
+
+def golden(**changes: Any) -> dict[str, Any]:
+    params: dict[str, Any] = json.loads(GOLDEN.read_text())
+    return {**params, **changes}
+
+
+def test_a_prefill_answers_with_the_fields_of_the_golden_file() -> None:
+    built = build_params(HOLDER, "cmpl-1-0", [4, 7, 2], PROMPT, FIRST)
+    assert json.loads(json.dumps(built)) == golden()
+
+
+def test_what_a_prefill_says_is_what_a_decode_reads() -> None:
+    kv_params = parse_kv_transfer_params(golden(), PROMPT)
+    assert kv_params.first_token == FIRST
+    assert not kv_params.keeps_kv
+    remote = kv_params.remote
+    assert remote is not None
+    assert (remote.engine_id, remote.request_id) == ("prefill-1", "cmpl-1-0")
+    assert (remote.host, remote.port) == ("10.0.0.7", 5557)
+    assert (remote.block_ids, remote.num_tokens) == ((4, 7, 2), NUM_TOKENS)
+    assert remote.lease_s == 30.0
+
+
+def test_logprobs_are_left_out_if_nobody_asked() -> None:
+    params = build_params(HOLDER, "cmpl-1-0", [4], (5, 6, 7), FirstToken(17))
+    assert "last_token_logprobs" not in params
+    first = parse_kv_transfer_params(params, (5, 6, 7)).first_token
+    assert first is not None
+    assert first.logprobs is None
+
+
+def test_a_field_proxys_order_to_prefill_is_understood() -> None:
+    order = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+        "do_virtual": False,
+    }
+    assert parse_kv_transfer_params(order, (5, 6, 7)) == KVTransferParams(keeps_kv=True)
+
+
+def test_a_peer_may_leave_out_what_the_field_does_not_know() -> None:
+    params = golden()
+    del params["prompt_digest"], params["lease_seconds"]
+    kv_params = parse_kv_transfer_params(params, PROMPT[::-1])
+    assert kv_params.remote is not None
+    assert kv_params.remote.lease_s is None
+
+
+@pytest.mark.parametrize(
+    "other", [PROMPT[::-1], (*PROMPT[:-1], 7), (7, *PROMPT[1:])], ids=["order", "last", "first"]
+)
+def test_another_prompt_of_the_same_length_is_refused(other: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidKVParams, match="given another prompt of 40 tokens") as refusal:
+        parse_kv_transfer_params(golden(), other)
+    assert prompt_digest(PROMPT) in str(refusal.value)
+    assert prompt_digest(other) in str(refusal.value)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"unknown": [1]}])
+def test_nothing_asked_is_nothing_done(params: dict[str, Any] | None) -> None:
+    assert parse_kv_transfer_params(params, (5, 6, 7)) == KVTransferParams()
+
+
+BAD = [
+    ({"do_remote_decode": True}, "exclude each other"),
+    ({"do_remote_prefill": "yes"}, "Expected `bool`"),
+    ({"remote_engine_id": None}, "do_remote_prefill needs remote_engine_id"),
+    ({"remote_engine_id": 5}, "Expected `str"),
+    ({"remote_engine_id": ""}, "length >= 1"),
+    ({"remote_request_id": None}, "do_remote_prefill needs remote_request_id"),
+    ({"remote_host": None}, "do_remote_prefill needs remote_host"),
+    ({"remote_host": "h" * 1000}, "length <= 512"),
+    ({"remote_port": None}, "do_remote_prefill needs remote_port"),
+    ({"remote_port": 0}, ">= 1"),
+    ({"remote_port": 65_536}, "<= 65535"),
+    ({"remote_port": 2**80}, "<= 65535"),
+    ({"remote_port": "5557"}, "Expected `int"),
+    ({"remote_block_ids": None}, "do_remote_prefill needs remote_block_ids"),
+    ({"remote_block_ids": []}, "one KV-cache group, got 0"),
+    ({"remote_block_ids": [[1], [2]]}, "one KV-cache group, got 2"),
+    ({"remote_block_ids": [1, 2]}, "Expected `array`"),
+    ({"remote_block_ids": [[1.5]]}, "Expected `int"),
+    ({"remote_block_ids": [[-1]]}, ">= 0"),
+    ({"remote_block_ids": [[2**80]]}, "<= 2147483647"),
+    ({"last_token_id": None}, "do_remote_prefill needs last_token_id"),
+    ({"last_token_id": -1}, ">= 0"),
+    ({"last_token_logprobs": [0.5]}, "Expected `array` of length 2"),
+    ({"last_token_logprobs": "all"}, "Expected `array"),
+    ({"num_prompt_tokens": 41}, "counted 41 prompt tokens, this one 40"),
+    ({"remote_cached_tokens": -3}, ">= 0"),
+    ({"lease_seconds": 0}, "> 0"),
+    ({"lease_seconds": "30"}, "Expected `float"),
+    ({"lease_seconds": 1e9}, "<= 86400"),
+    ({"prompt_digest": 7}, "Expected `str"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_params_are_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidKVParams) as refusal:
+        parse_kv_transfer_params(golden(**change), PROMPT)
+    assert words in str(refusal.value)
+    assert str(refusal.value).startswith("kv_transfer_params: ")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40)
+@given(field=st.sampled_from(sorted(golden())), value=ANYTHING)
+def test_no_value_of_any_field_is_worse_than_a_refusal(field: str, value: object) -> None:
+    try:
+        kv_params = parse_kv_transfer_params(golden(**{field: value}), PROMPT)
+    except InvalidKVParams:
+        return
+    if kv_params.remote is not None:
+        assert 1 <= kv_params.remote.port <= 65_535
+        assert all(0 <= block < 2**31 for block in kv_params.remote.block_ids)

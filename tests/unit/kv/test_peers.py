@@ -1,0 +1,156 @@
+"""The peers of peers: which peer is asked where, and what happens when one is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
+from mooncake_kv.errors import HandshakeRefused, KVTransferError
+from mooncake_kv.handshake import IncompatiblePeers, InstanceMetadata
+from mooncake_kv.params import RemoteKV
+from mooncake_kv.peers import IDLE_S, Handshake, PeerInstance, PeerTable
+from mooncake_kv.ranks import ConnectPeer, ForgetPeer
+
+FACTS = InstanceMetadata(
+    "a",
+    "model",
+    "tokenizer",
+    KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4),
+    16,
+    Hardware("cpu", "x86_64"),
+    (),
+)
+
+
+class Ranks:
+    """Remember what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[ConnectPeer | ForgetPeer] = []
+
+    def broadcast(self, message: ConnectPeer | ForgetPeer) -> None:
+        self.told.append(message)
+
+
+def handshake_of(ranks: Ranks, incompatible: IncompatiblePeers | None = None) -> Handshake:
+    incompatible = incompatible or IncompatiblePeers()
+    return Handshake(FACTS, ranks, lambda own, peer: None, incompatible)  # type: ignore[arg-type]
+
+
+def held_by(engine_id: str, port: int = 5000) -> RemoteKV:
+    return RemoteKV(engine_id, "request", "127.0.0.1", port, (0,), 3)
+
+
+def run(scenario: Callable[[PeerTable, Ranks], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario with an empty peers."""
+
+    async def main() -> None:
+        ranks = Ranks()
+        peers = PeerTable(b"", handshake_of(ranks))
+        await scenario(peers, ranks)
+        peers.close()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_peer_is_one_incarnation_at_one_address() -> None:
+    async def scenario(peers: PeerTable, ranks: Ranks) -> None:
+        first = peers.get(held_by("a"))
+        assert peers.get(held_by("a")) is first
+        assert peers.get(held_by("a", port=5001)) is not first
+        assert peers.get(held_by("b")) is not first
+
+    run(scenario)
+
+
+def test_a_wrong_address_that_is_given_up_leaves_the_right_one() -> None:
+    async def scenario(peers: PeerTable, ranks: Ranks) -> None:
+        right, wrong = held_by("a"), held_by("a", port=5001)
+        peer = peers.get(right)
+        peer.metadata = FACTS
+        peers.get(wrong)
+        peers.forget(wrong, "nobody there")
+        assert peers.get(right) is peer
+        assert ranks.told == []
+        peers.forget(right, "gone")
+        peers.forget(right, "gone")
+        assert ranks.told == [ForgetPeer("a")]
+        assert peers.get(right) is not peer
+
+    run(scenario)
+
+
+def test_only_predecessors_at_the_same_address_are_dropped() -> None:
+    async def scenario(peers: PeerTable, ranks: Ranks) -> None:
+        old, elsewhere, new = held_by("old"), held_by("other", port=5001), held_by("new")
+        stale, other, current = peers.get(old), peers.get(elsewhere), peers.get(new)
+        stale.metadata = FACTS
+        peers.forget_predecessors(new)
+        assert ranks.told == [ForgetPeer("old")]
+        assert peers.get(new) is current
+        assert peers.get(elsewhere) is other
+        assert peers.get(old) is not stale
+
+    run(scenario)
+
+
+def test_a_peer_that_is_not_needed_any_more_is_dropped() -> None:
+    """It may have gone for good, while there was nothing to notice that by."""
+
+    async def scenario(peers: PeerTable, ranks: Ranks) -> None:
+        began = asyncio.get_running_loop().time()
+        peer = peers.get(held_by("a"))
+        peer.metadata = FACTS
+        peers.forget_idle(began + IDLE_S)
+        assert peers.get(held_by("a")) is peer
+        assert ranks.told == []
+        peers.forget_idle(asyncio.get_running_loop().time() + IDLE_S + 1.0)
+        assert ranks.told == [ForgetPeer("a")]
+        assert peers.get(held_by("a")) is not peer
+
+    run(scenario)
+
+
+def test_who_waits_for_a_peer_that_is_given_up_is_told_why() -> None:
+    async def scenario(peers: PeerTable, ranks: Ranks) -> None:
+        remote = held_by("a", port=1)
+        waiting = asyncio.ensure_future(peers.get(remote).failed("request", "no use"))
+        await asyncio.sleep(0)
+        peers.forget(remote, "it is silent")
+        with pytest.raises(KVTransferError, match="was given up: it is silent"):
+            await waiting
+
+    run(scenario)
+
+
+class Refuser:
+    """A side channel on which every question is turned down."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def ask(self, *_: Any) -> Any:
+        self.num_asked += 1
+        raise HandshakeRefused("model differs")
+
+
+def test_hands_that_were_refused_are_not_offered_again() -> None:
+    """Facts don't change in an epoch's life."""
+
+    async def main() -> None:
+        client: Any = Refuser()
+        incompatible = IncompatiblePeers()
+        peer = PeerInstance("a", client, handshake_of(Ranks(), incompatible))
+        for _ in range(3):
+            with pytest.raises(HandshakeRefused, match=r"^model differs$"):
+                await peer.shake_hands()
+        assert client.num_asked == 1
+        assert "a" in incompatible
+
+    asyncio.run(main())

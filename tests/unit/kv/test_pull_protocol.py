@@ -1,0 +1,347 @@
+"""What both halves of pulling come to when messages are lost and the holder dies; in virtual time.
+
+Nothing is used that may have been somebody else's KV when it was read; nothing is held for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.push_line import TRIES, Line, deliver, losing, metadata_of, unreliable
+from support.virtual_time import run_virtually
+
+from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.errors import HandshakeRefused
+from mooncake_kv.handshake import IncompatiblePeers
+from mooncake_kv.params import RemoteKV
+from mooncake_kv.peers import Handshake, PeerInstance
+from mooncake_kv.protocol import AnyMessage, Reject
+from mooncake_kv.pull_receiver import PullReceiver
+from mooncake_kv.pull_sender import PullSender
+from mooncake_kv.ranks import CancelLoad, Load, LoadReport, RankGroup, RankLoads, decode_to_rank
+
+LEASE_S = 6.0
+LONGEST_READ_S = 4.0
+ADDRESS = ("127.0.0.1", 1)
+
+
+@dataclass
+class Talk:
+    """A prefill instance that is restarted now and then, and a decode instance with one rank.
+
+    Args:
+        numbers: for all that is random.
+        model: the prefill instance's; the decode instance has "m".
+
+    Attributes:
+        epoch: the prefill instance's.
+        freed: when the blocks of a prompt ceased to be held for the reader.
+        has_begun: set once the decode instance's rank reads something.
+        read: when it had read all of a request.
+        loaded: what its core has ordered.
+        ended: what that was told.
+        incompatible: what it remembers.
+        heard: how often the prefill instance was asked what.
+    """
+
+    numbers: random.Random
+    model: str = "m"
+    line: Line = field(default_factory=Line)
+    epoch: int = 0
+    freed: dict[str, float] = field(default_factory=dict)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    read: dict[str, float] = field(default_factory=dict)
+    loaded: set[str] = field(default_factory=set)
+    ended: defaultdict[str, list[LoadEnded]] = field(default_factory=lambda: defaultdict(list))
+    incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
+    heard: Counter[str] = field(default_factory=Counter)
+    _held: set[str] = field(default_factory=set)
+    _remotes: dict[str, RemoteKV] = field(default_factory=dict)
+    _reading: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+    _peers: dict[str, PeerInstance] = field(default_factory=dict)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _tasks_of_p: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Begin to live; on the loop."""
+        self.group = RankGroup(1, self._rank_hears)
+        self.loads = RankLoads(self.group)
+        context = ConnectorContext(
+            metadata_of("d"),
+            LEASE_S,
+            self._d_hears,
+            self._spawn,
+            self.now,
+            incompatible=self.incompatible,
+        )
+        self.d = PullReceiver(context, self.loads, self)  # type: ignore[arg-type]  # as PeerTable
+        self._spawn(self.d.keep_leases())
+        self.start_p()
+
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    # --- the prefill instance ----------------------------------------------------------------
+
+    def start_p(self) -> None:
+        self.kill_p()
+        self.epoch += 1
+        name = f"p{self.epoch}"
+        facts = msgspec.structs.replace(metadata_of(name), model_fingerprint=self.model)
+        context = ConnectorContext(facts, LEASE_S, self._p_hears, self._spawn, self.now)
+        self.p = PullSender(context)
+        self._tasks_of_p = [self._spawn(self.p.sweep())]
+
+    def kill_p(self) -> None:
+        """End it as SIGKILL does; its successor knows nothing of what it held."""
+        for task in self._tasks_of_p:
+            task.cancel()
+        for request_id in list(self._held):
+            self._p_hears(LeaseEnded(request_id))
+
+    def prefill(self, name: str) -> RemoteKV:
+        """A prompt is computed, and held."""
+        request_id = f"{name}@{self.epoch}"
+        self._held.add(request_id)
+        self.p.grant(request_id)
+        return RemoteKV(f"p{self.epoch}", request_id, *ADDRESS, (0,), 10, lease_s=LEASE_S)
+
+    def _p_hears(self, event: Event) -> None:
+        assert isinstance(event, LeaseEnded)
+        assert event.request_id in self._held, "freed twice"
+        self._held.remove(event.request_id)
+        self.freed[event.request_id] = self.now()
+
+    def _handle(self, message: AnyMessage) -> AnyMessage:
+        self.heard[type(message).__name__] += 1
+        try:
+            return self.p.handle(message)
+        except HandshakeRefused as exc:
+            return Reject(message.ticket, str(exc))
+
+    # --- the decode instance -----------------------------------------------------------------
+
+    def expect(self, name: str, remote: RemoteKV) -> None:
+        self._remotes[name] = remote
+        self.d.expect(name, remote)
+
+    def load(self, name: str, start: int = 0) -> None:
+        self.loaded.add(name)
+        self.d.load(name, (0,), start)
+
+    def _d_hears(self, event: Event) -> None:
+        assert isinstance(event, LoadEnded)
+        name = event.request_id
+        assert name not in self._reading, "over while its rank reads"
+        self.ended[name].append(event)
+        if event.error is None and name in self.read:  # else all of it was there
+            freed = self.freed.get(self._remotes[name].request_id, self.now())
+            assert self.read[name] <= freed, "what was read may have been somebody else's KV"
+
+    def _rank_hears(self, rank: int, message: bytes) -> None:
+        order = decode_to_rank(message)
+        if isinstance(order, Load):
+            delay = self.numbers.uniform(0.0, LONGEST_READ_S)
+            read = asyncio.get_running_loop().call_later(delay, self._end_read, order, None)
+            self._reading[order.request_id] = read
+            self.has_begun.set()
+        elif isinstance(order, CancelLoad) and order.request_id in self._reading:
+            self._reading[order.request_id].cancel()
+            self._end_read(order, "cancelled")
+
+    def _end_read(self, order: Load | CancelLoad, error: str | None) -> None:
+        name = order.request_id
+        del self._reading[name]
+        self.read[name] = self.now()
+        self.loads.report(0, LoadReport(name, error, 1, 0.1))
+
+    # --- its peers ---------------------------------------------------------------------------
+
+    def get(self, remote: RemoteKV) -> PeerInstance:
+        client: Any = self
+        handshake = Handshake(
+            metadata_of("d"), self.group, lambda own, peer: None, self.incompatible
+        )
+        known = PeerInstance(remote.engine_id, client, handshake)
+        return self._peers.setdefault(remote.engine_id, known)
+
+    def forget(self, remote: RemoteKV, reason: str) -> None:
+        self._peers.pop(remote.engine_id, None)
+
+    def forget_predecessors(self, remote: RemoteKV) -> None:
+        for name in set(self._peers) - {remote.engine_id}:
+            del self._peers[name]
+
+    async def ask(
+        self,
+        make: Callable[[int], AnyMessage],
+        kind: type[Any],
+        *,
+        tries: int = TRIES,
+        try_timeout_s: float | None = None,
+    ) -> Any:
+        """As ``SideChannelClient.ask``."""
+        answer = await self.line.ask(self._handle, make, tries, try_timeout_s)
+        if isinstance(answer, Reject):
+            raise HandshakeRefused(answer.reason)
+        assert isinstance(answer, kind)
+        return answer
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.ensure_future(coroutine))
+        return self._tasks[-1]
+
+    def check_tasks(self) -> None:
+        """None has died."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+
+def talk(
+    scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0, model: str = "m"
+) -> None:
+    async def main() -> None:
+        between = Talk(random.Random(seed), model)
+        between.start()
+        await scenario(between)
+        between.check_tasks()
+
+    run_virtually(main())
+
+
+def test_a_pull_ends_once_on_both_sides() -> None:
+    async def scenario(between: Talk) -> None:
+        between.expect("r", between.prefill("r"))
+        await asyncio.sleep(3 * LEASE_S)
+        assert between.p.num_held == 1, "it is wanted yet"
+        between.load("r")
+        await asyncio.sleep(2 * LONGEST_READ_S)
+        assert between.ended["r"] == [LoadEnded("r", None)]
+        assert between.p.num_held == 0
+
+    talk(scenario)
+
+
+def test_what_was_read_of_a_dead_instance_is_not_used() -> None:
+    """Its successor, at the same address, knows of nothing."""
+
+    async def scenario(between: Talk) -> None:
+        between.expect("r", between.prefill("r"))
+        between.load("r")
+        await between.has_begun.wait()
+        between.start_p()
+        await asyncio.sleep(2 * LONGEST_READ_S)
+        [ended] = between.ended["r"]
+        assert "lease was unknown when the read ended" in str(ended.error)
+
+    talk(scenario)
+
+
+def test_an_instance_that_does_not_fit_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Later requests end at once, without a word; its successor is asked anew."""
+    decode_side = "mooncake_kv.pull_receiver"
+
+    async def scenario(between: Talk) -> None:
+        for name in "abc":
+            between.expect(name, between.prefill(name))
+            between.load(name)
+            await asyncio.sleep(1.0)
+            [ended] = between.ended[name]
+            assert "model differs" in str(ended.error)
+        assert between.heard["Hello"] == 1
+        assert between.p.num_held == 0
+        assert (between.d.counts.failures, between.d.counts.refused) == (3, 3)
+        assert between.incompatible.engine_ids == ("p1",)
+        between.model = "m"
+        between.start_p()
+        between.expect("d", between.prefill("d"))
+        between.load("d")
+        await asyncio.sleep(2 * LONGEST_READ_S)
+        assert between.ended["d"] == [LoadEnded("d", None)]
+
+    talk(scenario, model="other")
+    loud = [r for r in caplog.records if r.name == decode_side and r.levelno >= logging.WARNING]
+    assert loud == []
+
+
+def test_a_release_that_is_lost_on_its_way_back_is_told_again() -> None:
+    async def scenario(between: Talk) -> None:
+        between.line.fate = losing("LeaseReply")
+        between.expect("r", between.prefill("r"))
+        between.load("r")
+        await asyncio.sleep(LONGEST_READ_S + 1.0)
+        between.line.fate = deliver
+        await asyncio.sleep(LONGEST_READ_S)
+        assert between.ended["r"] == [LoadEnded("r", None)]
+
+    talk(scenario)
+
+
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**32), loses=st.booleans(), restarts=st.booleans())
+def test_whatever_is_lost_nothing_is_held_for_ever_and_nothing_foreign_is_used(
+    seed: int, *, loses: bool, restarts: bool
+) -> None:
+    """Requests come, some twice for one prompt, are loaded and cancelled at any moment."""
+
+    async def scenario(between: Talk) -> None:
+        if loses:
+            between.line.fate = unreliable(seed)
+        names = [f"r{index}" for index in range(8)]
+        living = [_live(between, name) for name in names]
+        if restarts:
+            living.append(_restart(between))
+        await asyncio.gather(*living)
+        between.line.fate = deliver
+        await asyncio.sleep(10 * LEASE_S)
+        assert between.p.num_held == 0
+        assert between.d._expected == {}
+        successes = Counter(
+            between._remotes[name].request_id
+            for name, events in between.ended.items()
+            for event in events
+            if event.error is None and name in between.read
+        )
+        assert all(count == 1 for count in successes.values()), "one lease, two readers"
+        ends = {name: len(events) for name, events in between.ended.items()}
+        assert all(ends.get(name) == 1 for name in between.loaded), "a load without an end"
+        assert max(ends.values(), default=0) <= 1, between.ended
+
+    talk(scenario, seed)
+
+
+async def _live(between: Talk, name: str) -> None:
+    numbers = between.numbers
+    await asyncio.sleep(numbers.uniform(0.0, 20.0))
+    remote = between.prefill(name)
+    if numbers.random() < 0.1:
+        return  # nobody comes for it
+    twins = [name] if numbers.random() < 0.7 else [name, f"{name}-again"]
+    for twin in twins:
+        await asyncio.sleep(numbers.uniform(0.0, LEASE_S))
+        between.expect(twin, remote)
+    for twin in twins:
+        await asyncio.sleep(numbers.uniform(0.0, LEASE_S))
+        if numbers.random() < 0.8:
+            between.load(twin, numbers.choice([0, 0, 0, 10]))
+        await asyncio.sleep(numbers.uniform(0.0, LONGEST_READ_S))
+        if numbers.random() < 0.3 or not between.ended[twin]:
+            between.d.cancel(twin)
+
+
+async def _restart(between: Talk) -> None:
+    for _ in range(2):
+        await asyncio.sleep(between.numbers.uniform(0.0, 15.0))
+        between.start_p()

@@ -1,0 +1,168 @@
+"""The decode half: what it does when its two callers, the core and the network, cross."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from support.virtual_time import run_virtually
+
+from mooncake_hal.backend import DeploymentConstraints
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
+from mooncake_kv.connector import Event, LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.handshake import IncompatiblePeers, InstanceMetadata
+from mooncake_kv.params import RemoteKV
+from mooncake_kv.peers import Handshake, PeerTable
+from mooncake_kv.pull_receiver import PullReceiver
+from mooncake_kv.ranks import RankGroup, RankLoads
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4)
+FACTS = InstanceMetadata(
+    "me", "m", "t", GEOMETRY, 16, Hardware("cpu", "", DeploymentConstraints()), ()
+)
+REMOTE = RemoteKV("peer", "theirs", "127.0.0.1", 1, (0,), 3)
+LEASE_S = 0.06
+
+
+@dataclass
+class Around:
+    """What surrounds a decode side in these tests.
+
+    Args:
+        side: itself; its peer's address answers nobody.
+        events: what it told the core.
+        messages: what it told its rank.
+        heard: set once the core was told something.
+    """
+
+    side: PullReceiver
+    events: list[Event]
+    messages: list[bytes]
+    heard: asyncio.Event
+
+
+def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        events: list[Event] = []
+        heard = asyncio.Event()
+        messages: list[bytes] = []
+        tasks: set[asyncio.Task[None]] = set()
+
+        def tell(event: Event) -> None:
+            events.append(event)
+            heard.set()
+
+        def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            task = asyncio.ensure_future(coroutine)
+            tasks.add(task)
+            return task
+
+        ranks = RankGroup(1, lambda rank, message: messages.append(message))
+        handshake = Handshake(FACTS, ranks, lambda own, peer: None, IncompatiblePeers())
+        peers = PeerTable(b"", handshake)
+        context = ConnectorContext(FACTS, LEASE_S, tell, spawn)
+        around = Around(PullReceiver(context, RankLoads(ranks), peers), events, messages, heard)
+        await scenario(around)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        peers.close()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_load_that_crosses_the_news_of_a_lost_lease_is_not_begun() -> None:
+    """The core has not yet taken in that the lease is lost when it orders the load."""
+
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        renewing = asyncio.ensure_future(around.side.keep_leases())
+        await around.heard.wait()
+        around.side.load("mine", (0,), 0)
+        await asyncio.sleep(0)
+        renewing.cancel()
+        [ended] = around.events
+        assert isinstance(ended, LoadEnded)
+        assert ended.request_id == "mine"
+        assert ended.error is not None
+        assert around.messages == []
+
+    run(scenario)
+
+
+def test_an_interrupted_load_is_never_reported_as_complete() -> None:
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        around.side.load("mine", (0,), 0)
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(0.01)
+        assert around.events == [LoadEnded("mine", "the load was interrupted")]
+
+    run(scenario)
+
+
+def test_a_cancelled_request_is_forgotten_once() -> None:
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        around.side.cancel("mine")
+        around.side.cancel("mine")
+        around.side.load("mine", (0,), 0)
+        assert around.events == []
+        assert around.messages == []
+
+    run(scenario)
+
+
+class Holders:
+    """A peers whose every peer renews everything, and remembers when."""
+
+    def __init__(self) -> None:
+        self.renewed: list[float] = []
+
+    def get(self, remote: RemoteKV) -> Holders:
+        return self
+
+    async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
+        self.renewed.append(asyncio.get_running_loop().time())
+        return ()
+
+
+@pytest.mark.parametrize(("holders_lease_s", "interval_s"), [(6.0, 1.0), (600.0, 5.0), (None, 5.0)])
+def test_leases_are_renewed_as_often_as_the_shorter_one_asks(
+    holders_lease_s: float | None, interval_s: float
+) -> None:
+    """Ours is 30 s; the holder's may end before we would have sent a first keepalive."""
+
+    async def main() -> None:
+        peers = Holders()
+        clock = asyncio.get_running_loop().time
+        context = ConnectorContext(FACTS, 30.0, lambda event: None, asyncio.ensure_future, clock)
+        loads = RankLoads(RankGroup(1, lambda rank, message: None))
+        side = PullReceiver(context, loads, peers)  # type: ignore[arg-type]  # replies at once
+        keeping = asyncio.ensure_future(side.keep_leases())
+        await asyncio.sleep(1.5)
+        side.expect("mine", replace(REMOTE, lease_s=holders_lease_s))
+        await asyncio.sleep(30.0)
+        assert len(peers.renewed) == pytest.approx(30.0 / interval_s, abs=1)
+        assert peers.renewed[0] <= 1.5 + interval_s
+        assert not keeping.done()
+
+    run_virtually(main())
+
+
+def test_a_prompt_that_is_all_here_needs_no_holder() -> None:
+    async def scenario(around: Around) -> None:
+        around.side.expect("mine", REMOTE)
+        around.side.load("mine", (0,), REMOTE.num_tokens)
+        await around.heard.wait()
+        assert around.events == [LoadEnded("mine", None)]
+
+    run(scenario)

@@ -1,0 +1,135 @@
+"""What all writers write is what every reader would have read: every byte once, by one of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mooncake_hal.errors import PlanError
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of, shards_of
+from mooncake_hal.kv.layout import KV_LAYOUTS, make_layout
+from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
+from mooncake_kv.push_progress import InstancePair, expected_bytes, plan_push
+
+NUM_BLOCKS = 40
+SPACE = 1 << 32
+"""Ranks lie so far apart that an address says whose it is."""
+
+geometries = st.one_of(
+    st.builds(
+        lambda heads, layers: KVGeometry(AttentionKind.GQA, layers, heads, (4, 4), "float16", 2),
+        st.sampled_from([1, 2, 4, 6, 8]),
+        st.integers(1, 3),
+    ),
+    st.builds(
+        lambda layers: KVGeometry(AttentionKind.MLA, layers, 1, (8, 2), "float16", 2),
+        st.integers(1, 3),
+    ),
+)
+
+
+def placements(
+    geometry: KVGeometry, ranks: tuple[int, int], layout: str, block_size: int
+) -> tuple[KVShardSpec, ...]:
+    shards = shards_of(geometry, *ranks)
+    return tuple(
+        KVShardSpec(
+            shard,
+            make_layout(layout, geometry, shard, NUM_BLOCKS, block_size).shifted(rank * SPACE),
+        )
+        for rank, shard in enumerate(shards)
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[InstancePair, BlockTransfer]:
+    geometry = draw(geometries)
+    sides = []
+    tables = []
+    for _ in range(2):
+        block_size = draw(st.sampled_from([4, 16]))
+        ranks = draw(st.integers(1, 8)), draw(st.integers(1, geometry.layers))
+        layout = draw(st.sampled_from(sorted(KV_LAYOUTS)))
+        sides.append(placements(geometry, ranks, layout, block_size))
+        tables.append(draw(st.permutations(range(NUM_BLOCKS))))
+    start = draw(st.integers(0, 60))
+    tokens = start, draw(st.integers(start + 1, 100))
+    spread = draw(st.integers(0, 1000))
+    return InstancePair(geometry, sides[0], sides[1]), BlockTransfer(*tables, tokens, None, spread)
+
+
+def bytes_of(local: list[int], remote: list[int], nbytes: list[int]) -> Counter[tuple[int, int]]:
+    """Every two bytes that are moved, as (source, destination): elements are two bytes wide."""
+    return Counter(
+        (source + step, target + step)
+        for source, target, count in zip(local, remote, nbytes, strict=True)
+        for step in range(0, count, 2)
+    )
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_writers_write_what_each_reader_would_read(
+    case: tuple[InstancePair, BlockTransfer],
+) -> None:
+    sides, movement = case
+    written: defaultdict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
+    totals: dict[tuple[int, int], int] = {}
+    for writer in range(len(sides.writers)):
+        for plan in plan_push(sides, writer, movement):
+            spans = plan.spans
+            columns = spans.local.tolist(), spans.remote.tolist(), spans.nbytes.tolist()
+            written[plan.peer] += bytes_of(*columns)
+            totals[writer, plan.peer] = spans.total_bytes
+    swapped = BlockTransfer(
+        movement.remote_blocks, movement.local_blocks, movement.tokens, None, movement.spread
+    )
+    for index, reader in enumerate(sides.readers):
+        wanted: Counter[tuple[int, int]] = Counter()
+        for plan in plan_transfer(sides.geometry, reader, sides.writers, swapped):
+            spans = plan.spans
+            wanted += bytes_of(spans.remote.tolist(), spans.local.tolist(), spans.nbytes.tolist())
+        assert written[index] == wanted
+    shards = [[p.shard for p in side] for side in (sides.writers, sides.readers)]
+    num_tokens = movement.tokens[1] - movement.tokens[0]
+    assert totals == expected_bytes(sides.geometry, *shards, num_tokens, movement.spread)
+
+
+@settings(max_examples=60)
+@given(cases(), st.data())
+def test_chunks_and_layers_add_up_to_the_whole(
+    case: tuple[InstancePair, BlockTransfer], data: st.DataObject
+) -> None:
+    sides, movement = case
+    start, stop = movement.tokens
+    cut = data.draw(st.integers(start, stop))
+    sums: Counter[tuple[int, int]] = Counter()
+    for tokens in ((start, cut), (cut, stop)):
+        for layer in range(sides.geometry.layers):
+            part = BlockTransfer(
+                movement.local_blocks,
+                movement.remote_blocks,
+                tokens,
+                (layer, layer + 1),
+                movement.spread,
+            )
+            for writer in range(len(sides.writers)):
+                for plan in plan_push(sides, writer, part):
+                    sums[writer, plan.peer] += plan.spans.total_bytes
+    shards = [[p.shard for p in side] for side in (sides.writers, sides.readers)]
+    assert dict(sums) == expected_bytes(sides.geometry, *shards, stop - start, movement.spread)
+
+
+def test_nothing_to_write_is_nothing_expected() -> None:
+    geometry = KVGeometry(AttentionKind.GQA, 2, 2, (4, 4), "float16", 2)
+    shard = shard_of(geometry, 1, 0)
+    assert expected_bytes(geometry, [shard], [shard], 0, 0) == {}
+
+
+def test_writers_that_lack_heads_are_refused() -> None:
+    geometry = KVGeometry(AttentionKind.GQA, 2, 2, (4, 4), "float16", 2)
+    whole, half = shard_of(geometry, 1, 0), shard_of(geometry, 2, 0)
+    with pytest.raises(PlanError, match="hold 2 of them"):
+        expected_bytes(geometry, [half], [whole], 10, 0)

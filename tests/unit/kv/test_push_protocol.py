@@ -1,0 +1,229 @@
+"""What both halves of pushing come to when messages are lost and either of them ends.
+
+Blocks on both sides come back, once nobody writes there, whatever is lost; in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.push_line import TOKEN, Talk, deliver, losing, unreliable
+from support.virtual_time import run_virtually
+
+from mooncake_kv.connector import LoadEnded
+from mooncake_kv.params import FirstToken
+from mooncake_kv.push_receiver import MAX_LOAD_S
+
+FIRST = FirstToken(TOKEN.token_id, None, 0)
+Scenario = Callable[[Talk], Coroutine[Any, Any, None]]
+
+
+def talk(scenario: Scenario, seed: int = 0, lease_s: tuple[float, float] = (6.0, 6.0)) -> None:
+    async def main() -> None:
+        between = Talk(random.Random(seed), lease_s)
+        between.start()
+        await scenario(between)
+        between.check_tasks()
+
+    run_virtually(main())
+
+
+async def push(between: Talk, name: str = "r") -> None:
+    """A prompt from first to last on the prefill side."""
+    between.load(name)
+    between.begin(name)
+    await asyncio.sleep(1.0)
+    between.complete(name)
+
+
+def test_a_push_ends_once_on_both_sides() -> None:
+    async def scenario(between: Talk) -> None:
+        await push(between)
+        await asyncio.sleep(2.0)
+        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
+        assert between.freed["p-r"]
+        assert between.d.num_reserved == between.p.num_sending == 0
+        assert "StatusRequest" not in between.asked
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("lost", [("Pushed",), ("Pushed", "Renew")], ids=str)
+def test_an_ending_that_is_lost_on_all_tries_is_asked_for(lost: tuple[str, ...]) -> None:
+    """The writer lives on and can't be heard: the reader asks, and even gets its KV."""
+
+    async def scenario(between: Talk) -> None:
+        between.line.fate = losing(*lost)
+        await push(between)
+        await asyncio.sleep(30.0)
+        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
+        assert between.d.num_reserved == between.p.num_sending == 0
+
+    talk(scenario)
+
+
+def test_a_failure_that_is_lost_on_all_tries_is_asked_for() -> None:
+    async def scenario(between: Talk) -> None:
+        between.line.fate = losing("PushFailed", "Renew")
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(1.0)
+        between.p.cancel("p-r")
+        await asyncio.sleep(30.0)
+        [ended] = between.ended["r"]
+        assert ended.is_drained
+        assert "gave up: the request ended before its prefill" in str(ended.error)
+
+    talk(scenario)
+
+
+def test_what_the_writer_has_forgotten_is_over() -> None:
+    """Nothing comes through for longer than the writer keeps what became of its pushes."""
+
+    async def scenario(between: Talk) -> None:
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(1.0)
+        between.line.is_cut = True
+        between.complete("r")
+        await asyncio.sleep(60.0)
+        [given_up] = between.ended["r"]
+        assert not given_up.is_drained
+        assert between.d.num_reserved == 1
+        assert between.p.num_sending == 0
+        between.line.is_cut = False
+        await asyncio.sleep(10.0)
+        assert [ended.is_drained for ended in between.ended["r"]] == [False, True]
+        assert "knows nothing of it any more" in str(between.ended["r"][-1].error)
+        assert between.d.num_reserved == 0
+
+    talk(scenario)
+
+
+def test_a_push_that_is_under_way_is_waited_for() -> None:
+    """Its keepalives are lost, its replies are not."""
+
+    async def scenario(between: Talk) -> None:
+        between.line.fate = losing("Renew")
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(5.0)
+        assert "StatusRequest" in between.asked
+        assert not between.ended["r"]
+        between.complete("r")
+        await asyncio.sleep(2.0)
+        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("lease_s", [(60.0, 1.0), (1.0, 60.0)], ids=["reader", "writer"])
+def test_signs_of_life_come_as_often_as_the_shorter_lease_asks(
+    lease_s: tuple[float, float],
+) -> None:
+    async def scenario(between: Talk) -> None:
+        await asyncio.sleep(7.3)
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(20.0)
+        assert between.asked.count("Renew") >= 100
+        assert "StatusRequest" not in between.asked
+        between.complete("r")
+        await asyncio.sleep(2.0)
+        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
+
+    talk(scenario, lease_s=lease_s)
+
+
+def test_an_entry_that_is_granted_after_its_writer_gave_up_is_given_back() -> None:
+    """Late and repeated messages arrive in any order."""
+
+    async def scenario(between: Talk) -> None:
+        between.line.fate = lambda kind: {"PushOpen": 40.0, "PushFailed": None}.get(kind, 0.0)
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(1.0)
+        between.complete("r")
+        await asyncio.sleep(80.0)
+        assert [ended.is_drained for ended in between.ended["r"]] == [True]
+        assert between.d.num_reserved == between.p.num_sending == 0
+
+    talk(scenario, lease_s=(6.0, 60.0))
+
+
+def test_a_writer_that_is_taken_for_dead_stops_before_its_blocks_are_free() -> None:
+    """What stands between refuses for it, and lets nothing through; it lives, and writes."""
+
+    async def scenario(between: Talk) -> None:
+        between.load("r")
+        between.begin("r")
+        await asyncio.sleep(1.0)
+        between.is_p_hidden = between.line.is_cut = True
+        await asyncio.sleep(5.0)
+        assert [ended.is_drained for ended in between.ended["r"]] == [False]
+        assert between.rank.writing == {"p-r"}
+        await asyncio.sleep(12.0)
+        assert [ended.is_drained for ended in between.ended["r"]] == [False, True]
+        assert between.d.num_reserved == 0
+
+    talk(scenario, lease_s=(60.0, 6.0))
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    loses=st.booleans(),
+    kills=st.booleans(),
+    hides=st.booleans(),
+    lease_s=st.sampled_from([(6.0, 6.0), (6.0, 1.0), (1.0, 6.0), (60.0, 6.0)]),
+)
+def test_whatever_is_lost_both_sides_come_back_to_nothing(
+    seed: int, lease_s: tuple[float, float], *, loses: bool, kills: bool, hides: bool
+) -> None:
+    """Requests come, are completed, aborted and cancelled at any moment; then the line is good."""
+
+    async def scenario(between: Talk) -> None:
+        if loses:
+            between.line.fate = unreliable(seed)
+        between.is_p_hidden = hides
+        names = [f"r{index}" for index in range(8)]
+        await asyncio.gather(*(_live(between, name) for name in names))
+        if kills:
+            between.kill_p()
+        between.line.fate = deliver
+        await asyncio.sleep(MAX_LOAD_S / 4)
+        assert between.d.num_reserved == 0
+        assert kills or between.p.num_sending == 0
+        assert all(_ended_once(between.ended[name]) for name in names), between.ended
+
+    talk(scenario, seed, lease_s)
+
+
+async def _live(between: Talk, name: str) -> None:
+    numbers = between.numbers
+    await asyncio.sleep(numbers.uniform(0.0, 20.0))
+    between.load(name)
+    await asyncio.sleep(numbers.uniform(0.0, 3.0))
+    if numbers.random() < 0.2:
+        between.d.cancel(name)
+    if numbers.random() < 0.9:
+        between.begin(name)
+        await asyncio.sleep(numbers.uniform(0.0, 8.0))
+        if numbers.random() < 0.2:
+            between.d.cancel(name)
+        is_completed = numbers.random() < 0.8
+        if is_completed:
+            between.complete(name)
+            await asyncio.sleep(numbers.uniform(0.0, 2.0))
+        if not is_completed or numbers.random() < 0.3:
+            between.p.cancel(f"p-{name}")
+
+
+def _ended_once(events: list[LoadEnded]) -> bool:
+    """Drained at last, and never twice; given up before that at most once."""
+    return [event.is_drained for event in events] in ([True], [False, True])

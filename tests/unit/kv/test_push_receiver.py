@@ -1,0 +1,413 @@
+"""What the decode side makes of messages that are early, late, repeated, wrong or strange."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal.kv.layout import make_layout
+from mooncake_kv.connector import Event, LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
+from mooncake_kv.handshake import InstanceMetadata, RankMetadata
+from mooncake_kv.params import FirstToken, FirstTokenLogprobs
+from mooncake_kv.protocol import (
+    PROTOCOL_VERSION,
+    AnyMessage,
+    Done,
+    Hello,
+    LeaseReply,
+    LeaseStatus,
+    Pushed,
+    PushFailed,
+    PushOpen,
+    Reject,
+    Renew,
+    Renewed,
+    StatusReply,
+    Welcome,
+    Writer,
+)
+from mooncake_kv.push_receiver import MAX_LOAD_S, PushReceiver
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
+TOKEN_BYTES = 2 * 4 * 32 * 4
+LEASE_S = 6.0
+LANDING_S = 20.0
+ONE = Writer("p-1", "a", "127.0.0.1", 1)
+TWO = Writer("p-2", "b", "127.0.0.1", 2)
+TOKEN = FirstToken(5, (-0.5, ((5, -0.5), (6, -1.5))), 16)
+FIRST = FirstToken(5, FirstTokenLogprobs(-0.5, ((5, -0.5), (6, -1.5))), 16)
+
+
+def facts(engine_id: str, tp_size: int = 1, host: str = "here") -> InstanceMetadata:
+    ranks = []
+    for rank in range(tp_size):
+        shard = shard_of(GEOMETRY, tp_size, rank)
+        ranks.append(RankMetadata(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {}))
+    hardware = Hardware("cpu", "x86")
+    return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, hardware, tuple(ranks), host)
+
+
+class Desk:
+    """A decode side whose tasks run when told, and whose events are kept."""
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        *,
+        can_revoke: bool = True,
+        hosts: tuple[str, str] = ("here", "here"),
+    ) -> None:
+        self.events: list[Event] = []
+        self.tasks: list[Coroutine[Any, Any, None]] = []
+        self.is_writer_dead = False
+        self.is_writer_near = True
+        self.reply: StatusReply | None = None
+        self.now = 0.0
+        context = ConnectorContext(
+            facts("d", host=hosts[1]),
+            LEASE_S,
+            self.events.append,
+            self._keep,
+            can_revoke=can_revoke,
+            landing_s=LANDING_S,
+            clock=lambda: self.now,
+        )
+        self.side = PushReceiver(context, self._inquire)
+        self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size, hosts[0])))
+
+    def load(self, num_tokens: int = 10) -> None:
+        params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
+        self.side.load("r", "http://nowhere", params)
+        self.tasks.pop().close()  # the post to the metaserver: nobody is there
+
+    def say(self, message: AnyMessage) -> LeaseStatus:
+        answer = self.side.handle(message)
+        assert isinstance(answer, LeaseReply)
+        assert answer.ticket == message.ticket
+        return answer.status
+
+    def open(self, writer: Writer = ONE) -> LeaseStatus:
+        return self.say(PushOpen(2, "r", writer))
+
+    def pushed(self, *written: tuple[int, int, int], writer: Writer = ONE) -> LeaseStatus:
+        return self.say(Pushed(3, "r", writer, written, TOKEN))
+
+    def failed(self, writer: Writer = ONE, *, may_land: bool = False) -> LeaseStatus:
+        return self.say(PushFailed(4, "r", writer, "broken", may_land))
+
+    def reap(self, now: float) -> list[str | None]:
+        """Look, and see to what that starts; the errors of what ended."""
+        self.now = now
+        before = len(self.events)
+        self.side.reap()
+        for task in self.tasks:
+            asyncio.run(task)
+        self.tasks.clear()
+        return [e.error for e in self.events[before:] if isinstance(e, LoadEnded)]
+
+    def _keep(self, task: Coroutine[Any, Any, None]) -> Any:
+        self.tasks.append(task)
+
+    async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> StatusReply:
+        assert (writer, names, is_near) == (ONE, ["a"], self.is_writer_near)
+        if self.is_writer_dead:
+            raise (PeerGone if is_near else PeerAbsent)("prefill instance p-1 is gone")
+        if self.reply is None:
+            raise KVTransferError("no answer")
+        return self.reply
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_an_exact_push_ends_the_load_with_the_first_token(desk: Desk) -> None:
+    desk.load()
+    assert desk.open() is LeaseStatus.HELD
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+    assert desk.events == [LoadEnded("r", None, FIRST)]
+    assert desk.side.counts.nbytes == 10 * TOKEN_BYTES
+
+
+def test_a_repeated_ending_is_answered_alike_and_changes_nothing(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    answers = [desk.pushed((0, 0, 10 * TOKEN_BYTES)) for _ in range(3)]
+    assert answers == [LeaseStatus.RELEASED] * 3
+    assert desk.failed() is LeaseStatus.RELEASED
+    assert len(desk.events) == 1
+
+
+def test_each_rank_accounts_for_its_own_bytes() -> None:
+    desk = Desk(tp_size=2)
+    desk.load()
+    desk.open()
+    half = 10 * TOKEN_BYTES // 2
+    assert desk.pushed((0, 0, half), (1, 0, half)) is LeaseStatus.RELEASED
+
+
+@pytest.mark.parametrize(
+    "written",
+    [(), ((0, 0, 1),), ((0, 0, 11 * TOKEN_BYTES),), ((1, 0, 10 * TOKEN_BYTES),)],
+    ids=["nothing", "too little", "too much", "another rank"],
+)
+def test_what_is_not_exact_is_a_failed_load(
+    desk: Desk, written: tuple[tuple[int, int, int], ...]
+) -> None:
+    desk.load()
+    desk.open()
+    assert desk.pushed(*written) is LeaseStatus.EXPIRED
+    [ended] = desk.events
+    assert isinstance(ended, LoadEnded)
+    assert "should be {(0, 0): 10240}" in str(ended.error)
+    assert ended.is_drained
+
+
+def test_a_failure_ends_the_load_with_its_reason(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    assert desk.failed() is LeaseStatus.EXPIRED
+    assert desk.failed() is LeaseStatus.EXPIRED
+    assert desk.events == [LoadEnded("r", "the prefill instance gave up: broken")]
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
+
+
+def test_a_writer_that_fails_before_it_was_let_in_ends_the_wait(desk: Desk) -> None:
+    desk.load()
+    desk.failed()
+    assert desk.events == [LoadEnded("r", "the prefill instance gave up: broken")]
+
+
+def test_strangers_can_neither_end_nor_spoil_a_load(desk: Desk) -> None:
+    desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-2")))
+    desk.load()
+    desk.open()
+    assert desk.open(TWO) is LeaseStatus.EXPIRED
+    assert desk.failed(TWO) is LeaseStatus.UNKNOWN
+    assert desk.pushed((0, 0, 1), writer=TWO) is LeaseStatus.UNKNOWN
+    assert not desk.events
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+
+
+def test_messages_about_unknown_requests_are_answered_and_harmless(desk: Desk) -> None:
+    assert desk.open() is LeaseStatus.UNKNOWN
+    assert desk.pushed() is LeaseStatus.UNKNOWN
+    assert desk.failed() is LeaseStatus.UNKNOWN
+    desk.side.cancel("r")
+    assert not desk.events
+
+
+def test_who_has_not_introduced_itself_is_refused(desk: Desk) -> None:
+    desk.load()
+    with pytest.raises(HandshakeRefused, match="say Hello"):
+        desk.open(TWO)
+
+
+def test_a_cancelled_load_without_a_writer_is_free_at_once(desk: Desk) -> None:
+    desk.load()
+    desk.side.cancel("r")
+    desk.side.cancel("r")
+    assert [event.request_id for event in desk.events if isinstance(event, LoadEnded)] == ["r"]
+    assert desk.open() is LeaseStatus.EXPIRED
+
+
+def test_a_cancelled_load_is_drained_when_its_writer_says_so(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    desk.side.cancel("r")
+    assert not desk.events
+    assert desk.side.handle(Renew(7, ("r",))) == Renewed(7, ("r",))
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
+    [ended] = desk.events
+    assert isinstance(ended, LoadEnded)
+    assert ended.is_drained
+    assert ended.error is not None
+
+
+def test_another_model_or_protocol_is_refused(desk: Desk) -> None:
+    with pytest.raises(HandshakeRefused, match="protocol 99"):
+        desk.side.handle(Hello(1, 99, facts("p-3")))
+    answer = desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-3")))
+    assert isinstance(answer, Welcome)
+
+
+def test_what_a_refused_instance_gives_up_is_counted(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    stranger = msgspec.structs.replace(facts("p-3"), model_fingerprint="other")
+    for _ in range(2):
+        with pytest.raises(HandshakeRefused, match="model differs"):
+            desk.side.handle(Hello(1, PROTOCOL_VERSION, stranger))
+    desk.load()
+    desk.failed(Writer("p-3", "c", "127.0.0.1", 3))
+    desk.load()
+    desk.failed(ONE)
+    assert (desk.side.counts.failures, desk.side.counts.refused) == (2, 1)
+    levels = [record.levelname for record in caplog.records if record.levelno >= logging.WARNING]
+    assert levels == ["ERROR", "WARNING"], "the refused peer once, the other one's failure"
+
+
+def test_what_belongs_to_pulling_is_rejected(desk: Desk) -> None:
+    answer = desk.side.handle(Done(9, "r", "reader"))
+    assert isinstance(answer, Reject)
+    assert answer.ticket == 9
+
+
+def test_nobody_is_waited_for_longer_than_a_lease(desk: Desk) -> None:
+    desk.load()
+    assert desk.reap(5.9) == []
+    assert desk.reap(6.0) == ["no prefill instance came within 6 s"]
+    assert desk.open() is LeaseStatus.EXPIRED
+
+
+def test_a_dead_writer_frees_its_blocks(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    desk.is_writer_dead = True
+    assert desk.reap(2.9) == []
+    assert desk.reap(3.0) == ["prefill instance p-1 is gone"]
+    assert all(event.is_drained for event in desk.events if isinstance(event, LoadEnded))
+
+
+def drains(desk: Desk) -> list[bool]:
+    return [event.is_drained for event in desk.events if isinstance(event, LoadEnded)]
+
+
+def test_what_a_failed_writer_had_sent_is_waited_for_where_nothing_stops_it() -> None:
+    desk = Desk(can_revoke=False)
+    desk.load()
+    desk.open()
+    assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
+    assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
+    assert drains(desk) == [False]
+    assert desk.reap(LANDING_S - 0.1) == []
+    assert desk.side.num_reserved == 1
+    assert desk.reap(LANDING_S) == ["the prefill instance gave up: broken"]
+    assert drains(desk) == [False, True]
+    assert desk.side.num_reserved == 0
+    assert desk.side.counts.failures == 1
+
+
+@pytest.mark.parametrize(("can_revoke", "may_land"), [(True, True), (False, False)])
+def test_where_nothing_can_arrive_any_more_blocks_are_free_at_once(
+    can_revoke: bool, may_land: bool
+) -> None:
+    desk = Desk(can_revoke=can_revoke)
+    desk.load()
+    desk.open()
+    desk.failed(may_land=may_land)
+    assert drains(desk) == [True]
+
+
+def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
+    desk = Desk(can_revoke=False)
+    desk.load()
+    desk.open()
+    desk.side.cancel("r")
+    desk.failed(may_land=True)
+    assert drains(desk) == [False]
+    desk.reap(LANDING_S)
+    assert drains(desk) == [False, True]
+
+
+@pytest.mark.parametrize(("tp_size", "can_revoke"), [(1, False), (2, True)])
+def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, can_revoke: bool) -> None:
+    """Where nothing stops it; and where its ranks are processes that may not be dead yet."""
+    desk = Desk(tp_size, can_revoke=can_revoke)
+    desk.load()
+    desk.open()
+    desk.is_writer_dead = True
+    assert desk.reap(3.0) == ["prefill instance p-1 is gone"]
+    assert drains(desk) == [False]
+    assert desk.open() is LeaseStatus.EXPIRED
+    desk.reap(3.0 + LANDING_S)
+    assert drains(desk) == [False, True]
+
+
+@pytest.mark.parametrize("hosts", [("there", "here"), ("", "")], ids=str)
+def test_who_refuses_on_another_host_need_not_be_the_writer(hosts: tuple[str, str]) -> None:
+    """A load balancer may refuse for one that lives: that stops when its lease is over."""
+    desk = Desk(hosts=hosts)
+    desk.is_writer_near = False
+    desk.load()
+    desk.open()
+    desk.is_writer_dead = True
+    assert desk.reap(3.0) == ["prefill instance p-1 is gone"]
+    assert drains(desk) == [False]
+    assert desk.side.handle(Renew(9, ("r",))) == Renewed(9, ("r",)), "if it lives, it hears so"
+    assert desk.reap(3.0 + LEASE_S + LANDING_S - 0.1) == []
+    desk.reap(3.0 + LEASE_S + LANDING_S)
+    assert drains(desk) == [False, True]
+    assert desk.side.num_reserved == 0
+
+
+def test_what_was_written_whole_needs_no_waiting() -> None:
+    desk = Desk(can_revoke=False)
+    desk.load()
+    desk.open()
+    desk.side.cancel("r")
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
+    assert drains(desk) == [True]
+
+
+def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    assert desk.reap(4.0) == []
+    words = "nothing heard of prefill instance p-1 for too long"
+    assert desk.reap(7.0) == [words]
+    assert [e.is_drained for e in desk.events if isinstance(e, LoadEnded)] == [False]
+    assert desk.reap(60.0) == []
+    assert desk.side.num_reserved == 1
+    desk.failed()
+    assert [e.is_drained for e in desk.events if isinstance(e, LoadEnded)] == [False, True]
+    assert desk.side.counts.failures == 1
+
+
+def test_a_writer_that_says_that_it_is_at_work_is_waited_for(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    desk.reply = StatusReply(1, "p-1", ("a",), ())
+    for second in (3.0, 6.0, 9.0, 12.0):
+        assert desk.reap(second) == []
+    desk.reply = None
+    assert desk.reap(15.0) == []
+    assert desk.reap(18.1) == ["nothing heard of prefill instance p-1 for too long"]
+
+
+def test_an_ending_that_had_to_be_asked_for_counts_like_any_other(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    pushed = Pushed(1, "r", ONE, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
+    desk.reply = StatusReply(1, "p-1", (), (pushed,))
+    assert desk.reap(3.0) == [None]
+    assert desk.events == [LoadEnded("r", None, FIRST)]
+    assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
+
+
+def test_the_ending_of_another_attempt_ends_nothing_well(desk: Desk) -> None:
+    desk.load()
+    desk.open()
+    foreign = Pushed(1, "r", TWO, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
+    desk.reply = StatusReply(1, "p-1", (), (foreign,))
+    assert desk.reap(3.0) == ["prefill instance p-1 knows nothing of it any more"]
+
+
+def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -> None:
+    desk.load()
+    for second in range(0, int(MAX_LOAD_S) + 1, 2):
+        desk.now = float(second)
+        desk.open()
+        assert desk.reap(float(second)) == []
+    assert desk.reap(MAX_LOAD_S + 1) == ["its KV was not complete within 300 s"]
+    assert desk.side.handle(Renew(7, ("r",))) == Renewed(7, ("r",))

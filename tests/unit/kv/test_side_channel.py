@@ -1,0 +1,411 @@
+"""The side channel on loopback: answers, repeats, and what strangers can't break."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import msgspec
+import pytest
+from support.pd_relay import Relay, relay
+
+from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
+from mooncake_hal.session.frames import frame
+from mooncake_kv.errors import HandshakeRefused, KVTransferError, SideChannelPortTaken
+from mooncake_kv.protocol import (
+    AnyMessage,
+    Done,
+    LeaseReply,
+    LeaseStatus,
+    Reject,
+    Renewed,
+    decode,
+)
+from mooncake_kv.side_channel import SideChannelClient, SideChannelServer, credentials_of
+
+HOST = "127.0.0.1"
+SECRET = b"secret"
+
+
+def held(message: AnyMessage) -> AnyMessage:
+    return LeaseReply(message.ticket, LeaseStatus.HELD)
+
+
+def refusing(message: AnyMessage) -> AnyMessage:
+    raise HandshakeRefused("model differs: m1, m2")
+
+
+async def settle() -> None:
+    """Give connections that were closed the time to end."""
+    await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def serving(
+    handler: Callable[[AnyMessage], AnyMessage] = held, port: int = 0
+) -> AsyncIterator[int]:
+    server = await SideChannelServer.listen(HOST, [port], SECRET, handler)
+    task = asyncio.create_task(server.serve())
+    try:
+        yield server.port
+        assert not task.done()
+    finally:
+        task.cancel()
+        server.close()
+        await settle()
+
+
+@asynccontextmanager
+async def asking(
+    port: int, secret: bytes = SECRET, host: str = HOST
+) -> AsyncIterator[SideChannelClient]:
+    client = SideChannelClient(host, port, secret)
+    try:
+        yield client
+    finally:
+        client.close("the test ends")
+        await settle()
+
+
+@asynccontextmanager
+async def relayed(port: int) -> AsyncIterator[tuple[Relay, SideChannelClient]]:
+    """A client that reaches the side channel through a relay, which may lose what they say."""
+    async with relay(HOST, port, SECRET) as between, asking(between.port) as client:
+        yield between, client
+
+
+@asynccontextmanager
+async def mute() -> AsyncIterator[tuple[int, list[StreamWriter]]]:
+    """Something that accepts connections and never says a word; yields them, too."""
+    accepted: list[StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: accepted.append(writer), HOST, 0)
+    try:
+        yield server.sockets[0].getsockname()[1], accepted
+    finally:
+        server.close()
+        for writer in accepted:
+            writer.transport.abort()
+        await settle()
+
+
+async def ask(client: SideChannelClient, try_timeout_s: float = 2.0) -> LeaseStatus:
+    answer = await client.ask(
+        lambda ticket: Done(ticket, "a", "me"), LeaseReply, tries=2, try_timeout_s=try_timeout_s
+    )
+    return answer.status
+
+
+def test_a_question_is_answered() -> None:
+    async def main() -> None:
+        async with serving() as port, asking(port) as client:
+            answers = await asyncio.gather(*(ask(client) for _ in range(20)))
+            assert set(answers) == {LeaseStatus.HELD}
+
+    asyncio.run(main())
+
+
+def test_questions_that_begin_together_share_one_connection() -> None:
+    async def main() -> None:
+        server = await SideChannelServer.listen(HOST, [0], SECRET, held)
+        listener = server._listener
+        assert isinstance(listener, AsyncListener)
+        async with asking(server.port) as client:
+            first = asyncio.create_task(ask(client))
+            others = [asyncio.create_task(ask(client)) for _ in range(4)]
+            await asyncio.sleep(0)
+            first.cancel()  # which leaves the connection to the others
+            assert await asyncio.gather(*others) == [LeaseStatus.HELD] * 4
+            assert len(listener.sessions) == 1
+        server.close()
+        await settle()
+
+    asyncio.run(main())
+
+
+def test_ipv6() -> None:
+    async def main() -> None:
+        server = await SideChannelServer.listen("::1", [0], SECRET, held)
+        async with asking(server.port, host="::1") as client:
+            assert client.url == f"tcp://[::1]:{server.port}"
+            assert await ask(client) is LeaseStatus.HELD
+        server.close()
+        await settle()
+
+    asyncio.run(main())
+
+
+def test_a_refusal_reaches_the_one_who_asked() -> None:
+    async def main() -> None:
+        async with serving(refusing) as port, asking(port) as client:
+            with pytest.raises(HandshakeRefused, match="refused: model differs: m1, m2"):
+                await ask(client)
+
+    asyncio.run(main())
+
+
+def test_an_answer_of_another_kind_is_an_error() -> None:
+    async def main() -> None:
+        def odd(message: AnyMessage) -> AnyMessage:
+            return Renewed(message.ticket, ())
+
+        async with serving(odd) as port, asking(port) as client:
+            with pytest.raises(KVTransferError, match="answered Renewed, not LeaseReply"):
+                await ask(client)
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_no_message_is_an_error() -> None:
+    def nonsense(session: AsyncSession, payload: bytes) -> bytes:
+        return b"\xc1"
+
+    async def main() -> None:
+        listener = await listen(HOST, [0], credentials_of(SECRET), nonsense)
+        async with asking(listener.port) as client:
+            with pytest.raises(KVTransferError, match="answered with not a message of protocol 3"):
+                await ask(client)
+        listener.close()
+        await settle()
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_fails_ends_the_server() -> None:
+    def failing(message: AnyMessage) -> AnyMessage:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        server = await SideChannelServer.listen(HOST, [0], SECRET, failing)
+        async with asking(server.port) as client:
+            asked = asyncio.create_task(ask(client, try_timeout_s=0.2))
+            with pytest.raises(ZeroDivisionError):
+                await asyncio.wait_for(server.serve(), 5.0)
+            with pytest.raises(KVTransferError, match="did not answer"):
+                await asked
+        server.close()
+        await settle()
+
+    asyncio.run(main())
+
+
+def test_another_secret_is_refused_at_once_and_says_what_to_do() -> None:
+    async def main() -> None:
+        async with serving() as port, asking(port, b"other") as client:
+            began = time.monotonic()
+            with pytest.raises(KVTransferError, match="has another secret; give every instance"):
+                await ask(client, try_timeout_s=30.0)
+            assert time.monotonic() - began < 10.0
+
+    asyncio.run(main())
+
+
+def test_another_version_is_refused_at_once_and_says_what_to_do() -> None:
+    async def main() -> None:
+        older = replace(credentials_of(SECRET), version=2)
+        listener = await listen(HOST, [0], older, lambda session, payload: payload)
+        async with asking(listener.port) as client:
+            said = r"we speak version 3, the peer 2; run one release"
+            with pytest.raises(HandshakeRefused, match=said):
+                await ask(client, try_timeout_s=30.0)
+        listener.close()
+        await settle()
+
+    asyncio.run(main())
+
+
+def test_a_lost_question_is_asked_again_and_a_repeated_answer_ignored() -> None:
+    async def main() -> None:
+        fates = iter([[], [0.0], [0.0, 0.0]])  # lost; asked again; answered twice
+        async with serving() as port, relayed(port) as (between, client):
+            between.fate = lambda kind: next(fates, [0.0])
+            assert await ask(client, try_timeout_s=0.2) is LeaseStatus.HELD
+            assert between.seen == ["done", "done", "leasereply"]
+            assert await ask(client) is LeaseStatus.HELD, "the second answer hurts nobody"
+
+    asyncio.run(main())
+
+
+def test_a_late_answer_counts() -> None:
+    async def main() -> None:
+        fates = iter([[0.3], []])  # the second question is lost
+        async with serving() as port, relayed(port) as (between, client):
+            between.fate = lambda kind: next(fates, [0.0])
+            assert await ask(client, try_timeout_s=0.25) is LeaseStatus.HELD
+            assert between.seen == ["done", "done", "leasereply"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "absent"])
+def test_no_answer_is_an_error_in_time(is_silent: bool) -> None:
+    async def main() -> None:
+        async with mute() as (silent, _), serving() as absent:
+            pass
+        async with mute() as (silent, _), asking(silent if is_silent else absent) as client:
+            with pytest.raises(KVTransferError, match=r"did not answer within 0\.4 s"):
+                await asyncio.wait_for(ask(client, try_timeout_s=0.2), 5.0)
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_restarts_at_the_same_port_is_asked_again() -> None:
+    async def main() -> None:
+        async with serving() as port:
+            client = SideChannelClient(HOST, port, SECRET)
+            assert await ask(client) is LeaseStatus.HELD
+        asked = asyncio.create_task(ask(client))
+        await asyncio.sleep(0.2)  # in which nothing listens
+        async with serving(port=port):
+            assert await asked is LeaseStatus.HELD
+            assert await ask(client) is LeaseStatus.HELD
+            client.close("the test ends")
+
+    asyncio.run(main())
+
+
+MALFORMED = [
+    b"",
+    b"x" * 20,
+    b"x" * 100,
+    b"\xc1",
+    msgspec.msgpack.encode({"kind": "shutdown", "ticket": 1}),
+    b"\x83\xa4kind\xa4done\xa6ticket\x01\xaarequest_id\xa2\xff\xfe",
+    b"\x83\xa4kind\xa4done\xa6ticket\x01\xa1x" + b"\x91" * 5000 + b"\x01",
+]
+
+
+@pytest.mark.parametrize("payload", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_message_gets_a_typed_reject_and_hurts_nobody(payload: bytes) -> None:
+    async def main() -> None:
+        async with serving() as port, asking(port) as client:
+            member = await connect(HOST, port, credentials_of(SECRET), timeout=5.0)
+            for _ in range(2):
+                answer = decode(await member.request(payload, timeout=5.0))
+                assert isinstance(answer, Reject)
+                assert answer.reason.startswith(("not a message of protocol 3", "a frame of 0"))
+            assert await ask(client) is LeaseStatus.HELD
+            member.close()
+
+    asyncio.run(main())
+
+
+STRANGE = [
+    b"x" * 100,
+    b"GET / HTTP/1.1\r\n\r\n",
+    frame(b""),
+    frame(b"\x80"),
+    frame(os.urandom(4000)),
+    b"\0" * (17 << 20),
+    b"\xff" * 8,
+]
+
+
+@pytest.mark.parametrize("sent", STRANGE, ids=range(len(STRANGE)))
+def test_a_stranger_hurts_nobody(sent: bytes) -> None:
+    async def main() -> None:
+        async with serving() as port, asking(port) as client:
+            _, stranger = await asyncio.open_connection(HOST, port)
+            stranger.write(sent)
+            assert await ask(client) is LeaseStatus.HELD
+            with suppress(OSError):
+                await stranger.drain()
+            assert await ask(client) is LeaseStatus.HELD
+            stranger.transport.abort()
+
+    asyncio.run(main())
+
+
+def test_a_flood_of_strangers_keeps_no_member_out() -> None:
+    async def main() -> None:
+        async with serving() as port:
+            crowd: list[tuple[StreamReader, StreamWriter]] = []
+            for _ in range(200):
+                crowd.append(await asyncio.open_connection(HOST, port))
+                crowd[-1][1].write(frame(b"x" * 4096)[:100])
+            async with asking(port) as client:
+                assert await ask(client) is LeaseStatus.HELD
+            for _, writer in crowd:
+                writer.transport.abort()
+
+    asyncio.run(main())
+
+
+def test_a_message_that_is_too_long_is_an_error_of_its_own() -> None:
+    async def main() -> None:
+        async with serving() as port, asking(port) as client:
+            long = "x" * (17 << 20)
+            with pytest.raises(KVTransferError, match="is too long"):
+                await client.ask(lambda ticket: Done(ticket, long, "me"), LeaseReply)
+            assert await ask(client) is LeaseStatus.HELD
+
+    asyncio.run(main())
+
+
+def test_a_taken_port_is_named() -> None:
+    async def main() -> None:
+        async with serving() as port:
+            with pytest.raises(
+                SideChannelPortTaken, match=f"on 127.0.0.1 can't be bound: port {port}: Addr"
+            ):
+                await SideChannelServer.listen(HOST, [port], SECRET, held)
+            with pytest.raises(SideChannelPortTaken, match="2 ports tried, the last: port"):
+                await SideChannelServer.listen(HOST, [port, port], SECRET, held)
+            server = await SideChannelServer.listen(HOST, [port, 0], SECRET, held)
+            assert server.port not in (port, 0)
+            server.close()
+
+    asyncio.run(main())
+
+
+def test_a_host_that_is_not_ours_is_named() -> None:
+    async def main() -> None:
+        said = r"on 192\.0\.2\.1 can't be bound: can't listen on 192\.0\.2\.1 port 0"
+        with pytest.raises(SideChannelPortTaken, match=said):
+            await SideChannelServer.listen("192.0.2.1", [0], SECRET, held)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("host", ["two words", "*", "a/b", "\0", "", "x" * 64, "a..b", "::z"])
+def test_an_impossible_host_is_an_error_of_the_transfer(host: str) -> None:
+    with pytest.raises(KVTransferError, match="is no address of a side channel"):
+        SideChannelClient(host, 80, SECRET)
+
+
+@pytest.mark.parametrize("host", ["localhost", "node-7.cluster.local", "::1", "10.0.0.7", "a_b."])
+def test_names_and_addresses_are_hosts(host: str) -> None:
+    SideChannelClient(host, 80, SECRET)
+
+
+def test_closing_tells_those_who_wait() -> None:
+    async def main() -> None:
+        async with serving() as port, relayed(port) as (between, client):
+            between.fate = lambda kind: []
+            await check_closing(client, lambda: bool(between.seen))
+
+    asyncio.run(main())
+
+
+def test_closing_tells_those_who_wait_for_a_connection() -> None:
+    async def main() -> None:
+        async with mute() as (port, accepted), asking(port) as client:
+            await check_closing(client, lambda: bool(accepted))
+
+    asyncio.run(main())
+
+
+async def check_closing(client: SideChannelClient, is_asked: Callable[[], bool]) -> None:
+    waiting = [asyncio.create_task(ask(client, try_timeout_s=30.0)) for _ in range(2)]
+    while not is_asked():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    client.close("the test ends")
+    for task in waiting:
+        with pytest.raises(KVTransferError, match="was given up: the test ends"):
+            await asyncio.wait_for(task, 5.0)
+    with pytest.raises(KVTransferError, match="was given up: the test ends"):
+        await ask(client)

@@ -1,0 +1,115 @@
+"""What instances are asked: the client's own bytes, with the KV parameters and no more."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from msgspec import Raw
+
+from mooncake_proxy.api import openai_bodies
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
+from mooncake_proxy.api.proxied_request import (
+    RequestContext,
+    estimate_prompt_tokens,
+    forwarded_headers,
+    new_request_id,
+    prefill_body,
+    pull_decode_body,
+    request_id_of,
+    with_delivery,
+)
+from mooncake_proxy.errors import BadRequest
+
+
+def context_of(
+    body: dict[str, Any] | bytes, endpoint: OpenAIEndpoint = OpenAIEndpoint.COMPLETION
+) -> RequestContext:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    parsed, fields = openai_bodies.parse_request(raw)
+    return RequestContext(None, endpoint, parsed, fields, "id", 0.0, 1.0, 1)  # type: ignore[arg-type]  # no socket
+
+
+def test_fields_pass_through_byte_for_byte() -> None:
+    body = b'{"prompt":"\\u00e4 x","seed":123456789012345678901234567890,"temperature":0.10}'
+    sent = prefill_body(context_of(body))
+    for piece in (b'"\\u00e4 x"', b"123456789012345678901234567890", b"0.10"):
+        assert piece in sent
+
+
+def test_the_prefill_asks_for_one_token_and_no_stream() -> None:
+    body = {"prompt": "x", "max_tokens": 9, "stream": True, "stream_options": {}, "min_tokens": 0}
+    sent = json.loads(prefill_body(context_of(body)))
+    assert sent["max_tokens"] == 1
+    assert sent["stream"] is False
+    assert sent["min_tokens"] == 0
+    assert sent.keys() == {"prompt", "max_tokens", "stream", "min_tokens", "kv_transfer_params"}
+
+
+def test_max_completion_tokens_only_when_the_client_sent_it() -> None:
+    sent = json.loads(prefill_body(context_of({"messages": [], "max_completion_tokens": 5})))
+    assert sent["max_completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("params", ['{"a":[[1]]}', '{ "a" : [[1]] }', "{}"])
+def test_the_prefillers_parameters_reach_the_decoder(params: str) -> None:
+    sent = json.loads(
+        pull_decode_body(context_of({"prompt": "x"}), Raw(params.encode()), delivered=True)
+    )
+    assert sent["kv_transfer_params"] == json.loads(params) | {"first_token_delivered": True}
+    assert b'"first_token_delivered":false' in bytes(with_delivery(Raw(b"{}"), delivered=False))
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        (b"{", "not JSON", None),
+        (b"[]", "Expected `object`", None),
+        (b'{"stream": 1}', r"\$.stream", "stream"),
+        (b'{"max_tokens": "9"}', r"\$.max_tokens", "max_tokens"),
+        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion", None),
+    ],
+)
+def test_bad_bodies_are_named(body: bytes, message: str, param: str | None) -> None:
+    with pytest.raises(BadRequest, match=message) as refusal:
+        openai_bodies.parse_request(body)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "obstacle"),
+    [
+        ({"prompt": "x"}, None),
+        ({"prompt": ["x"]}, None),
+        ({"prompt": [1, 2, 3]}, None),
+        ({"prompt": ["x", "y"]}, "prompt_batch"),
+        ({"prompt": [[1], [2]]}, "prompt_batch"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "best_of": 2}, "beam_search"),
+        ({"prompt": "x", "n": 2, "best_of": 2}, None),
+        ({"prompt": "x", "prompt_logprobs": 0}, "prompt_logprobs"),
+    ],
+)
+def test_what_keeps_prefill_and_decode_together(body: dict[str, Any], obstacle: str | None) -> None:
+    assert context_of(body).disaggregation_obstacle() == obstacle
+
+
+def test_prompts_are_measured_in_tokens() -> None:
+    ids = context_of({"prompt": list(range(100))})
+    assert estimate_prompt_tokens(OpenAIEndpoint.COMPLETION, ids.parsed) == 100
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
+    chat = context_of({"messages": [{"role": "user", "content": [picture]}]}, OpenAIEndpoint.CHAT)
+    assert estimate_prompt_tokens(OpenAIEndpoint.CHAT, chat.parsed) < 100
+
+
+def test_request_ids() -> None:
+    assert request_id_of({b"x-request-id": b"abc-1.2:3"}) == "abc-1.2:3"
+    assert len({new_request_id() for _ in range(100)}) == 100
+    for bad in (b"", b"a b", b"x" * 129, b"\xff"):
+        assert len(request_id_of({b"x-request-id": bad})) == 32
+
+
+def test_only_headers_that_are_there_are_forwarded() -> None:
+    assert forwarded_headers({b"cookie": b"x"}) == b""
+    assert forwarded_headers({b"traceparent": b"t"}) == b"traceparent: t\r\n"

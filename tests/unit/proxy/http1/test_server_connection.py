@@ -1,0 +1,102 @@
+"""The client side of the proxy: handlers run in tasks, and their failures are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from mooncake_proxy.http1.connection_pool import timeout
+from mooncake_proxy.http1.http_request import HttpRequest
+from mooncake_proxy.http1.server_connection import (
+    Handler,
+    ServerContext,
+    ServerProtocol,
+)
+
+REQUEST = b"GET /v1/models HTTP/1.1\r\nhost: proxy\r\n\r\n"
+
+
+def answer_of(handler: Handler) -> bytes:
+    """All that the server says to one request, until it closes the connection."""
+
+    async def talk() -> bytes:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        context = ServerContext(handler)
+        await loop.connect_accepted_socket(lambda: ServerProtocol(context), theirs)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(REQUEST)
+        said = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return said
+
+    return asyncio.run(talk())
+
+
+def test_a_handler_that_fails_is_answered_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(request: HttpRequest) -> None:
+        raise ZeroDivisionError("mine")
+
+    head, _, body = answer_of(fail).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"connection: close" in head
+    assert json.loads(body)["error"] == {
+        "message": "internal error of the proxy; its log has the details",
+        "type": "internal_error",
+        "param": None,
+        "code": None,
+    }
+    assert "ZeroDivisionError: mine" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_stream_whose_handler_fails_is_broken_off(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(request: HttpRequest) -> None:
+        request.start_stream("text/event-stream", b"", b"data: 1\n\n")
+        raise ZeroDivisionError("mine")
+
+    said = answer_of(fail)
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert said.endswith(b"data: 1\n\n\r\n")  # no last chunk: this is not the whole answer
+    assert "ZeroDivisionError: mine" in caplog.text
+
+
+def test_a_handler_runs_in_a_task_with_time_limits() -> None:
+    async def wait(request: HttpRequest) -> None:
+        assert asyncio.current_task() is not None
+        with pytest.raises(asyncio.TimeoutError):
+            async with timeout(0.01):
+                await asyncio.Event().wait()
+        request.keep_alive = False
+        request.respond(200, b"late", "text/plain")
+
+    assert answer_of(wait).endswith(b"late")
+
+
+def test_a_handler_is_cancelled_when_its_client_leaves() -> None:
+    async def main() -> None:
+        started, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def wait(request: HttpRequest) -> None:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        context = ServerContext(wait)
+        await loop.connect_accepted_socket(lambda: ServerProtocol(context), theirs)
+        ours.sendall(REQUEST)
+        await started.wait()
+        ours.close()
+        await cancelled.wait()
+        assert not context.connections
+
+    asyncio.run(main())

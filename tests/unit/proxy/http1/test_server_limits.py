@@ -1,0 +1,266 @@
+"""What one client connection can cost: its requests, heads, trailers, bodies, reads."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from mooncake_proxy.http1.http_request import HttpRequest
+from mooncake_proxy.http1.server_connection import (
+    ServerContext,
+    ServerLimits,
+    ServerProtocol,
+)
+
+GET = b"GET /x HTTP/1.1\r\nhost: proxy\r\n\r\n"
+LARGE = b"x" * 50_000
+
+
+class Line:
+    """A raw client of a server with a handler that the test gives."""
+
+    def __init__(self, context: ServerContext, ours: socket.socket) -> None:
+        self.context = context
+        self.socket = ours
+        self.seen: list[HttpRequest] = []
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def read(self, end: bytes | None = None) -> bytes:
+        """Up to `end`, or all until the server closes."""
+        said = b""
+        with suppress(ConnectionError):
+            while end is None or end not in said:
+                data = await asyncio.get_running_loop().sock_recv(self.socket, 1 << 16)
+                if not data:
+                    break
+                said += data
+        return said
+
+    @property
+    def protocol(self) -> ServerProtocol:
+        [protocol] = self.context.connections
+        return protocol
+
+
+def talk(
+    test: Callable[[Line], Awaitable[None]],
+    limits: ServerLimits | None = None,
+    body_limit: Callable[[HttpRequest], int] | None = None,
+    answer: bytes = b"ok",
+) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+        seen: list[HttpRequest] = []
+
+        async def handler(request: HttpRequest) -> None:
+            seen.append(request)
+            await asyncio.sleep(0)
+            request.respond(200, answer, "text/plain")
+
+        context = ServerContext(handler, limits or ServerLimits(), body_limit)
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: ServerProtocol(context), theirs)
+        line = Line(context, ours)
+        line.seen = seen
+        try:
+            await asyncio.wait_for(test(line), 10)
+        finally:
+            ours.close()
+            while context.connections:  # noqa: ASYNC110  # its end is an event of the transport
+                await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+
+
+def test_pipelined_requests_wait_while_nobody_reads_the_answers() -> None:
+    async def test(line: Line) -> None:
+        sender = asyncio.ensure_future(line.send(GET * 200))
+        await asyncio.sleep(0.2)
+        assert len(line.seen) < 40, "a paused connection starts no next request"
+        reader = asyncio.ensure_future(line.read())
+        while len(line.seen) < 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await sender
+        reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader
+
+    talk(test, answer=LARGE)
+
+
+def test_a_client_that_never_reads_is_dropped() -> None:
+    async def test(line: Line) -> None:
+        await line.send(GET * 20)
+        while not line.protocol.is_write_paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        now = asyncio.get_running_loop().time()
+        line.protocol.sweep(now + 1.0)
+        await asyncio.sleep(0.01)
+        assert line.context.connections
+        line.protocol.sweep(now + ServerLimits().write_timeout_s + 1.0)
+        while line.context.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    talk(test, answer=LARGE)
+
+
+def test_a_closing_connection_is_not_flushed_for_ever() -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET /x HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")
+        while not line.seen or not line.seen[0].ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        now = asyncio.get_running_loop().time()
+        line.protocol.sweep(now)
+        line.protocol.sweep(now + ServerLimits().close_timeout_s + 1.0)
+        while line.context.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    talk(test, answer=LARGE * 20)
+
+
+def test_a_slow_reader_gets_all_of_a_closing_answer() -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET /x HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")
+        while not line.seen or not line.seen[0].ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        now, said = asyncio.get_running_loop().time(), b""
+        while line.context.connections:
+            data = await asyncio.get_running_loop().sock_recv(line.socket, 1 << 16)
+            said += data
+            await asyncio.sleep(0.001)
+            now += 4.0
+            for protocol in line.context.connections:
+                protocol.sweep(now)
+        said += await line.read()
+        assert said.endswith(LARGE)
+        assert len(said) > 20 * len(LARGE)
+
+    talk(test, answer=LARGE * 20)
+
+
+CHUNKED = b"POST /x HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n"
+
+
+def test_trailers_are_dropped_and_never_become_headers() -> None:
+    async def test(line: Line) -> None:
+        await line.send(CHUNKED + b"authorization: Bearer stolen\r\nhost: other\r\n\r\n")
+        await line.read(b"ok")
+        [request] = line.seen
+        assert request.body == b"hi"
+        assert b"authorization" not in request.headers
+        assert request.headers[b"host"] == b"proxy"
+
+    talk(test)
+
+
+@pytest.mark.parametrize("trailers", [b"x-t: 1\r\n" * 20_000, b"x-t: " + b"1" * 150_000])
+def test_trailers_are_bounded(trailers: bytes) -> None:
+    async def test(line: Line) -> None:
+        await line.send(CHUNKED)
+        with suppress(ConnectionError):
+            for start in range(0, len(trailers), 8192):
+                await line.send(trailers[start : start + 8192])
+                await asyncio.sleep(0)
+        assert (await line.read()).startswith(b"HTTP/1.1 431 ")
+        assert not line.seen
+
+    talk(test)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"".join(b"x-%d: 1\r\n" % n for n in range(201)), b"x-h: " + b"1" * 70_000 + b"\r\n"],
+    ids=["many", "long"],
+)
+def test_heads_are_bounded(head: bytes) -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET /x HTTP/1.1\r\nhost: proxy\r\n" + head + b"\r\n")
+        assert (await line.read()).startswith(b"HTTP/1.1 431 ")
+        assert not line.seen
+
+    talk(test)
+
+
+def test_a_head_cut_behind_a_large_body_is_no_large_head() -> None:
+    async def test(line: Line) -> None:
+        body = b"b" * 200_000
+        first = b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: %d\r\n\r\n" % len(body)
+        line.protocol.data_received(first + body + GET[:12])
+        line.protocol.data_received(GET[12:])
+        await line.read(b"okHTTP/1.1 200 ")
+        assert [request.method for request in line.seen] == ["POST", "GET"]
+
+    talk(test)
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: a\r\nhost: b\r\n"])
+def test_a_request_has_one_host(hosts: bytes) -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"GET /x HTTP/1.1\r\n" + hosts + b"\r\n")
+        assert (await line.read()).startswith(b"HTTP/1.1 400 ")
+
+    talk(test)
+
+
+def test_an_offer_to_upgrade_is_ignored() -> None:
+    async def test(line: Line) -> None:
+        await line.send(
+            b"POST /x?q=1 HTTP/1.1\r\nhost: proxy\r\nconnection: Upgrade, HTTP2-Settings\r\n"
+            b"upgrade: h2c\r\nhttp2-settings: AAMAAABk\r\ncontent-length: 4\r\n\r\nbody"
+        )
+        assert (await line.read(b"ok")).startswith(b"HTTP/1.1 200 ")
+        await line.send(GET)
+        await line.read(b"ok")
+        first, second = line.seen
+        assert (first.method, first.target, first.body) == ("POST", b"/x?q=1", b"body")
+        assert b"upgrade" not in first.headers
+        assert first.keep_alive
+        assert second.method == "GET"
+
+    talk(test)
+
+
+def test_100_continue_waits_for_its_turn() -> None:
+    async def test(line: Line) -> None:
+        second = (
+            b"POST /x HTTP/1.1\r\nhost: proxy\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n"
+        )
+        line.protocol.data_received(GET + second)
+        assert (await line.read(b"Continue\r\n\r\n")).endswith(b"okHTTP/1.1 100 Continue\r\n\r\n")
+        await line.send(b"body")
+        assert (await line.read(b"ok")).startswith(b"HTTP/1.1 200 ")
+        assert line.seen[1].body == b"body"
+
+    talk(test)
+
+
+def test_a_request_that_may_have_no_body_is_answered_at_its_head() -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: 9999999\r\n\r\n")
+        said = await line.read(b"ok")
+        assert b"connection: close" in said
+        [request] = line.seen
+        assert request.body == b""
+        with suppress(ConnectionError):
+            await line.send(b"b" * 500_000)
+
+    talk(test, body_limit=lambda request: 0)
+
+
+def test_each_request_has_its_own_body_limit() -> None:
+    async def test(line: Line) -> None:
+        await line.send(b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: 11\r\n\r\n")
+        said = await line.read()
+        assert said.startswith(b"HTTP/1.1 413 ")
+        assert b"at most 10 " in said
+
+    talk(test, body_limit=lambda request: 10)

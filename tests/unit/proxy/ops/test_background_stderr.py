@@ -1,0 +1,49 @@
+"""Standard error that is blocked or full drops lines and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from mooncake_proxy.ops.background_stderr import MAX_QUEUED_BYTES, BackgroundStderr
+
+LINE = "x" * 999 + "\n"
+
+
+def test_what_is_written_comes_out_in_order() -> None:
+    reader, writer = os.pipe()
+    stream = BackgroundStderr(writer)
+    for number in range(100):
+        stream.write(f"{number}\n")
+    stream.drain(5.0)
+    os.close(writer)
+    with open(reader, "rb") as out:
+        assert out.read().split() == [b"%d" % number for number in range(100)]
+
+
+def test_a_blocked_reader_costs_lines_and_no_time() -> None:
+    reader, writer = os.pipe()
+    stream = BackgroundStderr(writer)
+    began = time.monotonic()
+    for _ in range(3 * MAX_QUEUED_BYTES // len(LINE)):
+        stream.write(LINE)
+    assert time.monotonic() - began < 5.0
+    assert stream.num_dropped >= MAX_QUEUED_BYTES // len(LINE)
+    with open(reader, "rb") as out:
+        stream.write("last\n")
+        text = out.read(1 << 16)
+        while b"were dropped" not in text:
+            stream.write("more\n")
+            text = text[-100:] + out.read1(1 << 16)  # type: ignore[attr-defined]  # buffered
+        stream.drain(5.0)
+    os.close(writer)
+
+
+def test_a_full_disk_is_survived() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    stream = BackgroundStderr(full)
+    stream.write("lost\n")
+    while not stream.num_dropped:
+        time.sleep(0.001)
+    stream.drain(5.0)
+    os.close(full)

@@ -1,0 +1,65 @@
+"""Messages between workers: counters of any number, and changes for workers that start later."""
+
+from __future__ import annotations
+
+from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
+from mooncake_proxy.ops.worker_link import (
+    MAX_MESSAGE_BYTES,
+    ChangeLog,
+    WorkerCounts,
+    encode_message,
+    split_snapshot,
+)
+from mooncake_proxy.pool.instances import Role
+from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange
+
+
+def test_counters_of_many_instances_fit_into_messages() -> None:
+    metrics = ProxyMetrics()
+    for number in range(2000):
+        name = f"http://instance-{number}.prefill.serving.svc.cluster.local:8100"
+        metrics.attempts.add(name, "prefill", "ok")
+        metrics.stage_seconds.observe(0.123456789, "prefill", name)
+    parts = list(split_snapshot(metrics.snapshot()))
+    assert [is_last for _, is_last in parts] == [False] * (len(parts) - 1) + [True]
+    assert max(len(encode_message(WorkerCounts(1, *part))) for part in parts) < MAX_MESSAGE_BYTES
+    total = ProxyMetrics.sum_of([part for part, _ in parts])
+    assert len(total.attempts.values) == len(total.stage_seconds.series) == 2000
+
+
+def change(operation: ChangeOperation, url: str, **fields: object) -> MembershipChange:
+    return MembershipChange(operation, url, **fields)  # type: ignore[arg-type]  # role, remove
+
+
+def test_the_log_of_changes_keeps_what_matters() -> None:
+    log = ChangeLog()
+    added = change(ChangeOperation.ADD, "a", role=Role.DECODE)
+    for one in (
+        change(ChangeOperation.REMOVE, "a"),
+        added,
+        change(ChangeOperation.DRAIN, "a"),
+        change(ChangeOperation.RESUME, "a"),
+        change(ChangeOperation.DRAIN, "b"),
+        change(ChangeOperation.REMOVE, "b"),
+        change(ChangeOperation.DRAIN, "c"),
+    ):
+        log.note(one)
+    [message] = log.messages()
+    assert message.changes == [
+        added,
+        change(ChangeOperation.RESUME, "a"),
+        change(ChangeOperation.REMOVE, "b"),
+        change(ChangeOperation.DRAIN, "c"),
+    ]
+
+
+def test_counts_of_instances_that_are_gone_are_dropped_after_a_while() -> None:
+    metrics = ProxyMetrics()
+    for name in ("kept", "gone"):
+        metrics.attempts.add(name, "prefill", "ok")
+        metrics.stage_seconds.observe(0.1, "prefill", name)
+    metrics.forget_instances({"kept"}, now=0.0)
+    assert len(metrics.attempts.values) == 2
+    metrics.forget_instances({"kept"}, now=301.0)
+    assert [values[0] for values in metrics.attempts.values] == ["kept"]
+    assert [values[1] for values in metrics.stage_seconds.series] == ["kept"]

@@ -1,0 +1,24 @@
+"""Errors in pool files are explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from mooncake_proxy.errors import (
+    ConfigError,
+)
+from mooncake_proxy.pool.pool_file import parse_pool_file
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"decode: 3", "Expected `array`"),
+        (b"decoders: []", "unknown field `decoders`"),
+        (b"decode: [{url: 'http://h:1', colour: red}]", "unknown field `colour`"),
+        (b"decode: ['ftp://h']", "ftp://h"),
+    ],
+)
+def test_bad_pool_files_are_explained(content: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_pool_file(content, "pools.yaml")

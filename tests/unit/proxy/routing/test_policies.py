@@ -1,0 +1,93 @@
+"""Policies are sentences about loads: each is checked on plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mooncake_proxy.routing.policies import POLICIES, TOKENS_PER_RUNNING, RoutingHint, load
+
+
+@dataclass(frozen=True)
+class Stub:
+    """Plain data with the attributes a policy may read."""
+
+    name: str
+    total_running: int = 0
+    total_prompt_tokens: int = 0
+
+
+IDLE = [Stub("a"), Stub("b"), Stub("c")]
+LOADS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10_000)), min_size=1, max_size=8).map(
+    lambda rows: [Stub(f"i{k}", *row) for k, row in enumerate(rows)]
+)
+
+
+NO_HINT = RoutingHint()
+
+
+def picks(policy: str, candidates: list[Stub], hint: RoutingHint = NO_HINT) -> Counter[str]:
+    rng = Random(7)
+    return Counter(POLICIES[policy](candidates, hint, rng).name for _ in range(300))
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "power-of-two", "prefix", "random", "session"])
+def test_equal_candidates_share_at_random(policy: str) -> None:
+    counts = picks(policy, IDLE)
+    assert set(counts) == {"a", "b", "c"}
+    assert min(counts.values()) > 60
+
+
+def test_round_robin_takes_turns() -> None:
+    names = [POLICIES["round-robin"](IDLE, RoutingHint(turn=k), Random(0)).name for k in range(6)]
+    assert names == ["a", "b", "c", "a", "b", "c"]
+
+
+@given(LOADS, st.integers(0, 2**32))
+def test_least_loaded_is_least(candidates: list[Stub], seed: int) -> None:
+    chosen = POLICIES["least-loaded"](candidates, RoutingHint(), Random(seed))
+    assert load(chosen) == min(load(candidate) for candidate in candidates)
+
+
+@given(LOADS, st.integers(0, 2**32))
+def test_power_of_two_never_takes_the_one_worst(candidates: list[Stub], seed: int) -> None:
+    chosen = POLICIES["power-of-two"](candidates, RoutingHint(), Random(seed))
+    worst = max(load(candidate) for candidate in candidates)
+    is_alone = sum(load(candidate) == worst for candidate in candidates) == 1
+    assert len(candidates) == 1 or not is_alone or load(chosen) < worst
+
+
+def test_load_counts_tokens_and_requests_not_bytes() -> None:
+    assert load(Stub("a", 2, 300)) == 300 + 2 * TOKENS_PER_RUNNING
+
+
+def test_a_cached_prefix_is_worth_the_tokens_it_saves() -> None:
+    hint = RoutingHint(prompt_tokens=1000, cached_tokens={"a": 800})
+    assert set(picks("prefix", [Stub("a", 0, 700), Stub("b")], hint)) == {"a"}
+    assert set(picks("prefix", [Stub("a", 0, 900), Stub("b")], hint)) == {"b"}
+
+
+def test_a_hit_longer_than_the_prompt_counts_as_the_prompt() -> None:
+    hint = RoutingHint(prompt_tokens=10, cached_tokens={"a": 4000})
+    assert set(picks("prefix", [Stub("a", 0, 11), Stub("b")], hint)) == {"b"}
+
+
+@given(st.text(min_size=1))
+def test_a_session_stays_when_another_instance_leaves(session: str) -> None:
+    hint = RoutingHint(session=session)
+    home = POLICIES["session"](IDLE, hint, Random(0)).name
+    left = [candidate for candidate in IDLE if candidate.name == home]
+    for other in IDLE:
+        if other.name != home:
+            assert POLICIES["session"]([*left, other], hint, Random(1)).name == home
+
+
+def test_an_overloaded_home_gives_its_session_away() -> None:
+    hint = RoutingHint(session="s")
+    home = POLICIES["session"](IDLE, hint, Random(0)).name
+    busy = [Stub(c.name, 500 if c.name == home else 0) for c in IDLE]
+    assert home not in picks("session", busy, hint)

@@ -1,0 +1,125 @@
+"""Prompts as token ids: however they were written, the same prompt is the same prompt."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, parse_request
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import (
+    ConfigError,
+)
+from mooncake_proxy.routing.prefix_index import (
+    BLOCK_BYTES,
+    TOKENS_PER_BLOCK,
+    PrefixIndex,
+    given_token_ids,
+    load_tokenizer,
+    prompt_text,
+    text_hashes,
+    token_hashes,
+)
+
+MODEL = Path(__file__).parents[4] / "examples" / "tiny-llama"
+TOKENS = st.lists(st.integers(0, 2**31), max_size=400)
+
+
+def text_in(body: dict[str, Any]) -> str | None:
+    parsed, _ = parse_request(json.dumps(body).encode())
+    return prompt_text(
+        OpenAIEndpoint.CHAT if "messages" in body else OpenAIEndpoint.COMPLETION, parsed
+    )
+
+
+@given(TOKENS, TOKENS, TOKENS)
+def test_prompts_share_exactly_their_common_blocks(
+    head: list[int], one: list[int], two: list[int]
+) -> None:
+    num_common = len(head) // TOKENS_PER_BLOCK
+    first, second = token_hashes(head + one), token_hashes(head + two)
+    assert first[:num_common] == second[:num_common]
+    assert len(first) == len(head + one) // TOKENS_PER_BLOCK
+
+
+def test_token_ids_are_no_text_of_the_same_bytes() -> None:
+    assert token_hashes([0] * 64) != text_hashes(bytes(256))
+
+
+def test_text_and_its_ids_are_one_prompt() -> None:
+    tokenize = load_tokenizer(str(MODEL))
+    text = text_in({"prompt": "Once upon a time " * 20})
+    assert text is not None
+    ids = list(tokenize(text))
+    parsed, _ = parse_request(json.dumps({"prompt": ids}).encode())
+    assert given_token_ids(parsed) == ids
+    assert len(token_hashes(ids)) == len(ids) // TOKENS_PER_BLOCK > 0
+
+
+def test_a_chat_that_goes_on_begins_as_it_did() -> None:
+    turn = {"role": "user", "content": "Hello!"}
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]}
+    short, longer = text_in({"messages": [turn]}), text_in({"messages": [turn, parts]})
+    assert short == "user\nHello!\n"
+    assert longer is not None
+    assert longer.startswith(short)
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], None, 3])
+def test_what_is_no_single_prompt_has_no_ids(prompt: object) -> None:
+    parsed, _ = parse_request(json.dumps({"prompt": prompt}).encode())
+    assert given_token_ids(parsed) is None
+    assert text_in({"prompt": prompt}) is None
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"wanted a folder with a tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"--tokenizer .*tokenizer\.json: "):
+        load_tokenizer(str(tmp_path))
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "tokenizers":
+            raise ModuleNotFoundError(name, name=name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"pip install mooncake-proxy\[tokenizer\]"):
+        load_tokenizer(str(MODEL))
+
+
+def test_a_tokenizer_that_nobody_reads_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match="only the prefix policy reads prompts"):
+        ProxyConfig(tokenizer=str(MODEL))
+
+
+@given(st.binary(max_size=2000), st.binary(max_size=2000), st.binary(max_size=2000))
+def test_texts_share_exactly_their_common_blocks(head: bytes, one: bytes, two: bytes) -> None:
+    first, second = text_hashes(head + one), text_hashes(head + two)
+    num_common = len(head) // BLOCK_BYTES
+    assert first[:num_common] == second[:num_common]
+    assert len(first) == len(head + one) // BLOCK_BYTES
+
+
+def test_the_index_knows_who_holds_a_prefix() -> None:
+    index = PrefixIndex(capacity=100)
+    prompt = bytes(range(256)) * 4
+    hashes = text_hashes(prompt)
+    index.record(hashes, "a")
+    index.record(hashes[:2], "b")
+    assert index.cached_tokens(hashes) == {"a": 256, "b": 128}
+    index.forget("a")
+    assert index.cached_tokens(hashes) == {"b": 128}
+    index.record(tuple(range(100)), "c")
+    assert len(index) == 100
+    assert index.cached_tokens(hashes) == {}

@@ -1,0 +1,220 @@
+"""Every command line of the deployment files and guides, put to the programs' own parsers."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+from support.deploy import (
+    DEPLOY,
+    ROOT,
+    compose,
+    compose_commands,
+    deployments,
+    document_commands,
+    environment_of,
+    manifests,
+    parse,
+    pod_command,
+    unit_command,
+)
+
+from mooncake_engine.cli import kv_transfer_config
+from mooncake_engine.config import Role
+from mooncake_hal.port_range import PortRange
+from mooncake_proxy.cli import config_from
+from mooncake_proxy.pool.kubernetes import KubernetesConfig, PodList, specs_of_pods
+from mooncake_proxy.pool.pool_file import parse_pool_file
+
+SYSTEMD = DEPLOY / "systemd"
+COMPOSE = compose_commands()
+PODS = {name: pod_command(template) for name, template in deployments().items()}
+UNITS = {
+    "engine": unit_command(
+        SYSTEMD / "mooncake-engine@.service", environment_of(SYSTEMD / "engine.env.example")
+    ),
+    "proxy": unit_command(
+        SYSTEMD / "mooncake-proxy.service", environment_of(SYSTEMD / "proxy.env.example")
+    ),
+}
+DOCUMENTS = dict(document_commands())
+EVERYWHERE = {
+    **{f"compose {name}": command for name, command in COMPOSE.items()},
+    **{f"kubernetes {name}": command for name, command in PODS.items()},
+    **{f"systemd {name}": command for name, command in UNITS.items()},
+    **DOCUMENTS,
+}
+
+
+@pytest.mark.parametrize("command", EVERYWHERE.values(), ids=EVERYWHERE)
+def test_the_program_has_these_flags(command: list[str]) -> None:
+    parse(command)
+
+
+def test_a_flag_that_is_not_there_would_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([*COMPOSE["proxy"], "--decoder=http://x:1"])
+    assert "--decoder" in capsys.readouterr().err
+
+
+def test_the_guides_are_read() -> None:
+    assert {where.split(":")[0] for where in DOCUMENTS} == {
+        "README.md",
+        "deployment.md",
+        "hardware.md",
+    }
+
+
+@pytest.mark.parametrize("service", ["prefill-0", "decode-0"])
+def test_compose_instances_listen_where_peers_and_proxy_look(service: str) -> None:
+    args = parse(COMPOSE[service])
+    assert args.kv_host == compose()["services"][service]["networks"]["instances"]["ipv4_address"]
+    assert args.role == service.split("-")[0]
+    proxy = parse(COMPOSE["proxy"])
+    assert f"http://{service}:{args.port}" in getattr(proxy, args.role)
+
+
+def test_compose_publishes_the_proxy_only() -> None:
+    services = compose()["services"]
+    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert published == {"proxy": [f"8000:{parse(COMPOSE['proxy']).port}"]}
+
+
+def test_compose_mounts_the_secret_that_is_named() -> None:
+    for service in ("prefill-0", "decode-0"):
+        [secret] = compose()["services"][service]["secrets"]
+        assert str(parse(COMPOSE[service]).kv_secret_file) == f"/run/secrets/{secret}"
+
+
+def test_compose_waits_for_healthy_instances() -> None:
+    waits = compose()["services"]["proxy"]["depends_on"]
+    assert waits == {name: {"condition": "service_healthy"} for name in ("prefill-0", "decode-0")}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_pods_declare_the_ports_that_they_serve(role: str) -> None:
+    template = deployments()[f"mooncake-{role}"]
+    [container] = template["spec"]["containers"]
+    args = parse(pod_command(template))
+    ports = [port["containerPort"] for port in container["ports"]]
+    assert ports == [args.port, args.kv_port]  # the proxy takes the first
+    assert args.role == role
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(args.port)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_pods_mount_what_they_name(role: str) -> None:
+    template = deployments()[f"mooncake-{role}"]
+    [container] = template["spec"]["containers"]
+    args = parse(pod_command(template))
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {str(args.kv_secret_file.parent), str(args.model.parent), "/tmp"} <= mounts
+    volumes = {volume["name"] for volume in template["spec"]["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
+
+
+def test_the_proxy_finds_the_pods() -> None:
+    config = config_from(parse(PODS["mooncake-proxy"]))
+    assert config.kubernetes is not None
+    wanted = KubernetesConfig.parse(config.kubernetes, "http://api")
+    label, value = wanted.selector.split("=")
+    running = [
+        template | {"status": {"podIP": "10.0.0.9", "conditions": [READY]}}
+        for template in deployments().values()
+        if template["metadata"]["labels"].get(label) == value
+    ]
+    found = specs_of_pods(msgspec.convert({"items": running}, PodList))
+    assert sorted((spec.role.value, spec.origin.port) for spec in found) == [
+        ("decode", 8100),
+        ("prefill", 8100),
+    ]
+    assert {item["metadata"].get("namespace", "mooncake") for item in manifests()} == {
+        wanted.namespace
+    }
+
+
+READY = {"type": "Ready", "status": "True"}
+
+
+def test_the_proxy_may_list_pods_and_nothing_else() -> None:
+    [role] = [item for item in manifests() if item["kind"] == "Role"]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
+    [binding] = [item for item in manifests() if item["kind"] == "RoleBinding"]
+    account = deployments()["mooncake-proxy"]["spec"]["serviceAccountName"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [subject["name"] for subject in binding["subjects"]] == [account]
+
+
+def test_the_network_policy_lets_the_proxy_reach_the_api() -> None:
+    [policy] = [item for item in manifests() if item["kind"] == "NetworkPolicy"]
+    from_proxy, from_peers = policy["spec"]["ingress"]
+    assert from_proxy["ports"] == [
+        {"protocol": "TCP", "port": parse(PODS["mooncake-prefill"]).port}
+    ]
+    assert "ports" not in from_peers  # transports take free ports
+    for rule, name in ((from_proxy, "mooncake-proxy"), (from_peers, "mooncake-prefill")):
+        [peer] = rule["from"]
+        labels = deployments()[name]["metadata"]["labels"]
+        assert peer["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_every_manifest_is_applied() -> None:
+    files = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")}
+    text = (DEPLOY / "kubernetes" / "kustomization.yaml").read_text()
+    resources = {line.strip("- ") for line in text.splitlines() if line.startswith("  - ")}
+    assert resources == files - {"kustomization.yaml"}
+
+
+def test_the_pool_file_names_the_instance_of_the_example() -> None:
+    path = SYSTEMD / "pool.json"
+    specs = parse_pool_file(path.read_bytes(), str(path))
+    engine = parse(UNITS["engine"])
+    assert (engine.role, f"http://{engine.host}:{engine.port}") in [
+        (spec.role.value, spec.name) for spec in specs
+    ]
+    assert {spec.role.value for spec in specs} == {"prefill", "decode"}
+
+
+def test_instances_of_every_kind_move_kv() -> None:
+    for command in (COMPOSE["prefill-0"], PODS["mooncake-decode"], UNITS["engine"]):
+        args = parse(command)
+        args.kv_secret_file = None  # lies on the machine that it is deployed to
+        config = kv_transfer_config(args)
+        assert config is not None
+        assert (config.host, config.port) == (args.kv_host, args.kv_port)
+        assert config.host not in ("0.0.0.0", "127.0.0.1"), "peers of other hosts are told this"
+        assert Role(args.role) is not Role.BOTH
+
+
+def seconds(text: str) -> int:
+    return int(text.removesuffix("s"))
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_pods_have_the_time_that_their_answers_may_take(name: str) -> None:
+    pod = deployments()[name]["spec"]
+    _, asleep = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    wanted = int(asleep) + parse(PODS[name]).shutdown_timeout
+    assert pod["terminationGracePeriodSeconds"] > wanted
+
+
+@pytest.mark.parametrize("name", COMPOSE)
+def test_containers_have_the_time_that_their_answers_may_take(name: str) -> None:
+    given = seconds(compose()["services"][name]["stop_grace_period"])
+    assert given > parse(COMPOSE[name]).shutdown_timeout
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_have_the_time_that_their_answers_may_take(name: str) -> None:
+    unit = {"engine": "mooncake-engine@.service", "proxy": "mooncake-proxy.service"}[name]
+    [given] = re.findall(r"^TimeoutStopSec=(\d+)$", (SYSTEMD / unit).read_text(), re.MULTILINE)
+    assert int(given) > parse(UNITS[name]).shutdown_timeout
+
+
+def test_the_guides_port_range_works_on_every_host() -> None:
+    """Ranges of NPU hosts, and what the kernel takes for outgoing connections."""
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    ranges = [PortRange.parse(words) for words in re.findall(r"--kv-port-range\s+(\d+-\d+)", text)]
+    assert ranges
+    assert all(found.first > 1023 and found.last < 15_000 for found in ranges)

@@ -1,0 +1,96 @@
+"""What the documentation names exists: files, modules, pages and their sections."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = (
+    "mooncake_hal",
+    "backends",
+    "kv",
+    "engine",
+    "proxy",
+    "testing",
+    "tests",
+    "ci",
+    "deploy",
+    "docs",
+)
+TRACKED = [path.as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+IN_TICKS = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def named(page: Path) -> list[str]:
+    return IN_TICKS.findall(page.read_text())
+
+
+@cache
+def sections(page: Path) -> set[str]:
+    """The anchors that a page has, as GitHub and MkDocs name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pages
+def test_every_path_is_there(page: Path) -> None:
+    paths = [name for name in named(page) if re.fullmatch(r"[\w.*/-]+", name)]
+    wanted = [path for path in paths if path.startswith(tuple(f"{f}/" for f in FOLDERS))]
+    missing = [path for path in wanted if not list(ROOT.glob(path.rstrip("/")))]
+    assert not missing
+
+
+@pages
+def test_every_file_that_is_named_by_its_end_is_there(page: Path) -> None:
+    ends = [name for name in named(page) if re.fullmatch(r"[a-z][\w/]*\.py", name)]
+    missing = [end for end in ends if not any(path.endswith(f"/{end}") for path in TRACKED)]
+    assert not missing
+
+
+@pages
+def test_every_module_is_there(page: Path) -> None:
+    modules = [name for name in named(page) if re.fullmatch(r"mooncake_\w+(\.\w+)+", name)]
+    modules = [name for name in modules if not name.endswith(".py")]
+    missing = [name for name in modules if not _importable(name)]
+    assert not missing
+
+
+def _importable(name: str) -> bool:
+    module, _, leaf = name.rpartition(".")
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the last part may be a name in the module
+        spec = find_spec(module)
+        return spec is not None and leaf in Path(str(spec.origin)).read_text()
+
+
+@pages
+def test_every_link_leads_to_a_page_and_a_section_of_it(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(page.read_text()):
+        if "://" in link:
+            continue
+        file, _, section = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (section and section not in sections(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pages
+def test_lines_fit_a_screen(page: Path) -> None:
+    in_code, long = False, []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        in_code ^= line.startswith("```")
+        if len(line) > 120 and not in_code and not line.startswith(("|", "    ")):
+            long.append(number)
+    assert not long
