@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +20,8 @@ class Record:
         piece_times_s: when each piece of text came.
         num_input, num_output, num_cached: tokens of prompt and answer, and prompt tokens that were
             cached, as the endpoint counts them.
-        error: why it failed.
+        error: why it failed, or was refused.
+        is_refused: the endpoint said at once that it would not take it now (429, 503).
     """
 
     index: int
@@ -31,6 +33,7 @@ class Record:
     num_output: int = 0
     num_cached: int = 0
     error: str | None = None
+    is_refused: bool = False
 
     @property
     def ttft_s(self) -> float:
@@ -56,11 +59,70 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class UnloadedLatency:
+    """What requests take that have the endpoint for themselves, by the length of their prompts.
+
+    Args:
+        num_input: tokens of the prompts that were measured, in rising order; at least one.
+        ttft_s, tbt_s: of each of them.
+    """
+
+    num_input: tuple[int, ...]
+    ttft_s: tuple[float, ...]
+    tbt_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> UnloadedLatency:
+        """Of requests that were answered one after another; one per length, the last one."""
+        by_length = {record.num_input: record for record in records}
+        ordered = [by_length[length] for length in sorted(by_length)]
+        return cls(
+            tuple(record.num_input for record in ordered),
+            tuple(record.ttft_s for record in ordered),
+            tuple(record.tbt_s for record in ordered),
+        )
+
+    def ttft_times(self, record: Record) -> float:
+        """How many times the unloaded one's a request's TTFT is."""
+        return record.ttft_s / max(self._at(self.ttft_s, record.num_input), 1e-9)
+
+    def tbt_times(self, record: Record) -> float | None:
+        """The same of its TBT; None where one of the two has no gaps."""
+        unloaded = self._at(self.tbt_s, record.num_input)
+        return record.tbt_s / unloaded if unloaded and record.gaps_s else None
+
+    def _at(self, values: Sequence[float], num_input: int) -> float:
+        """Between the lengths that were measured, and beyond them the nearest."""
+        above = bisect_left(self.num_input, num_input)
+        if above == 0:
+            return values[0]
+        if above == len(values):
+            return values[-1]
+        low, high = self.num_input[above - 1], self.num_input[above]
+        share = (num_input - low) / (high - low)
+        return values[above - 1] + share * (values[above] - values[above - 1])
+
+
+@dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """What a good answer keeps to; None is no limit. In seconds."""
+    """What a good answer keeps to; None is no limit.
+
+    Args:
+        ttft_s, tbt_s: in seconds.
+        ttft_times, tbt_times: in multiples of what ``unloaded`` says.
+        unloaded: measured before; needed for multiples.
+    """
 
     ttft_s: float | None = None
     tbt_s: float | None = None
+    ttft_times: float | None = None
+    tbt_times: float | None = None
+    unloaded: UnloadedLatency | None = None
+
+    @property
+    def needs_unloaded(self) -> bool:
+        """Whether any limit is a multiple."""
+        return self.ttft_times is not None or self.tbt_times is not None
 
     def is_met(self, record: Record) -> bool:
         """Whether the request was answered, and in time."""
@@ -68,6 +130,15 @@ class LatencyTargets:
             record.error is None
             and (self.ttft_s is None or record.ttft_s <= self.ttft_s)
             and (self.tbt_s is None or record.tbt_s <= self.tbt_s)
+            and self._keeps_multiples(record)
+        )
+
+    def _keeps_multiples(self, record: Record) -> bool:
+        if self.unloaded is None:
+            return True
+        ttft, tbt = self.unloaded.ttft_times(record), self.unloaded.tbt_times(record)
+        return (self.ttft_times is None or ttft <= self.ttft_times) and (
+            self.tbt_times is None or tbt is None or tbt <= self.tbt_times
         )
 
 
@@ -96,9 +167,12 @@ class Summary:
     """A replay in figures. Times in seconds, rates per second.
 
     Args:
-        num_requests, num_failed: sent, and not answered in full.
+        num_requests, num_refused, num_failed: sent; of these refused at once (429, 503), and not
+            answered in full for another reason.
         duration_s: from the first request to the last answer.
         ttft_s, tbt_s, e2e_s: to the first token, between pieces, and in all; of answered requests.
+        ttft_times, tbt_times: the same in multiples of an unloaded request's; None where that was
+            not measured.
         late_s: how much later than planned requests were sent: the client's own fault.
         requests_per_s, input_tokens_per_s, output_tokens_per_s: throughput.
         goodput_per_s: requests per second that met the objective.
@@ -107,6 +181,7 @@ class Summary:
     """
 
     num_requests: int
+    num_refused: int
     num_failed: int
     duration_s: float
     ttft_s: Distribution
@@ -119,6 +194,8 @@ class Summary:
     goodput_per_s: float
     good_share: float
     cached_share: float
+    ttft_times: Distribution | None = None
+    tbt_times: Distribution | None = None
 
 
 def summarise(records: Sequence[Record], objective: LatencyTargets) -> Summary:
@@ -128,9 +205,12 @@ def summarise(records: Sequence[Record], objective: LatencyTargets) -> Summary:
     duration = max(end - start, 1e-9)
     num_good = sum(objective.is_met(record) for record in records)
     num_input = sum(record.num_input for record in answered)
+    num_refused = sum(record.is_refused for record in records)
+    ttft_times, tbt_times = _multiples(answered, objective.unloaded)
     return Summary(
         num_requests=len(records),
-        num_failed=len(records) - len(answered),
+        num_refused=num_refused,
+        num_failed=len(records) - len(answered) - num_refused,
         duration_s=duration,
         ttft_s=Distribution.of([record.ttft_s for record in answered]),
         tbt_s=Distribution.of([gap for record in answered for gap in record.gaps_s]),
@@ -142,7 +222,18 @@ def summarise(records: Sequence[Record], objective: LatencyTargets) -> Summary:
         goodput_per_s=num_good / duration,
         good_share=num_good / len(records),
         cached_share=sum(record.num_cached for record in answered) / max(num_input, 1),
+        ttft_times=ttft_times,
+        tbt_times=tbt_times,
     )
+
+
+def _multiples(
+    answered: Sequence[Record], unloaded: UnloadedLatency | None
+) -> tuple[Distribution, Distribution] | tuple[None, None]:
+    if unloaded is None:
+        return None, None
+    tbt = [times for times in map(unloaded.tbt_times, answered) if times is not None]
+    return Distribution.of(list(map(unloaded.ttft_times, answered))), Distribution.of(tbt)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

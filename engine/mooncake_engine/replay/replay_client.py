@@ -19,12 +19,23 @@ from mooncake_engine.replay.latency_summary import Record
 from mooncake_engine.replay.trace import probe_text
 from mooncake_hal.timing import timeout
 
+REFUSALS = frozenset({429, 503})
+"""Statuses of a server that says at once that it won't take the request now."""
 _PIECE_BYTES = 1 << 16
 _CONNECT_S = 10.0
 
 
 class ExchangeFailed(EngineError):
-    """A request that was not answered, or not with 200."""
+    """A request that was not answered, or not with 200.
+
+    Args:
+        message: what happened.
+        status: of the answer; None where there was none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +126,10 @@ async def _answer(reader: asyncio.StreamReader, deadline: float) -> AsyncGenerat
             refusal += pieces
         elif pieces:
             yield b"".join(pieces)
-    if parser.get_status_code() != 200:
+    status = parser.get_status_code()
+    if status != 200:
         words = b"".join(refusal).decode(errors="replace")[:300]
-        raise ExchangeFailed(f"status {parser.get_status_code()}: {words}")
+        raise ExchangeFailed(f"status {status}: {words}", status)
 
 
 async def _read(reader: asyncio.StreamReader, deadline: float) -> bytes:
@@ -198,6 +210,7 @@ class ReplayClient:
                 raise ExchangeFailed("the answer is empty")
         except ExchangeFailed as exc:
             record.error = str(exc)
+            record.is_refused = exc.status in REFUSALS
         record.end_s = time.perf_counter()
 
     async def tokens_per_word(self) -> float:

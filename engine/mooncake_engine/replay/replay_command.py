@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.process.progress_bar import ProgressBar
-from mooncake_engine.replay.latency_summary import LatencyTargets, Record
+from mooncake_engine.replay.latency_summary import LatencyTargets, Record, UnloadedLatency
 from mooncake_engine.replay.replay_client import ReplayClient, TargetServer
 from mooncake_engine.replay.replay_report import Report, page
 from mooncake_engine.replay.trace import Pacing, PromptWriter, TraceRequest, read_trace
@@ -67,6 +67,28 @@ class Replay:
             raise NothingAnswered(f"no request was answered; the first one: {records[0].error}")
         return records
 
+    async def measure_unloaded(self, num_requests: int) -> UnloadedLatency:
+        """What some requests take alone, one after another: of lengths spread over the trace's,
+        with prompts that nobody else sends, so that nothing of them is cached.
+
+        Raises:
+            NothingAnswered: one of them failed.
+        """
+        by_length = sorted(self.requests, key=lambda request: request.num_input)
+        count = min(num_requests, len(by_length))
+        last = len(by_length) - 1
+        chosen = [by_length[round(i * last / max(count - 1, 1))] for i in range(count)]
+        records = []
+        for number, request in enumerate([chosen[0], *chosen]):  # the first one warms up
+            fresh = replace(request, block_ids=(), text=None)
+            prompt = self.writer.write(fresh, -1 - number)
+            record = Record(-1 - number, time.perf_counter())
+            await self.client.ask(prompt, request.num_output, record)
+            if record.error is not None:
+                raise NothingAnswered(f"an unloaded request was not answered: {record.error}")
+            records.append(record)
+        return UnloadedLatency.of(records[1:])
+
     async def _ask(self, index: int, at_s: float) -> Record:
         """One request, at its time or at once. Its prompt is written shortly before, aside."""
         request = self.requests[index]
@@ -88,20 +110,45 @@ def scaled(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]
             request,
             num_input=max(1, round(request.num_input * scale)),
             num_output=max(1, round(request.num_output * scale)),
+            text=request.text if request.text is None else _shortened(request.text, scale),
         )
         for request in requests
     ]
 
 
+def _shortened(text: str, scale: float) -> str:
+    """The beginning of a text: those that begin alike still do."""
+    return text[: max(1, round(len(text) * scale))]
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     add = parser.add_argument
-    add("trace", type=Path, help="trace file: Mooncake's JSON lines, or ShareGPT's JSON")
+    add(
+        "trace",
+        type=Path,
+        help="trace file: Mooncake's, L-Eval's or ArXiv-Summarization's JSON lines, or ShareGPT's "
+        "JSON",
+    )
     add("--url", required=True, metavar="URL", help="URL of the endpoint, with or without /v1")
     add("--model", required=True, metavar="NAME", help="model name to request")
     add("--chat", action="store_true", help="use /v1/chat/completions")
     add("--openai-only", action="store_true", help="leave ignore_eos out; outputs may end early")
     add("--num-requests", type=int, metavar="N", help="number of requests to send (default: all)")
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="timeout of one request")
+    add(
+        "--out",
+        type=Path,
+        default=Path("bench"),
+        metavar="OUT",
+        help="write the results to OUT.json and OUT.html",
+    )
+    _add_load_options(parser)
+    _add_objective_options(parser)
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--speedup", type=float, default=1.0, metavar="TIMES", help="divide the trace's times by")
     add(
         "--rate",
@@ -136,6 +183,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens per word of the generated prompts (default: measured at the endpoint)",
     )
+
+
+def _add_objective_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--slo-ttft", type=float, metavar="MS", help="TTFT objective in ms")
     add(
         "--slo-tbt",
@@ -143,13 +194,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="TBT objective in ms: mean of the longest tenth of a request's gaps",
     )
-    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="timeout of one request")
+    for name in ("ttft", "tbt"):
+        add(
+            f"--slo-{name}-times",
+            type=float,
+            metavar="TIMES",
+            help=f"{name.upper()} objective in multiples of an unloaded request's, which is "
+            "measured first",
+        )
     add(
-        "--out",
-        type=Path,
-        default=Path("bench"),
-        metavar="OUT",
-        help="write the results to OUT.json and OUT.html",
+        "--unloaded-requests",
+        type=int,
+        default=8,
+        metavar="N",
+        help="requests that are sent alone, one after another, to measure that",
     )
 
 
@@ -162,8 +220,7 @@ def bench(args: argparse.Namespace) -> Report:
     """
     replay, objective = _replay(args), _objective(args)
     as_json, as_page = (_writable(f"{args.out}.{ending}") for ending in ("json", "html"))
-    records, tokens_per_word = asyncio.run(_run(replay, args.tokens_per_word))
-    report = Report.of(_setting(args, tokens_per_word), records, objective)
+    report = asyncio.run(_run(args, replay, objective))
     as_json.write_bytes(report.json())
     as_page.write_text(page(report), encoding="utf-8")
     return report
@@ -177,14 +234,20 @@ def _writable(name: str) -> Path:
     return path
 
 
-async def _run(replay: Replay, tokens_per_word: float | None) -> tuple[list[Record], float]:
-    found = tokens_per_word or await replay.client.tokens_per_word()
-    writer = replace(replay.writer, tokens_per_word=found)
-    return await replace(replay, writer=writer).run(ProgressBar()), found
+async def _run(args: argparse.Namespace, replay: Replay, objective: LatencyTargets) -> Report:
+    """What is needed to know first, then the replay."""
+    found = args.tokens_per_word or await replay.client.tokens_per_word()
+    replay = replace(replay, writer=replace(replay.writer, tokens_per_word=found))
+    if objective.needs_unloaded:
+        unloaded = await replay.measure_unloaded(args.unloaded_requests)
+        objective = replace(objective, unloaded=unloaded)
+    records = await replay.run(ProgressBar())
+    return Report.of(_setting(args, found), records, objective)
 
 
 def _replay(args: argparse.Namespace) -> Replay:
-    for name in ("num_requests", "length_scale", "block_tokens", "tokens_per_word", "timeout"):
+    names = ("num_requests", "length_scale", "block_tokens", "tokens_per_word", "timeout")
+    for name in (*names, "unloaded_requests"):
         _check_positive(name, getattr(args, name))
     pacing = Pacing(args.speedup, args.rate, args.concurrency, args.seed)
     requests = scaled(read_trace(args.trace)[: args.num_requests], args.length_scale)
@@ -199,12 +262,10 @@ def _replay(args: argparse.Namespace) -> Replay:
 
 
 def _objective(args: argparse.Namespace) -> LatencyTargets:
-    limits = []
-    for name in ("slo_ttft", "slo_tbt"):
-        value = getattr(args, name)
-        _check_positive(name, value)
-        limits.append(None if value is None else value / 1000)
-    return LatencyTargets(*limits)
+    for name in ("slo_ttft", "slo_tbt", "slo_ttft_times", "slo_tbt_times"):
+        _check_positive(name, getattr(args, name))
+    ttft_s, tbt_s = (None if ms is None else ms / 1000 for ms in (args.slo_ttft, args.slo_tbt))
+    return LatencyTargets(ttft_s, tbt_s, args.slo_ttft_times, args.slo_tbt_times)
 
 
 def _check_positive(name: str, value: float | None) -> None:

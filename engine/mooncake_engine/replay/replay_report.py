@@ -243,22 +243,29 @@ class Report:
         return "\n".join([*lines, "", *(f"{name}: {value}" for name, value in self.facts())])
 
     def spreads(self) -> list[tuple[str, tuple[float, ...], int]]:
-        """Rows of the table: name, values in milliseconds, and digits."""
+        """Rows of the table: name, values in its unit, and digits."""
         found = [
             ("TTFT ms", self.summary.ttft_s),
             ("TBT ms", self.summary.tbt_s),
             ("E2E ms", self.summary.e2e_s),
         ]
-        return [
-            (name, tuple(1000 * getattr(spread, f.name) for f in fields(Distribution)), 1)
-            for name, spread in found
+        rows = [(name, _values(spread, 1000), 1) for name, spread in found]
+        multiples = {"TTFT times": self.summary.ttft_times, "TBT times": self.summary.tbt_times}
+        return rows + [
+            (f"{name} unloaded", _values(spread, 1), 2)
+            for name, spread in multiples.items()
+            if spread is not None
         ]
 
     def facts(self) -> list[tuple[str, str]]:
         """The other figures, in words."""
         s = self.summary
         facts = [
-            ("requests", f"{s.num_requests} in {s.duration_s:.1f} s, {s.num_failed} failed"),
+            (
+                "requests",
+                f"{s.num_requests} in {s.duration_s:.1f} s, {s.num_refused} refused, "
+                f"{s.num_failed} failed",
+            ),
             (
                 "throughput",
                 f"{s.requests_per_s:.2f} requests/s, {s.input_tokens_per_s:.0f} prompt tokens/s, "
@@ -268,13 +275,42 @@ class Report:
             ("prompt tokens from cache", f"{s.cached_share:.0%}"),
             ("sent late", f"{1000 * s.late_s.p99:.1f} ms (p99)"),
         ]
-        first_error = next((record.error for record in self.records if record.error), None)
-        return facts if first_error is None else [*facts, ("first failure", first_error)]
+        if self.objective.needs_unloaded:
+            facts.append(("at P90", self._verdict()))
+        for name, is_refused in (("first failure", False), ("first refusal", True)):
+            failed = (r.error for r in self.records if r.error and r.is_refused is is_refused)
+            if (error := next(failed, None)) is not None:
+                facts.append((name, error))
+        return facts
 
     def _limits(self) -> str:
         limits = {"TTFT": self.objective.ttft_s, "TBT": self.objective.tbt_s}
         named = [f"{name} ≤ {1000 * s:g} ms" for name, s in limits.items() if s is not None]
+        named += [f"{name} ≤ {limit:g} times unloaded" for name, limit, _ in self._multiples()]
         return "within " + ", ".join(named) if named else "(no objective given)"
+
+    def _multiples(self) -> list[tuple[str, float, Distribution]]:
+        """Name, limit and what was found of each objective that is a multiple."""
+        rows = [
+            ("TTFT", self.objective.ttft_times, self.summary.ttft_times),
+            ("TBT", self.objective.tbt_times, self.summary.tbt_times),
+        ]
+        return [
+            (name, limit, found)
+            for name, limit, found in rows
+            if limit is not None and found is not None
+        ]
+
+    def _verdict(self) -> str:
+        return ", ".join(
+            f"{name} {found.p90:.2f} times unloaded "
+            f"({'within' if found.p90 <= limit else 'above'} {limit:g})"
+            for name, limit, found in self._multiples()
+        )
+
+
+def _values(spread: Distribution, scale: float) -> tuple[float, ...]:
+    return tuple(scale * getattr(spread, field.name) for field in fields(Distribution))
 
 
 def _entry(record: Record, start: float) -> dict[str, Any]:
@@ -289,4 +325,5 @@ def _entry(record: Record, start: float) -> dict[str, Any]:
         "tbt_s": record.tbt_s if answered else None,
         "e2e_s": record.e2e_s if answered else None,
         "error": record.error,
+        "is_refused": record.is_refused,
     }

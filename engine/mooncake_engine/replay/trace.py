@@ -56,6 +56,21 @@ class _Conversation(msgspec.Struct):
     conversations: list[_Turn] = msgspec.field(default_factory=list)
 
 
+class _LEvalLine(msgspec.Struct):
+    """A document of L-Eval (arXiv 2307.11088) with questions about it and their answers."""
+
+    document: str = msgspec.field(name="input")
+    instructions: list[str]
+    outputs: list[str]
+
+
+class _ArxivLine(msgspec.Struct):
+    """A paper of ArXiv-Summarization (Cohan et al. 2018) and its abstract."""
+
+    article: str
+    abstract: str
+
+
 def read_trace(path: Path) -> list[TraceRequest]:
     """All requests of a trace, in the order of their times.
 
@@ -66,24 +81,54 @@ def read_trace(path: Path) -> list[TraceRequest]:
         content = path.read_bytes()
     except OSError as exc:
         raise ConfigError(f"can't read the trace {path}: {exc.strerror}") from exc
-    read: Callable[[bytes], Iterable[TraceRequest]] = (
-        _share_gpt if content.lstrip().startswith(b"[") else _mooncake
-    )
     try:
-        requests = list(read(content))
+        requests = list(_requests_in(content))
     except (msgspec.ValidationError, msgspec.DecodeError) as exc:
-        raise ConfigError(f"{path} is no trace of Mooncake's or ShareGPT's form: {exc}") from exc
+        forms = "Mooncake's, ShareGPT's, L-Eval's or ArXiv-Summarization's"
+        raise ConfigError(f"{path} is no trace of {forms} form: {exc}") from exc
     if not requests:
         raise ConfigError(f"the trace {path} holds no request")
     return sorted(requests, key=lambda request: request.at_s or 0.0)
 
 
-def _mooncake(content: bytes) -> Iterable[TraceRequest]:
+def _requests_in(content: bytes) -> Iterable[TraceRequest]:
+    """What the content's first characters and the first line's fields say that it is."""
+    if content.lstrip().startswith(b"["):
+        yield from _share_gpt(content)
+        return
+    read: Callable[[bytes], Iterable[TraceRequest]] | None = None
     for line in content.splitlines():
-        if line.strip():
-            entry = msgspec.json.decode(line, type=_MooncakeLine)
-            at_s = entry.timestamp / 1000
-            yield TraceRequest(at_s, entry.input_length, entry.output_length, entry.hash_ids)
+        if not line.strip():
+            continue
+        if read is None:
+            fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+            read = next((form for name, form in _FORMS.items() if name in fields), _mooncake)
+        yield from read(line)
+
+
+def _mooncake(line: bytes) -> Iterable[TraceRequest]:
+    entry = msgspec.json.decode(line, type=_MooncakeLine)
+    at_s = entry.timestamp / 1000
+    yield TraceRequest(at_s, entry.input_length, entry.output_length, entry.hash_ids)
+
+
+def _l_eval(line: bytes) -> Iterable[TraceRequest]:
+    """Every question about the document, which comes first, so that the prompts begin alike."""
+    entry = msgspec.json.decode(line, type=_LEvalLine)
+    for instruction, output in zip(entry.instructions, entry.outputs, strict=False):
+        yield _of_texts(f"{entry.document}\n\n{instruction}", output)
+
+
+def _arxiv(line: bytes) -> Iterable[TraceRequest]:
+    entry = msgspec.json.decode(line, type=_ArxivLine)
+    yield _of_texts(f"{entry.article}\n\nSummarize this paper.", entry.abstract)
+
+
+_FORMS: dict[str, Callable[[bytes], Iterable[TraceRequest]]] = {
+    "instructions": _l_eval,
+    "article": _arxiv,
+}
+"""Forms of lines by a field that no other form has."""
 
 
 def _share_gpt(content: bytes) -> Iterable[TraceRequest]:
@@ -92,8 +137,11 @@ def _share_gpt(content: bytes) -> Iterable[TraceRequest]:
         question, answer, *_ = [*conversation.conversations, None, None]
         if question is None or answer is None or question.speaker not in ("human", "user"):
             continue
-        num_input, num_output = (_num_tokens(turn.value) for turn in (question, answer))
-        yield TraceRequest(None, num_input, num_output, text=question.value)
+        yield _of_texts(question.value, answer.value)
+
+
+def _of_texts(prompt: str, answer: str) -> TraceRequest:
+    return TraceRequest(None, _num_tokens(prompt), _num_tokens(answer), text=prompt)
 
 
 def _num_tokens(text: str) -> int:

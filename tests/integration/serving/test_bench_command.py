@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeEngine, upper_case
 
 from mooncake_engine.cli import build_parser
 from mooncake_engine.errors import ConfigError, EngineError, Overloaded
+from mooncake_engine.messages import EngineRequest
 from mooncake_engine.replay.replay_command import bench
 
 TRACE = [
@@ -83,12 +84,41 @@ def test_failures_are_counted_and_the_first_one_told(served: Any, trace: Path) -
         bench(arguments(trace, served.url, "--model", "fake", "--tokens-per-word", "5"))
 
 
+def test_unloaded_requests_come_first_and_judge_the_others(served: Any, trace: Path) -> None:
+    report = bench(
+        arguments(
+            *(trace, served.url, "--model", "fake", "--tokens-per-word", "5"),
+            *("--slo-ttft-times", "1e9", "--slo-tbt-times", "1e9", "--unloaded-requests", "2"),
+        )
+    )
+    lengths = [len(request.prompt_token_ids) for request in served.engine.seen]
+    assert len(lengths) == 6, "one to warm up, the shortest and the longest alone, then the trace"
+    assert len({bytes(request.prompt_token_ids) for request in served.engine.seen}) == 6
+    assert report.objective.unloaded is not None
+    assert len(report.objective.unloaded.num_input) == 2
+    assert report.summary.good_share == 1.0
+    assert "(within 1e+09)" in report.table()
+
+
+def test_refusals_are_counted_apart(served: Any, trace: Path) -> None:
+    def refuse_short_ones(request: EngineRequest) -> list[int]:
+        if request.sampling.max_tokens == 2:
+            raise Overloaded("too many")
+        return upper_case(request)
+
+    served.engine.script = refuse_short_ones
+    report = bench(arguments(trace, served.url, "--model", "fake", "--tokens-per-word", "5"))
+    assert (report.summary.num_refused, report.summary.num_failed) == (1, 0)
+    assert "1 refused, 0 failed" in report.table()
+
+
 @pytest.mark.parametrize(
     ("url", "options", "words"),
     [
         ("ftp://host", (), "--url must be http"),
         ("http://127.0.0.1:9", (), "can't connect to http://127.0.0.1:9"),
         ("http://127.0.0.1:9", ("--slo-ttft", "0"), "--slo-ttft must be more than 0"),
+        ("http://127.0.0.1:9", ("--slo-tbt-times", "0"), "--slo-tbt-times must be more than 0"),
         ("http://127.0.0.1:9", ("--num-requests", "0"), "--num-requests must be more than 0"),
     ],
 )

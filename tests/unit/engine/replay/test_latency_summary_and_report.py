@@ -13,6 +13,7 @@ from mooncake_engine.replay.latency_summary import (
     Distribution,
     LatencyTargets,
     Record,
+    UnloadedLatency,
     quantile,
     summarise,
 )
@@ -28,13 +29,14 @@ def record(
 RECORDS = [
     record(0, 10.0, [10.2, 10.3, 10.4], 10.5),
     record(1, 11.0, [11.8, 12.8], 13.0),
-    record(2, 12.0, [], 14.0, "status 429: <too many>"),
+    record(2, 12.0, [], 14.0, "the answer stopped: <late>"),
 ]
+REFUSED = Record(3, 13.0, 13.0, 13.0, error="status 429: too many", is_refused=True)
 
 
 def test_figures() -> None:
     summary = summarise(RECORDS, LatencyTargets(ttft_s=0.5, tbt_s=0.2))
-    assert (summary.num_requests, summary.num_failed) == (3, 1)
+    assert (summary.num_requests, summary.num_refused, summary.num_failed) == (3, 0, 1)
     assert summary.duration_s == pytest.approx(4.0)
     assert summary.ttft_s.mean == pytest.approx(0.5)
     assert summary.tbt_s.max == pytest.approx(1.0)
@@ -45,6 +47,58 @@ def test_figures() -> None:
     assert summary.goodput_per_s == pytest.approx(0.25)
     assert summary.good_share == pytest.approx(1 / 3)
     assert summary.cached_share == pytest.approx(0.4)
+
+
+def test_refusals_are_no_failures_and_no_goodput() -> None:
+    summary = summarise([*RECORDS, REFUSED], LatencyTargets(ttft_s=0.5))
+    assert (summary.num_requests, summary.num_refused, summary.num_failed) == (4, 1, 1)
+    assert summary.good_share == pytest.approx(1 / 4)
+    facts = Report.of({}, [*RECORDS, REFUSED], LatencyTargets()).facts()
+    assert ("requests", "4 in 4.0 s, 1 refused, 1 failed") in facts
+    assert ("first refusal", "status 429: too many") in facts
+    assert ("first failure", "the answer stopped: <late>") in facts
+
+
+UNLOADED = UnloadedLatency((50, 150), (0.05, 0.15), (0.01, 0.03))
+
+
+@pytest.mark.parametrize(
+    ("num_input", "ttft"), [(1, 0.05), (50, 0.05), (100, 0.1), (125, 0.125), (9000, 0.15)]
+)
+def test_an_unloaded_request_of_any_length(num_input: int, ttft: float) -> None:
+    found = Record(0, 0.0, 0.0, 2.0, [1.0], num_input)
+    assert UNLOADED.ttft_times(found) == pytest.approx(1.0 / ttft)
+    assert UNLOADED.tbt_times(found) is None, "one piece has no gaps"
+
+
+def test_unloaded_requests_of_one_length_count_once() -> None:
+    one, two = record(0, 0.0, [1.0], 1.0), record(1, 0.0, [2.0, 3.0], 3.0)
+    assert UnloadedLatency.of([one, two]) == UnloadedLatency((100,), (2.0,), (1.0,))
+
+
+def test_multiples_of_the_unloaded_request() -> None:
+    # of 100 tokens: 0.1 s to the first token, 0.02 s between tokens; RECORDS have 0.2 and 0.8 s
+    summary = summarise(RECORDS, LatencyTargets(ttft_times=4.0, unloaded=UNLOADED))
+    assert summary.ttft_times is not None
+    assert summary.ttft_times.max == pytest.approx(8.0)
+    assert summary.tbt_times is not None
+    assert summary.tbt_times.max == pytest.approx(50.0)
+    assert summary.good_share == pytest.approx(1 / 3)
+    assert summarise(RECORDS, LatencyTargets(tbt_times=4.0, unloaded=UNLOADED)).good_share == 0
+    assert summarise(RECORDS, LatencyTargets()).ttft_times is None
+
+
+def test_the_verdict_is_at_p90() -> None:
+    targets = LatencyTargets(ttft_times=10.0, tbt_times=5.0, unloaded=UNLOADED)
+    facts = dict(Report.of({}, RECORDS, targets).facts())
+    assert (
+        facts["at P90"]
+        == "TTFT 7.40 times unloaded (within 10), TBT 45.50 times unloaded (above 5)"
+    )
+    assert "TTFT ≤ 10 times unloaded, TBT ≤ 5 times unloaded" in facts["goodput"]
+    table = Report.of({}, RECORDS, targets).table()
+    assert "TTFT times unloaded" in table
+    assert "at P90" not in dict(Report.of({}, RECORDS, LatencyTargets()).facts())
 
 
 def test_the_time_between_tokens_is_that_of_the_slowest_tenth() -> None:
@@ -74,19 +128,22 @@ def test_table(report: Report) -> None:
     lines = report.table().splitlines()
     assert lines[0].split() == ["mean", "p50", "p90", "p99", "max"]
     assert lines[1].split()[:3] == ["TTFT", "ms", "500.0"]
-    assert "requests: 3 in 4.0 s, 1 failed" in lines
+    assert "requests: 3 in 4.0 s, 0 refused, 1 failed" in lines
     assert "goodput: 0.25 requests/s (33%) within TTFT ≤ 500 ms" in lines
-    assert "first failure: status 429: <too many>" in lines
+    assert "first failure: the answer stopped: <late>" in lines
 
 
 def test_json(report: Report) -> None:
     found = json.loads(report.json())
     assert found["summary"]["ttft_s"]["mean"] == pytest.approx(0.5)
-    assert found["objective"] == {"ttft_s": 0.5, "tbt_s": None}
+    assert found["objective"] == {
+        **{"ttft_s": 0.5, "tbt_s": None, "ttft_times": None, "tbt_times": None, "unloaded": None}
+    }
     assert found["requests"][1]["ttft_s"] == pytest.approx(0.8)
     assert found["requests"][2] == {
         **{"index": 2, "sent_s": 2.0, "num_input": 100, "num_output": 0, "num_cached": 40},
-        **{"ttft_s": None, "tbt_s": None, "e2e_s": None, "error": "status 429: <too many>"},
+        **{"ttft_s": None, "tbt_s": None, "e2e_s": None, "error": "the answer stopped: <late>"},
+        "is_refused": False,
     }
 
 

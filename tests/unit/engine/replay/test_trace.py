@@ -42,9 +42,30 @@ def test_share_gpt(tmp_path: Path) -> None:
     ]
 
 
+def test_l_eval(tmp_path: Path) -> None:
+    line = {
+        **{"instructions": ["What?", "Why?"], "outputs": ["y" * 8, "z" * 40]},
+        **{"input": "x" * 400, "source": "a lecture", "evaluation": "exam"},
+    }
+    what, why = read_trace(written(tmp_path, f"\n{json.dumps(line)}\n"))
+    assert (what.num_output, why.num_output) == (2, 10)
+    assert why == TraceRequest(None, 101, 10, text="x" * 400 + "\n\nWhy?")
+    assert what.text is not None
+    assert what.text.startswith("x" * 400), "questions share their document"
+
+
+def test_arxiv_summarization(tmp_path: Path) -> None:
+    lines = [{"article": name * 4000, "abstract": "s" * 800} for name in "ab"]
+    requests = read_trace(written(tmp_path, "\n".join(map(json.dumps, lines))))
+    assert [(request.num_input, request.num_output) for request in requests] == [(1005, 200)] * 2
+    assert [(request.text or "")[0] for request in requests] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        ('{"instructions": ["a"]}', "missing required field `input`"),
+        ('{"article": "a", "abstract": 3}', "Expected `str`, got `int`"),
         ("", "holds no request"),
         ("[]", "holds no request"),
         ("no json", "is no trace"),
@@ -147,3 +168,6 @@ def test_a_trace_without_times_needs_a_pace() -> None:
 
 def test_lengths_are_scaled() -> None:
     assert scaled([TraceRequest(0.0, 1000, 3, (1,))], 0.1) == [TraceRequest(0.0, 100, 1, (1,))]
+    assert scaled([TraceRequest(None, 5, 5, text="ab" * 10)], 0.2) == [
+        TraceRequest(None, 1, 1, text="abab")
+    ]
