@@ -11,7 +11,7 @@ import torch
 
 from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.core import EngineCore
-from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_engine.errors import CheckpointError, ConfigError, PortTaken
 from mooncake_engine.execution.engine_plan import EnginePlan, make_plan
 from mooncake_engine.execution.executor import (
     Executor,
@@ -42,7 +42,9 @@ from mooncake_hal.ports import Port, count_free, find_taken
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
 from mooncake_kv.connector_worker import transports_wanted
-from mooncake_kv.handshake import InstanceMetadata, model_fingerprint
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.handshake import InstanceMetadata
+from mooncake_kv.model_fingerprint import model_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +163,18 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
     """This instance, as its peers are told."""
     config = plan.config
     device = next(d for d in backend.runtime.devices() if d.index == config.device)
+    try:
+        model = model_fingerprint(config.model, str(plan.dtype).removeprefix("torch."))
+    except KVConfigError as exc:
+        raise CheckpointError(str(exc)) from exc
     return InstanceMetadata(
         engine_id,
-        model_fingerprint(config.model),
+        model.weights,
         tokenizer_fingerprint(config.model),
         plan.geometry,
         plan.block_size.tokens,
         Hardware(backend.name, device.generation, backend.capabilities.constraints),
+        model_settings=model.settings,
     )
 
 

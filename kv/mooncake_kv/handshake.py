@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -42,6 +40,8 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     Args:
         engine_id: name of this epoch.
         model_fingerprint, tokenizer_fingerprint: equal for equal files.
+        model_settings: what else the KV of equal tokens depends on, by name: see
+            ``ModelFingerprint``.
         geometry: of the whole model's KV.
         block_size: tokens per block.
         hardware: what it runs on.
@@ -58,6 +58,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     hardware: Hardware
     ranks: tuple[RankMetadata, ...] = ()
     host: str = ""
+    model_settings: dict[str, str] = {}
 
     @property
     def pp_size(self) -> int:
@@ -80,6 +81,7 @@ class _Check:
     what: str
     prefill: object
     decode: object
+    remedy: str = "serve the same model with the same dtype"
 
 
 CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], None]
@@ -94,20 +96,30 @@ def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> Non
     """
     for instance in (prefill, decode):
         _check_ranks(instance)
-    for check in (
-        _Check("model", prefill.model_fingerprint, decode.model_fingerprint),
-        _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint),
-        _Check("KV geometry", prefill.geometry, decode.geometry),
-    ):
+    for check in _checks(prefill, decode):
         if check.prefill != check.decode:
             raise HandshakeRefused(
                 f"{check.what} differs: the prefill instance has {check.prefill}, "
-                f"the decode instance {check.decode}; serve the same model with the same dtype"
+                f"the decode instance {check.decode}; {check.remedy}"
             )
     try:
         check_compatibility(prefill.compatibility_info, decode.compatibility_info)
     except DeploymentRefused as exc:
         raise HandshakeRefused(str(exc)) from exc
+
+
+def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Check]:
+    """What must be equal; what is easier to understand first."""
+    for name in sorted(prefill.model_settings.keys() | decode.model_settings.keys()):
+        ours, theirs = prefill.model_settings.get(name), decode.model_settings.get(name)
+        yield _Check(f"the model's {name}", ours, theirs)
+    yield _Check(
+        "model",
+        *(prefill.model_fingerprint, decode.model_fingerprint),
+        "serve the same weights: one with an adapter merged into it is another model",
+    )
+    yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
+    yield _Check("KV geometry", prefill.geometry, decode.geometry)
 
 
 def check_decode_peer(own: InstanceMetadata, peer: InstanceMetadata) -> None:
@@ -156,26 +168,6 @@ def _is_sound(rank: RankMetadata, instance: InstanceMetadata) -> bool:
 
 
 ADDRESS_LIMIT = 1 << 63
-SAMPLES_PER_FILE = 16
-SAMPLE_BYTES = 4096
-
-
-def model_fingerprint(directory: Path) -> str:
-    """A name for a checkpoint: its configuration, and the sizes and samples of its weights.
-
-    Training changes practically every weight, so that a few pages of each file distinguish
-    models without reading gigabytes.
-    """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for weights in sorted(directory.glob("*.safetensors")):
-        size = weights.stat().st_size
-        digest.update(f"{weights.name}:{size};".encode())
-        with weights.open("rb") as file:
-            for index in range(SAMPLES_PER_FILE):
-                file.seek(size * index // SAMPLES_PER_FILE)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
-
 
 logger = logging.getLogger(__name__)
 

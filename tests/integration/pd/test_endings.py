@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -10,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support import pd_transport
 from support.pd import (
     GREEDY,
@@ -37,6 +42,7 @@ from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
 from mooncake_engine.messages import FinishReason
 from mooncake_kv import side_channel
 from mooncake_kv.config import LoadFailurePolicy
+from mooncake_kv.model_fingerprint import model_fingerprint
 from mooncake_kv.params import KVTransferDict
 
 PROMPT = prompt_of(100)
@@ -250,6 +256,48 @@ def test_another_models_kv_is_refused_with_both_named(
     check_mismatch(model, other, {}, {}, "model differs")
 
 
+def test_an_adapter_merged_on_one_side_is_refused_with_both_named(
+    model: Path, gate: Gate, tmp_path: Path
+) -> None:
+    """Its files have the same names, sizes and headers; one query and one value matrix differ."""
+    merged = merge_adapter(model, tmp_path / "merged", ("q_proj", "v_proj"))
+    for prefills, decodes in ((model, merged), (merged, model)):
+        reason = check_mismatch(prefills, decodes, {}, {}, "model differs")
+        assert "an adapter merged into it" in reason
+        for directory in (model, merged):
+            assert model_fingerprint(directory, "float32").weights in reason
+
+
+def test_another_rotation_is_refused_with_both_named(
+    model: Path, gate: Gate, tmp_path: Path
+) -> None:
+    scaled = tmp_path / "scaled"
+    shutil.copytree(model, scaled)
+    config = json.loads((scaled / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500000.0
+    (scaled / "config.json").write_text(json.dumps(config))
+    reason = check_mismatch(model, scaled, {}, {}, "the model's rope differs")
+    assert "10000.0" in reason
+    assert "500000.0" in reason
+
+
+def merge_adapter(model: Path, merged: Path, modules: tuple[str, ...]) -> Path:
+    """A copy of a model with a LoRA of rank 2 merged into these modules of its last layer."""
+    shutil.copytree(model, merged)
+    path = merged / "model.safetensors"
+    tensors = load_file(path)
+    names = [n for n in tensors if "layers.1." in n and n.split(".")[-2] in modules]
+    assert len(names) == len(modules)
+    generator = torch.Generator().manual_seed(1)
+    for name in names:
+        rows, columns = tensors[name].shape
+        up, down = (torch.randn(s, generator=generator) for s in ((rows, 2), (2, columns)))
+        tensors[name] += 0.01 * up @ down
+    with safe_open(path, framework="pt") as source:
+        save_file(tensors, path, metadata=source.metadata())
+    return merged
+
+
 def test_another_secret_is_no_peer(model: Path, gate: Gate) -> None:
     check_mismatch(
         model, model, {"secret": "one"}, {"secret": "two"}, "has another secret", is_heard=False
@@ -257,7 +305,7 @@ def test_another_secret_is_no_peer(model: Path, gate: Gate) -> None:
 
 
 def test_another_dtype_is_refused_with_both_named(model: Path, gate: Gate) -> None:
-    reason = check_mismatch(model, model, {}, {"dtype": "bfloat16"}, "KV geometry differs")
+    reason = check_mismatch(model, model, {}, {"dtype": "bfloat16"}, "the model's dtype differs")
     assert "float32" in reason
     assert "bfloat16" in reason
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from mooncake_kv.handshake import (
     InstanceMetadata,
     RankMetadata,
     check_compatible,
-    model_fingerprint,
 )
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
@@ -83,6 +81,21 @@ def test_another_model_is_refused_with_both_values() -> None:
     assert "m2" in words
 
 
+def test_another_setting_is_refused_by_its_name_before_the_weights_are_compared() -> None:
+    one, other = (
+        msgspec.structs.replace(facts(), model_fingerprint=dtype, model_settings={"dtype": dtype})
+        for dtype in ("bfloat16", "float16")
+    )
+    words = refusal(one, other)
+    assert "the model's dtype differs: the prefill instance has bfloat16" in words
+    assert "the decode instance float16" in words
+
+
+def test_a_setting_that_only_one_side_names_is_refused() -> None:
+    words = refusal(facts(), msgspec.structs.replace(facts(), model_settings={"rope": "{}"}))
+    assert "the model's rope differs: the prefill instance has None" in words
+
+
 def test_another_tokenizer_is_refused_with_both_values() -> None:
     words = refusal(facts(), msgspec.structs.replace(facts(), tokenizer_fingerprint="t2"))
     assert "tokenizer differs" in words
@@ -129,26 +142,6 @@ def test_a_layout_that_contradicts_itself_is_refused(change: dict[str, Any]) -> 
     lying = msgspec.structs.replace(rank, layout=replace(rank.layout, **change))
     words = refusal(facts(), msgspec.structs.replace(facts(), ranks=(lying,)))
     assert "contradicts itself or the model" in words
-
-
-def write_model(directory: Path, weights: bytes, config: str = "{}") -> str:
-    directory.mkdir()
-    (directory / "config.json").write_text(config)
-    (directory / "model.safetensors").write_bytes(weights)
-    return model_fingerprint(directory)
-
-
-def test_a_models_fingerprint_follows_its_files(tmp_path: Path) -> None:
-    weights = bytes(range(256)) * 4096
-    first = write_model(tmp_path / "a", weights)
-    assert write_model(tmp_path / "b", weights) == first
-    assert write_model(tmp_path / "c", weights, '{"layers": 3}') != first
-    assert write_model(tmp_path / "d", weights + b"\0") != first
-
-
-def test_other_weights_of_the_same_shape_are_another_model(tmp_path: Path) -> None:
-    first = write_model(tmp_path / "a", bytes(range(256)) * 4096)
-    assert write_model(tmp_path / "b", bytes(reversed(range(256))) * 4096) != first
 
 
 def test_a_refusal_is_said_once_per_incarnation(caplog: pytest.LogCaptureFixture) -> None:

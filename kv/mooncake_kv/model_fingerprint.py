@@ -1,0 +1,171 @@
+"""A checkpoint's fingerprint: samples of every tensor, and the settings that its KV depends on.
+
+Equal tokens get equal KV only from equal weights, computed in the same way. A hash of all weights
+would read the checkpoint a second time; samples of some files miss whole tensors, and with them an
+adapter that was merged into ``q_proj`` and ``v_proj``. So every tensor is sampled, by its entry in
+the header of its safetensors file: the first bytes, the middle, the last, and more of large ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from mooncake_kv.errors import KVConfigError
+
+INDEX_NAME = "model.safetensors.index.json"
+SAMPLE_BYTES = 4096
+BYTES_PER_PAIR = 32 << 20
+"""A tensor has three samples, and two more for each of these."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors itself."""
+_NUM_READERS = 8
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+_COSMETIC = ("_name_or_path", "transformers_version", "use_cache", "dtype", "torch_dtype")
+"""Fields that KV does not depend on; the types of the weights are in their headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFingerprint:
+    """A checkpoint, as two instances compare it.
+
+    Args:
+        weights: hash over the samples of every tensor.
+        settings: what else must be equal, by name, in words that a person can compare.
+    """
+
+    weights: str
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An entry of a safetensors header; ``start`` and ``stop`` are bytes of the file."""
+
+    name: str
+    kind: str
+    start: int
+    stop: int
+
+
+def model_fingerprint(directory: Path, dtype: str) -> ModelFingerprint:
+    """Read the fingerprint of a Hugging Face model directory: megabytes per thousand tensors.
+
+    How the tensors are spread over files does not matter, nor what the files are called.
+
+    Args:
+        directory: with ``config.json`` and safetensors.
+        dtype: in which the weights are used.
+
+    Raises:
+        KVConfigError: a file can't be read, or is damaged.
+    """
+    config = _read_object(directory / "config.json")
+    digests: dict[str, bytes] = {}
+    layout: dict[str, str] = {}
+    with ThreadPoolExecutor(_NUM_READERS, "fingerprint") as readers:
+        for found in readers.map(_sample_file, *_files(directory)):
+            for tensor, digest in found:
+                digests[tensor.name] = digest
+                layout[tensor.name] = tensor.kind
+    rope = {name: config.pop(name) for name in _ROPE if config.get(name) is not None}
+    quantization = config.pop("quantization_config", None)
+    rest = {name: value for name, value in config.items() if name not in _COSMETIC}
+    settings = {
+        "tensors": f"{len(layout)} with layout {_short_hash(layout)}",
+        "dtype": dtype,
+        "quantization": "none" if quantization is None else _canonical(quantization),
+        "rope": _canonical(rope),
+        "config.json": _short_hash(rest),
+    }
+    whole = hashlib.sha256()
+    for name in sorted(digests):
+        whole.update(f"{name}:{layout[name]};".encode() + digests[name])
+    return ModelFingerprint(whole.hexdigest()[:32], settings)
+
+
+def sample_offsets(num_bytes: int) -> list[int]:
+    """Where the samples of a tensor of that size begin; one that is hardly larger than its samples
+    is read whole, in pieces."""
+    count = 3 + 2 * (num_bytes // BYTES_PER_PAIR)
+    if num_bytes <= count * SAMPLE_BYTES:
+        return list(range(0, num_bytes, SAMPLE_BYTES))
+    return [(num_bytes - SAMPLE_BYTES) * i // (count - 1) for i in range(count)]
+
+
+def _files(directory: Path) -> tuple[list[Path], list[frozenset[str] | None]]:
+    """The files that hold the model's weights, and which of their tensors are the model's (None:
+    all of them)."""
+    index = directory / INDEX_NAME
+    if not index.exists():
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise KVConfigError(f"{directory} holds no *.safetensors to tell the model by")
+        return paths, [None] * len(paths)
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise KVConfigError(f"{index} has no 'weight_map'; fetch the checkpoint again")
+    names: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        names.setdefault(str(file), set()).add(name)
+    ordered = sorted(names)
+    return [directory / file for file in ordered], [frozenset(names[file]) for file in ordered]
+
+
+def _sample_file(path: Path, wanted: frozenset[str] | None) -> list[tuple[_Tensor, bytes]]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            tensors = [t for t in _read_header(file) if wanted is None or t.name in wanted]
+            return [(tensor, _sample(file, tensor)) for tensor in tensors]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise KVConfigError(f"{path} is damaged or not safetensors: {exc!r}") from exc
+
+
+def _read_header(file: FileIO) -> Iterator[_Tensor]:
+    """The tensors of a safetensors file, in the order of their bytes."""
+    num_bytes = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {num_bytes} bytes")
+    header: dict[str, Any] = json.loads(os.pread(file.fileno(), num_bytes, 8))
+    header.pop("__metadata__", None)
+    first = 8 + num_bytes
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        yield _Tensor(name, f"{entry['dtype']}{entry['shape']}", first + start, first + stop)
+
+
+def _sample(file: FileIO, tensor: _Tensor) -> bytes:
+    digest = hashlib.sha256()
+    num_bytes = tensor.stop - tensor.start
+    for offset in sample_offsets(num_bytes):
+        wanted = min(SAMPLE_BYTES, num_bytes - offset)
+        sample = os.pread(file.fileno(), wanted, tensor.start + offset)
+        if len(sample) != wanted:
+            raise ValueError(f"it ends within {tensor.name}")
+        digest.update(sample)
+    return digest.digest()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise KVConfigError(f"{path} can't be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise KVConfigError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _short_hash(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()[:16]

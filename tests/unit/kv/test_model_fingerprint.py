@@ -1,0 +1,216 @@
+"""The fingerprint of a checkpoint: every tensor and every setting is in it, file names are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.model_fingerprint import (
+    BYTES_PER_PAIR,
+    INDEX_NAME,
+    SAMPLE_BYTES,
+    ModelFingerprint,
+    model_fingerprint,
+    sample_offsets,
+)
+
+CONFIG = {"num_hidden_layers": 2, "rope_theta": 10000.0}
+NAMES = ("embed", "layers.0.q_proj", "layers.0.v_proj", "layers.1.q_proj", "norm")
+LARGE = 20 * SAMPLE_BYTES
+ELEMENT = 2
+Tensors = dict[str, bytes]
+
+
+def some_tensors(num_bytes: int = LARGE) -> Tensors:
+    return {name: bytes([index]) * num_bytes for index, name in enumerate(NAMES)}
+
+
+def write_file(path: Path, tensors: Tensors, dtype: str = "BF16") -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, data in tensors.items():
+        offsets = [start, start + len(data)]
+        header[name] = {"dtype": dtype, "shape": [len(data) // ELEMENT], "data_offsets": offsets}
+        start += len(data)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values()))
+
+
+def write_model(
+    directory: Path, tensors: Tensors, config: dict[str, Any] = CONFIG, dtype: str = "BF16"
+) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    write_file(directory / "model.safetensors", tensors, dtype)
+    return directory
+
+
+def fingerprint(directory: Path, tensors: Tensors, **fields: Any) -> ModelFingerprint:
+    return model_fingerprint(write_model(directory, tensors, **fields), "bfloat16")
+
+
+def changed(data: bytes, offset: int) -> bytes:
+    """One element there is another."""
+    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "offset", [0, LARGE // 2, LARGE - ELEMENT], ids=["first", "middle", "last"]
+)
+def test_one_element_of_any_tensor_makes_another_model(
+    name: str, offset: int, tmp_path: Path
+) -> None:
+    tensors = some_tensors()
+    first = fingerprint(tmp_path / "a", tensors)
+    other = fingerprint(tmp_path / "b", {**tensors, name: changed(tensors[name], offset)})
+    assert other.weights != first.weights
+    assert other.settings == first.settings
+
+
+@pytest.mark.parametrize("num_bytes", [ELEMENT, SAMPLE_BYTES, 3 * SAMPLE_BYTES])
+def test_a_small_tensor_is_read_whole(num_bytes: int, tmp_path: Path) -> None:
+    tensors = some_tensors(num_bytes)
+    first = fingerprint(tmp_path / "a", tensors)
+    for offset in {0, 1, num_bytes // 3, num_bytes - 1}:
+        other = {**tensors, "norm": changed(tensors["norm"], offset)}
+        assert fingerprint(tmp_path / "b", other) != first
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [1, SAMPLE_BYTES + 1, LARGE, BYTES_PER_PAIR - 1, BYTES_PER_PAIR, 1 << 31]
+)
+def test_samples_span_a_tensor_from_its_first_byte_to_its_last(num_bytes: int) -> None:
+    offsets = sample_offsets(num_bytes)
+    assert offsets[0] == 0
+    assert num_bytes - SAMPLE_BYTES <= offsets[-1] < num_bytes
+    assert len(offsets) <= 3 + 2 * num_bytes / BYTES_PER_PAIR
+    if len(offsets) > 2:
+        middle = offsets[len(offsets) // 2]
+        assert middle <= num_bytes // 2 < middle + SAMPLE_BYTES
+
+
+def test_an_empty_tensor_has_a_fingerprint(tmp_path: Path) -> None:
+    assert sample_offsets(0) == []
+    fingerprint(tmp_path / "a", {"empty": b""})
+
+
+def test_names_types_and_shapes_count(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    first = fingerprint(tmp_path / "a", tensors)
+    renamed = {name.replace("norm", "scale"): data for name, data in tensors.items()}
+    for other in (
+        fingerprint(tmp_path / "b", renamed),
+        fingerprint(tmp_path / "c", tensors, dtype="F16"),
+        fingerprint(tmp_path / "d", {**tensors, "norm": tensors["norm"] + b"\0\0"}),
+    ):
+        assert other.settings["tensors"] != first.settings["tensors"]
+        assert other.weights != first.weights
+
+
+def test_two_tensors_that_changed_places_make_another_model(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    swapped = {**tensors, "layers.0.q_proj": tensors["embed"], "embed": tensors["layers.0.q_proj"]}
+    assert fingerprint(tmp_path / "a", tensors) != fingerprint(tmp_path / "b", swapped)
+
+
+def test_how_tensors_are_spread_over_files_does_not_matter(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    whole = fingerprint(tmp_path / "whole", tensors)
+    spread = write_model(tmp_path / "spread", {})
+    (spread / "model.safetensors").unlink()
+    for number, (name, data) in enumerate(reversed(tensors.items())):
+        write_file(spread / f"model-{number}.safetensors", {name: data})
+    assert model_fingerprint(spread, "bfloat16") == whole
+
+
+def test_a_file_that_the_index_does_not_name_does_not_matter(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    directory = write_model(tmp_path / "model", tensors)
+    first = model_fingerprint(directory, "bfloat16")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+    write_file(directory / "consolidated.safetensors", {"tok_embeddings": b"ab"})
+    assert model_fingerprint(directory, "bfloat16") == first
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("rope", {"rope_theta": 500000.0}),
+    ("rope", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("quantization", {"quantization_config": {"quant_method": "fp8"}}),
+    ("config.json", {"rms_norm_eps": 1e-5}),
+    ("config.json", {"num_hidden_layers": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), SETTINGS, ids=str)
+def test_a_setting_that_differs_is_named(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+    first = fingerprint(tmp_path / "a", some_tensors())
+    other = fingerprint(tmp_path / "b", some_tensors(), config={**CONFIG, **change})
+    assert other.weights == first.weights
+    assert {key for key in first.settings if first.settings[key] != other.settings[key]} == {name}
+
+
+def test_the_type_that_weights_are_used_in_counts(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", some_tensors())
+    first, other = (model_fingerprint(directory, dtype) for dtype in ("bfloat16", "float16"))
+    assert (first.settings["dtype"], other.settings["dtype"]) == ("bfloat16", "float16")
+    assert first.weights == other.weights
+
+
+def test_who_saved_a_checkpoint_does_not_matter(tmp_path: Path) -> None:
+    named = {**CONFIG, "_name_or_path": "/somewhere", "transformers_version": "5.1.0"}
+    first = fingerprint(tmp_path / "a", some_tensors())
+    assert fingerprint(tmp_path / "b", some_tensors(), config=named) == first
+
+
+def damage_short(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_header(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"\xff" * 64)
+
+
+def damage_index(directory: Path) -> None:
+    (directory / INDEX_NAME).write_text(json.dumps({"weight_map": {"embed": "gone.safetensors"}}))
+
+
+def damage_config(directory: Path) -> None:
+    (directory / "config.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (damage_short, "ends within norm"),
+        (damage_header, "damaged or not safetensors"),
+        (damage_index, r"gone\.safetensors"),
+        (damage_config, "must hold a JSON object"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(damage: Any, words: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "model", some_tensors())
+    damage(directory)
+    with pytest.raises(KVConfigError, match=words):
+        model_fingerprint(directory, "bfloat16")
+
+
+def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(KVConfigError, match="holds no"):
+        model_fingerprint(tmp_path, "bfloat16")
+
+
+def test_reading_it_costs_megabytes_and_not_gigabytes(tmp_path: Path) -> None:
+    """Of a 70B model in bfloat16: 723 tensors of up to 2 GiB, 141 GB in all."""
+    layer = [8192 * 8192, 8192 * 1024, 8192 * 1024, 8192 * 8192, *[8192 * 28672] * 3, 8192, 8192]
+    sizes = [ELEMENT * count for count in (layer * 80 + [8192 * 128256] * 2 + [8192])]
+    read = sum(len(sample_offsets(size)) * SAMPLE_BYTES for size in sizes)
+    assert sum(sizes) > 140e9
+    assert read < 64e6
