@@ -1,0 +1,70 @@
+"""The memory of a store: one shared mapping, which other processes map and transports register."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from mooncake_hal.transport import MemoryRegion
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.arena_allocator import GRANULE
+
+_HUGE_PAGE = 2 << 20
+
+
+class ArenaMemory:
+    """Zeroed host memory in a memfd. Pages are taken from the host when they are first written.
+
+    Args:
+        nbytes: length; rounded up to whole huge pages, so that the kernel may use them.
+
+    Raises:
+        KVConfigError: the host has not that much memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        total = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+        available = available_bytes()
+        if nbytes < GRANULE or total > available:
+            raise KVConfigError(
+                f"a store's memory of {nbytes} bytes was asked for; this host can give "
+                f"{GRANULE} to {available}"
+            )
+        self._fd = os.memfd_create("mooncake-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, total)
+            self._map = mmap.mmap(self._fd, total)
+        except (OSError, ValueError) as exc:
+            os.close(self._fd)
+            raise KVConfigError(f"{total} bytes of shared memory can't be mapped: {exc}") from exc
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.nbytes = nbytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._view = memoryview(self._map)
+
+    @property
+    def region(self) -> MemoryRegion:
+        """What to register with transports."""
+        return MemoryRegion(self.address, self.nbytes, "cpu", self._fd, 0)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A writable piece of it; to be let go before ``close``."""
+        return self._view[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Give the memory back. Transports must have withdrawn it. Idempotent."""
+        if self._fd >= 0:
+            self._view.release()
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def available_bytes() -> int:
+    """Memory that the host can give without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    raise KVConfigError("/proc/meminfo does not say how much memory is available")

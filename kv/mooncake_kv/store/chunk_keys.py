@@ -1,0 +1,112 @@
+"""Names of chunks of KV: a chain of hashes over what the KV depends on.
+
+    root  = BLAKE2b(identity, tenant salt)
+    key_i = BLAKE2b(key_{i-1}, tokens of chunk i, extra of chunk i)
+
+Two prompts share a key exactly if model, weights, element type, quantisation, positions, adapter,
+tenant and all tokens up to the chunk's end are the same. Keys have 128 bits of a cryptographic
+hash: they are never compared with tokens again, and a tenant can't make two prompts collide. The
+chain has no random root: every process of a deployment computes the same keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from mooncake_kv.errors import KVConfigError
+
+KEY_BYTES = 16
+DEFAULT_CHUNK_TOKENS = 256
+
+KEY_VERSION = 1
+"""Of keys and of the layout of the bytes behind them: what is stored under another is a miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVIdentity:
+    """What KV depends on besides the tokens. Two that differ in any field share nothing.
+
+    Args:
+        model: fingerprint of configuration and weights.
+        dtype: element type of the stored KV, such as ``"bfloat16"``.
+        chunk_tokens: tokens per chunk.
+        quantisation: of weights or of KV where values depend on it; empty for none.
+        rope: scaling of positions where it differs from the model's configuration; empty for none.
+        adapter: name and revision of a LoRA adapter; empty for none.
+    """
+
+    model: str
+    dtype: str
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    quantisation: str = ""
+    rope: str = ""
+    adapter: str = ""
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise KVConfigError(f"a chunk has 1 token or more, not {self.chunk_tokens}")
+        if not self.model:
+            raise KVConfigError("KV can't be stored for a model without a fingerprint")
+
+    def root(self, tenant_salt: str = "") -> bytes:
+        """The key that a prompt's first chunk chains to, of KEY_BYTES bytes.
+
+        Args:
+            tenant_salt: ``cache_salt`` of the request; requests with different ones share nothing.
+        """
+        fields = json.dumps([KEY_VERSION, asdict(self), tenant_salt], sort_keys=True)
+        return hashlib.blake2b(fields.encode(), digest_size=KEY_BYTES, person=b"kv-root").digest()
+
+
+def chunk_keys(
+    identity: KVIdentity,
+    tokens: Sequence[int],
+    *,
+    tenant_salt: str = "",
+    extra: Sequence[bytes] = (),
+) -> list[bytes]:
+    """Keys of all full chunks of a prompt, the first one first; what is left over has none.
+
+    Args:
+        identity: of the KV.
+        tokens: token ids of the prompt, or of prompt and answer.
+        tenant_salt: ``cache_salt`` of the request.
+        extra: what else each chunk depends on, by chunk: the hash of an image that it overlaps.
+            Missing ones are empty.
+    """
+    return extend_keys(identity, identity.root(tenant_salt), tokens, extra=extra)
+
+
+def extend_keys(
+    identity: KVIdentity, parent: bytes, tokens: Sequence[int], *, extra: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Keys of the full chunks of ``tokens``, which follow the chunk ``parent``.
+
+    For an answer that grows: hash only what is new.
+    """
+    size = identity.chunk_tokens
+    num_chunks = len(tokens) // size
+    data = np.asarray(tokens[: num_chunks * size], dtype="<i8").tobytes()
+    width, keys = size * 8, []
+    for index in range(num_chunks):
+        link = hashlib.blake2b(parent, digest_size=KEY_BYTES, person=b"kv-chunk")
+        link.update(data[index * width : (index + 1) * width])
+        if index < len(extra):
+            link.update(extra[index])
+        parent = link.digest()
+        keys.append(parent)
+    return keys
+
+
+def num_loadable_chunks(num_tokens: int, chunk_tokens: int) -> int:
+    """How many chunks of a prompt are worth loading: its last token is always computed.
+
+    Logits come from computing a token. With a prompt of exactly ``n`` chunks that are all loaded
+    there would be none.
+    """
+    return max(0, num_tokens - 1) // chunk_tokens

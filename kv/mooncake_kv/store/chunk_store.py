@@ -1,0 +1,293 @@
+"""What a store offers to whoever wants KV saved or loaded, wherever the store is.
+
+A store holds chunks (see ``chunk_keys``) in an arena of host memory, and may hold more on SSDs.
+Messages move names, handles and words; bytes are moved by the caller's ranks, with one-sided reads
+and writes of the arena, over whatever transport reaches it:
+
+    put    reserve -> write the arena, by every rank its part -> commit, or abort
+    get    pin -> read the arena, by every rank its part -> release: were they the right bytes?
+
+A handle is a permission until its deadline. Nothing that was read counts before ``release`` said
+True for it: the handle was in force all the time, so the bytes are the key's. A writer says
+``commit`` or ``abort`` only when nothing of it moves any more; a writer that never says either has
+its memory set aside until it is known to be gone. ``probe`` pins nothing and renews nothing: what
+it found may be gone at the next call.
+
+Failure is a miss. A store that is full, slow, dead, restarted or never was there makes futures that
+hold ABSENT, None, False or a refusal; they hold no exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from mooncake_hal.kv.geometry import KVGeometry
+from mooncake_hal.kv.transfer_plan import KVShardSpec
+from mooncake_kv.store.chunk_layout import stored_layout
+
+DEFAULT_LEASE_S = 10.0
+"""How long handles last unless asked otherwise; more than a transfer's timeout."""
+
+MAX_LEASE_S = 120.0
+
+
+class Tier(str, Enum):
+    """Where a store holds a chunk."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+class Residence(str, Enum):
+    """What a probe found."""
+
+    ABSENT = "absent"
+    STAGING = "staging"
+    """Somebody is writing it; a later probe may find it."""
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+class PutRefusal(str, Enum):
+    """Why a chunk is not to be written."""
+
+    PRESENT = "present"
+    """The store has it already: saved as good as if it was written now."""
+    STAGING = "staging"
+    """Somebody else is writing it."""
+    NO_ROOM = "no_room"
+    """All memory is pinned, being written or in quarantine."""
+    OVER_QUOTA = "over_quota"
+    """The tenant's quota is smaller than the chunk, or pinned."""
+    TOO_LARGE = "too_large"
+    """The chunk is larger than the arena."""
+    UNREACHABLE = "unreachable"
+    """The store did not reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is put.
+
+    Args:
+        key: its name; KEY_BYTES bytes.
+        parent: the key of the chunk before it in its sequence; None for the first.
+        position: how many chunks are before it.
+        nbytes: ``chunk_layout.chunk_bytes`` of the model.
+        num_tokens: tokens per chunk.
+        tenant: whose quota it counts against; empty for none.
+    """
+
+    key: bytes
+    parent: bytes | None
+    position: int
+    nbytes: int
+    num_tokens: int
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHandle:
+    """Permission to read a chunk's bytes.
+
+    Args:
+        handle_id: unique within the store's epoch.
+        key: of the chunk.
+        offset: where it begins in the arena, in bytes; a multiple of GRANULE.
+        nbytes: its length.
+        generation: of the memory: how many chunks have been put before this one.
+        lease_s: seconds that it lasts, from when the store granted it.
+        tier: where it was found. One from an SSD lies in the arena by now like all others.
+    """
+
+    handle_id: int
+    key: bytes
+    offset: int
+    nbytes: int
+    generation: int
+    lease_s: float
+    tier: Tier = Tier.DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class WriteHandle:
+    """Permission to write a chunk's bytes; fields as in ``ReadHandle``."""
+
+    handle_id: int
+    key: bytes
+    offset: int
+    nbytes: int
+    generation: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """Where a store's memory is.
+
+    Args:
+        epoch: of the store; a restarted one has another, and none of the handles.
+        address: first byte, in the store's own addresses: the remote side of spans.
+        nbytes: its length.
+        endpoints: opaque address by transport, for ``Transports.connect``.
+    """
+
+    epoch: str
+    address: int
+    nbytes: int
+    endpoints: Mapping[str, bytes] = field(default_factory=dict)
+
+    def layout(self, geometry: KVGeometry, chunk_tokens: int) -> KVShardSpec:
+        """The arena as a rank to plan against; see ``chunk_layout.plan_chunks``."""
+        return stored_layout(geometry, chunk_tokens, self.address, self.nbytes)
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters since the store's start, and levels where it says so.
+
+    Args:
+        capacity_bytes, free_bytes: of the arena (levels).
+        quarantine_bytes: freed, but a silent reader or writer may touch it yet (level).
+        abandoned_bytes: held by writers past their deadline that have not spoken (level).
+        num_chunks, num_staging, num_pins: what there is now (levels).
+        num_probes: keys that were probed; ``num_found`` those that were there.
+        num_dram_hits, num_ssd_hits, num_misses: keys that were pinned, or not.
+        num_puts, put_bytes: chunks that were committed.
+        num_aborts: writes that were given up, or not in time.
+        num_refused_puts: by reason.
+        num_evicted: chunks that left memory, by reason: ``room``, ``quota``, ``drop``.
+        num_expired_reads, num_expired_writes: handles whose deadline passed: leaks of clients.
+        num_invalid_reads: releases that said False.
+        ssd_chunks, ssd_bytes, ssd_capacity_bytes: what SSDs hold (levels).
+        ssd_written_bytes, ssd_read_bytes: record bytes that went there and came back.
+        num_ssd_corrupt: records that failed their checksum, which were then forgotten.
+        num_ssd_errors: reads and writes that the system refused.
+        num_ssd_skipped: chunks not written, by reason: ``first_touch``, ``budget``, ``busy``,
+            ``full``.
+    """
+
+    capacity_bytes: int = 0
+    free_bytes: int = 0
+    quarantine_bytes: int = 0
+    abandoned_bytes: int = 0
+    num_chunks: int = 0
+    num_staging: int = 0
+    num_pins: int = 0
+    num_probes: int = 0
+    num_found: int = 0
+    num_dram_hits: int = 0
+    num_ssd_hits: int = 0
+    num_misses: int = 0
+    num_puts: int = 0
+    put_bytes: int = 0
+    num_aborts: int = 0
+    num_refused_puts: dict[str, int] = field(default_factory=dict)
+    num_evicted: dict[str, int] = field(default_factory=dict)
+    num_expired_reads: int = 0
+    num_expired_writes: int = 0
+    num_invalid_reads: int = 0
+    ssd_chunks: int = 0
+    ssd_bytes: int = 0
+    ssd_capacity_bytes: int = 0
+    ssd_written_bytes: int = 0
+    ssd_read_bytes: int = 0
+    num_ssd_corrupt: int = 0
+    num_ssd_errors: int = 0
+    num_ssd_skipped: dict[str, int] = field(default_factory=dict)
+
+
+class StoreObserver(Protocol):
+    """Follows what a store holds, tier by tier: the seam for KV events.
+
+    Called under the store's lock, in the order in which things happened: quick, and never back into
+    the store.
+    """
+
+    def stored(self, tier: Tier, chunk: Chunk) -> None:
+        """The tier has the chunk now."""
+        ...
+
+    def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        """The tier has these no longer."""
+        ...
+
+    def cleared(self, tier: Tier) -> None:
+        """The tier is empty."""
+        ...
+
+
+class ChunkStore(Protocol):
+    """One user's access to a store. Any thread; no method blocks.
+
+    Every result is in the order of the arguments. Futures are done at once where the store is in
+    this process and the bytes are in memory, else soon: a caller polls ``done()``, and need not
+    bound its patience, since each future ends by itself within the store's own time limits.
+    """
+
+    @property
+    def arena(self) -> ArenaInfo | None:
+        """Where the memory is; None while the store can't be reached. Changes with its epoch."""
+        ...
+
+    def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
+        """Where these are. Pins nothing, and does not count as use."""
+        ...
+
+    def pin(
+        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+    ) -> Future[list[ReadHandle | None]]:
+        """Permission to read, for those that are there; chunks on SSDs are brought into memory.
+
+        Args:
+            keys: of one sequence, in its order; counts as use of all of them.
+            lease_s: seconds until each handle expires, at most MAX_LEASE_S.
+        """
+        ...
+
+    def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
+        """End reading; True: the handle was in force until now, what was read is the key's."""
+        ...
+
+    def reserve(
+        self, chunks: Sequence[Chunk], *, lease_s: float = DEFAULT_LEASE_S
+    ) -> Future[list[WriteHandle | PutRefusal]]:
+        """Memory to write chunks to; nobody sees them before they are committed.
+
+        Args:
+            chunks: of one sequence, in its order.
+            lease_s: seconds until the store gives the write up, at most MAX_LEASE_S.
+        """
+        ...
+
+    def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        """All bytes are written, by all ranks. False: too late, it is not stored."""
+        ...
+
+    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        """Nothing more will be written, and it is not complete. False: it was given up before."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> Future[None]:
+        """Count as use, without reading: a prompt was served from the device's own cache.
+
+        Args:
+            keys: of one sequence, in its order, from its first chunk.
+        """
+        ...
+
+    def drop(self, keys: Sequence[bytes]) -> Future[int]:
+        """Forget these in all tiers; returns how many there were. Running reads end as misses."""
+        ...
+
+    def stats(self) -> Future[StoreStats | None]:
+        """Counters of the whole store; None if it can't be reached."""
+        ...
+
+    def close(self) -> None:
+        """End this user's handles. Nothing of it may move any more. Idempotent."""
+        ...

@@ -1,0 +1,252 @@
+"""The node store: memory, SSDs and the rules between them, for users of this process.
+
+    store = NodeStore(NodeStoreConfig(dram_bytes=4 << 30))
+    store.offer(transports)              # ranks of this and other processes reach the arena
+    user = store.open_user()             # a ChunkStore
+
+Users of other processes come through ``store_service``. One lock guards all bookkeeping; no byte
+moves and no file is touched under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from mooncake_hal.negotiation import Transports
+from mooncake_kv.store.arena_memory import ArenaMemory
+from mooncake_kv.store.chunk_store import (
+    DEFAULT_LEASE_S,
+    ArenaInfo,
+    Chunk,
+    PutRefusal,
+    ReadHandle,
+    Residence,
+    StoreObserver,
+    StoreStats,
+    WriteHandle,
+)
+from mooncake_kv.store.chunk_table import ChunkTable, TableSettings
+from mooncake_kv.store.eviction import DEFAULT_POLICY, make_policy
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStoreConfig:
+    """A store.
+
+    Args:
+        dram_bytes: of the arena.
+        policy: name of the eviction policy, a key of ``eviction.POLICIES``.
+        quarantine_s: how long memory rests after a reader or writer of it vanished; at least the
+            transfer timeout of every user.
+        quotas: bytes of memory by tenant.
+    """
+
+    dram_bytes: int
+    policy: str = DEFAULT_POLICY
+    quarantine_s: float = 30.0
+    quotas: Mapping[str, int] = field(default_factory=dict)
+
+
+class NodeStore:
+    """What one host holds of the pool, and the only authority for it. Any thread.
+
+    Args:
+        config: see there.
+        observer: told what each tier holds.
+        clock: seconds, from any origin, never backwards.
+
+    Raises:
+        KVConfigError: the host can't give what was asked for.
+    """
+
+    def __init__(
+        self,
+        config: NodeStoreConfig,
+        *,
+        observer: StoreObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        settings = TableSettings(
+            lambda: make_policy(config.policy), config.quarantine_s, config.quotas
+        )
+        settings.make_policy()  # a wrong name is an error now
+        self.memory = ArenaMemory(config.dram_bytes)
+        self.epoch = secrets.token_hex(8)
+        self._table = ChunkTable(config.dram_bytes, settings, observer)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._endpoints: dict[str, bytes] = {}
+        self._last_user = 0
+        self._is_closed = False
+
+    def offer(self, transports: Transports) -> None:
+        """Let peers reach the arena; to be closed before the store, by whoever opened them.
+
+        Raises:
+            TransportUnavailable: none of them takes host memory.
+        """
+        transports.register(self.memory.region)
+        self._endpoints = dict(transports.addresses)
+
+    @property
+    def arena(self) -> ArenaInfo:
+        """Where the memory is."""
+        return ArenaInfo(self.epoch, self.memory.address, self.memory.nbytes, self._endpoints)
+
+    def open_user(self) -> StoreUser:
+        """Access for one user: one instance, or one session of another process."""
+        with self._lock:
+            self._last_user += 1
+            return StoreUser(self, self._last_user)
+
+    def close(self) -> None:
+        """Give everything back. Users have ended, transports are closed. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self.memory.close()
+
+    def check_integrity(self) -> None:
+        """See ``ChunkTable.check_integrity``."""
+        with self._lock:
+            self._table.check_integrity()
+
+    # -- for StoreUser --------------------------------------------------------------------------
+
+    def probe(self, keys: Sequence[bytes]) -> list[Residence]:
+        """See ``ChunkStore.probe``."""
+        with self._lock:
+            found = self._table.probe(keys)
+            stats = self._table.stats
+            stats.num_probes += len(keys)
+            stats.num_found += sum(where is not Residence.ABSENT for where in found)
+        return found
+
+    def pin(
+        self, keys: Sequence[bytes], user: int, lease_s: float
+    ) -> Future[list[ReadHandle | None]]:
+        """See ``ChunkStore.pin``."""
+        with self._lock:
+            now = self._clock()
+            self._table.touch(keys, now)
+            handles = self._table.pin(keys, user, lease_s, now)
+            num_hits = sum(handle is not None for handle in handles)
+            self._table.stats.num_dram_hits += num_hits
+            self._table.stats.num_misses += len(keys) - num_hits
+        return done(handles)
+
+    def release(self, handles: Sequence[ReadHandle], user: int) -> list[bool]:
+        """See ``ChunkStore.release``."""
+        with self._lock:
+            return self._table.release([h.handle_id for h in handles], user, self._clock())
+
+    def reserve(
+        self, chunks: Sequence[Chunk], user: int, lease_s: float
+    ) -> list[WriteHandle | PutRefusal]:
+        """See ``ChunkStore.reserve``."""
+        with self._lock:
+            return self._table.reserve(chunks, user, lease_s, self._clock())
+
+    def end_writes(
+        self, handles: Sequence[WriteHandle], user: int, *, are_complete: bool
+    ) -> list[bool]:
+        """See ``ChunkStore.commit`` and ``abort``."""
+        ids = [handle.handle_id for handle in handles]
+        with self._lock:
+            end = self._table.commit if are_complete else self._table.abort
+            return end(ids, user, self._clock())
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """See ``ChunkStore.touch``."""
+        with self._lock:
+            self._table.touch(keys, self._clock())
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """See ``ChunkStore.drop``."""
+        with self._lock:
+            return self._table.drop(keys, self._clock())
+
+    def stats(self) -> StoreStats:
+        """See ``ChunkStore.stats``."""
+        with self._lock:
+            self._table.expire(self._clock())
+            stats = deepcopy(self._table.stats)
+            self._table.fill_levels(stats)
+        return stats
+
+    def end_user(self, user: int, *, is_drained: bool) -> None:
+        """See ``ChunkTable.end_user``."""
+        with self._lock:
+            self._table.end_user(user, self._clock(), is_drained=is_drained)
+
+
+class StoreUser:
+    """``ChunkStore`` for a user in the store's own process; see ``NodeStore.open_user``."""
+
+    def __init__(self, store: NodeStore, user: int) -> None:
+        self._store = store
+        self._user = user
+
+    @property
+    def arena(self) -> ArenaInfo:
+        return self._store.arena
+
+    def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
+        return done(self._store.probe(keys))
+
+    def pin(
+        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+    ) -> Future[list[ReadHandle | None]]:
+        return self._store.pin(keys, self._user, lease_s)
+
+    def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
+        return done(self._store.release(handles, self._user))
+
+    def reserve(
+        self, chunks: Sequence[Chunk], *, lease_s: float = DEFAULT_LEASE_S
+    ) -> Future[list[WriteHandle | PutRefusal]]:
+        return done(self._store.reserve(chunks, self._user, lease_s))
+
+    def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        return done(self._store.end_writes(handles, self._user, are_complete=True))
+
+    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        return done(self._store.end_writes(handles, self._user, are_complete=False))
+
+    def touch(self, keys: Sequence[bytes]) -> Future[None]:
+        self._store.touch(keys)
+        return done(None)
+
+    def drop(self, keys: Sequence[bytes]) -> Future[int]:
+        return done(self._store.drop(keys))
+
+    def stats(self) -> Future[StoreStats | None]:
+        return done(self._store.stats())
+
+    def close(self, *, is_drained: bool = True) -> None:
+        """End this user's handles.
+
+        Args:
+            is_drained: nothing of it moves any more; else its memory rests for a while.
+        """
+        self._store.end_user(self._user, is_drained=is_drained)
+
+
+def done(result: Result) -> Future[Result]:
+    """A future that has its result already."""
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future

@@ -1,0 +1,83 @@
+"""Keys of chunks: equal exactly where the KV is, in every process."""
+
+from dataclasses import replace
+
+import pytest
+
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.chunk_keys import (
+    KEY_BYTES,
+    KVIdentity,
+    chunk_keys,
+    extend_keys,
+    num_loadable_chunks,
+)
+
+IDENTITY = KVIdentity("0123abcd", "bfloat16", chunk_tokens=4)
+TOKENS = list(range(100, 110))
+
+
+def test_keys_are_the_same_in_every_process_and_release():
+    keys = chunk_keys(IDENTITY, TOKENS)
+    assert [key.hex() for key in keys] == [
+        "eb14d4d77501c76f1eba8410e4e59be6",
+        "d759d67ac1bfd382619a203924190079",
+    ]
+
+
+def test_only_full_chunks_have_keys():
+    assert [len(chunk_keys(IDENTITY, TOKENS[:n])) for n in (0, 3, 4, 7, 8, 9)] == [0, 0, 1, 1, 2, 2]
+    assert all(len(key) == KEY_BYTES for key in chunk_keys(IDENTITY, TOKENS))
+
+
+def test_a_longer_prompt_begins_with_the_keys_of_the_shorter():
+    keys = chunk_keys(IDENTITY, TOKENS)
+    assert extend_keys(IDENTITY, keys[0], TOKENS[4:]) == keys[1:]
+    assert chunk_keys(IDENTITY, TOKENS[:4]) == keys[:1]
+
+
+def test_a_token_changes_its_chunk_and_all_behind_it():
+    keys = chunk_keys(IDENTITY, TOKENS)
+    changed = chunk_keys(IDENTITY, [*TOKENS[:5], 7, *TOKENS[6:]])
+    assert changed[0] == keys[0]
+    assert changed[1] != keys[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "other"},
+        {"dtype": "float16"},
+        {"chunk_tokens": 2},
+        {"quantisation": "fp8"},
+        {"rope": "yarn:4"},
+        {"adapter": "lora@1"},
+    ],
+)
+def test_every_field_of_the_identity_is_in_the_key(changes):
+    other = chunk_keys(replace(IDENTITY, **changes), TOKENS)
+    assert not set(other) & set(chunk_keys(IDENTITY, TOKENS))
+
+
+def test_a_tenants_salt_and_extra_content_are_in_the_key():
+    plain = chunk_keys(IDENTITY, TOKENS)
+    assert not set(chunk_keys(IDENTITY, TOKENS, tenant_salt="a")) & set(plain)
+    image = chunk_keys(IDENTITY, TOKENS, extra=[b"", b"image"])
+    assert image[0] == plain[0]
+    assert image[1] != plain[1]
+
+
+def test_fields_can_not_run_into_each_other():
+    assert KVIdentity("m", "ab", rope="c").root() != KVIdentity("m", "a", rope="bc").root()
+    assert KVIdentity("m", "a", adapter="x").root("y") != KVIdentity("m", "a").root("xy")
+
+
+def test_the_last_token_of_a_prompt_is_never_loaded():
+    assert [num_loadable_chunks(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
+
+
+def test_an_identity_without_fingerprint_or_tokens_is_refused():
+    with pytest.raises(KVConfigError, match="without a fingerprint"):
+        KVIdentity("", "bfloat16")
+    with pytest.raises(KVConfigError, match="1 token or more"):
+        KVIdentity("m", "bfloat16", chunk_tokens=0)

@@ -1,0 +1,136 @@
+"""Stored chunks: what a rank of any split, block size and layout wrote, every other one reads."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from mooncake_hal.errors import PlanError
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
+from mooncake_hal.kv.layout import layout_bytes, make_layout
+from mooncake_hal.kv.transfer_plan import KVShardSpec
+from mooncake_kv.store.arena_allocator import rounded_up
+from mooncake_kv.store.chunk_layout import (
+    ChunkTransfer,
+    chunk_bytes,
+    plan_chunks,
+    stored_layout,
+    writes_for_its_replicas,
+)
+
+GQA = KVGeometry(AttentionKind.GQA, 3, 4, (8, 8), "float16", 2)
+MLA = KVGeometry(AttentionKind.MLA, 3, 1, (16, 4), "bfloat16", 2)
+CHUNK = 32
+NUM_CHUNKS = 3
+
+
+class Ranks:
+    """An instance's KV memory, filled or empty, with a block table."""
+
+    def __init__(self, geometry, tp, pp, block_size, layout, *, seed=None):
+        self.geometry = geometry
+        random = np.random.default_rng(7)
+        num_blocks = NUM_CHUNKS * CHUNK // block_size + 3
+        self.blocks = list(map(int, random.permutation(num_blocks)))[: num_blocks - 3]
+        self.memories, self.specs = [], []
+        for shard in shards_of(geometry, tp, pp):
+            memory = np.zeros(layout_bytes(geometry, shard, num_blocks, block_size), np.uint8)
+            laid_out = make_layout(layout, geometry, shard, num_blocks, block_size)
+            self.specs.append(KVShardSpec(shard, laid_out.shifted(memory.ctypes.data)))
+            self.memories.append(memory)
+        if seed is not None:
+            self._fill(seed, block_size)
+
+    def _fill(self, seed, block_size):
+        for spec in self.specs:
+            for token, layer, head, plane, address in self._elements(spec, block_size):
+                width = self.geometry.plane_dims[plane] * self.geometry.element_bytes
+                value = hash((seed, token, layer, head, plane)) & 0xFF
+                ctypes.memset(address, value, width)
+
+    def values(self, block_size):
+        """First byte of every (token, layer, head, plane) that any rank holds."""
+        return {
+            (token, layer, head, plane): ctypes.string_at(address, 1)
+            for spec in self.specs
+            for token, layer, head, plane, address in self._elements(spec, block_size)
+        }
+
+    def _elements(self, spec, block_size):
+        shard, layout = spec.shard, spec.layout
+        for token in range(NUM_CHUNKS * CHUNK):
+            block, within = self.blocks[token // block_size], token % block_size
+            for plane in range(self.geometry.planes):
+                at = block * layout.block_strides[plane] + within * layout.token_strides[plane]
+                for layer in range(shard.layers):
+                    for head in range(shard.heads):
+                        address = layout.bases[plane][layer] + at
+                        address += head * layout.head_strides[plane]
+                        yield (
+                            token,
+                            shard.layer_start + layer,
+                            shard.head_start + head,
+                            plane,
+                            address,
+                        )
+
+
+def move(spans, *, to_store):
+    for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
+        to, source = (remote, local) if to_store else (local, remote)
+        ctypes.memmove(int(to), int(source), int(nbytes))
+
+
+WRITERS = [(1, 1, 16, "LPBHT"), (2, 1, 8, "LPBTH"), (4, 3, 32, "BHLPT")]
+READERS = [(1, 1, 4, "BHLPT"), (2, 2, 16, "LPBTH"), (3, 1, 16, "LPBHT")]
+
+
+@pytest.mark.parametrize("geometry", [GQA, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("reader", READERS)
+def test_any_rank_reads_what_any_other_wrote(geometry, writer, reader):
+    step = rounded_up(chunk_bytes(geometry, CHUNK))
+    arena = np.zeros(step * (NUM_CHUNKS + 2), np.uint8)
+    stored = stored_layout(geometry, CHUNK, arena.ctypes.data, arena.nbytes)
+    offsets = [step * number for number in (3, 0, 4)]
+    source = Ranks(geometry, *writer, seed=5)
+    for spec in source.specs:
+        if writes_for_its_replicas(spec.shard, spread=1):
+            transfer = ChunkTransfer(0, offsets, source.blocks)
+            move(plan_chunks(geometry, spec, stored, transfer), to_store=True)
+    target = Ranks(geometry, *reader)
+    for spec in target.specs:
+        for layer in range(geometry.layers):  # as a layer-wise load does
+            transfer = ChunkTransfer(0, offsets, target.blocks, (layer, layer + 1))
+            move(plan_chunks(geometry, spec, stored, transfer), to_store=False)
+    assert target.values(reader[2]) == source.values(writer[2])
+
+
+def test_chunks_from_the_middle_of_a_sequence_leave_the_rest_alone():
+    step = rounded_up(chunk_bytes(GQA, CHUNK))
+    arena = np.full(step, 0xAB, np.uint8)
+    stored = stored_layout(GQA, CHUNK, arena.ctypes.data, arena.nbytes)
+    ranks = Ranks(GQA, 1, 1, 16, "LPBHT")
+    spans = plan_chunks(GQA, ranks.specs[0], stored, ChunkTransfer(1, [0], ranks.blocks))
+    assert spans.total_bytes == chunk_bytes(GQA, CHUNK)
+    move(spans, to_store=False)
+    for (token, *_), value in ranks.values(16).items():
+        assert value == (b"\xab" if token // CHUNK == 1 else b"\0")
+
+
+def test_one_of_the_ranks_that_hold_the_same_writes():
+    for geometry, tp in ((MLA, 4), (GQA, 8)):
+        shards = shards_of(geometry, tp)
+        writers = [shard for shard in shards if writes_for_its_replicas(shard, spread=6)]
+        assert len({(s.head_start, s.head_stop) for s in writers}) == len(writers)
+        assert {h for s in writers for h in range(s.head_start, s.head_stop)} == set(
+            range(geometry.kv_heads)
+        )
+
+
+def test_an_offset_outside_of_the_arena_is_refused():
+    step = rounded_up(chunk_bytes(GQA, CHUNK))
+    stored = stored_layout(GQA, CHUNK, 1 << 20, step)
+    ranks = Ranks(GQA, 1, 1, 16, "LPBHT")
+    with pytest.raises(PlanError, match="is not in a pool"):
+        plan_chunks(GQA, ranks.specs[0], stored, ChunkTransfer(0, [step], ranks.blocks))

@@ -1,0 +1,112 @@
+"""A node store of this process: KV put by one rank is got by another, over a real transport."""
+
+import numpy as np
+import pytest
+
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, Tier
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+
+CHUNK_BYTES = 64 << 10
+
+
+def chunk(number, parent=None, tenant=""):
+    key = number.to_bytes(16, "big")
+    before = None if parent is None else parent.to_bytes(16, "big")
+    return Chunk(key, before, 0 if parent is None else 1, CHUNK_BYTES, 16, tenant)
+
+
+def spans(memory, arena, handle):
+    def one(value):
+        return np.array([value], np.uint64)
+
+    return Spans(one(memory.ctypes.data), one(arena.address + handle.offset), one(handle.nbytes))
+
+
+@pytest.fixture
+def store():
+    store = NodeStore(NodeStoreConfig(dram_bytes=4 * CHUNK_BYTES))
+    yield store
+    store.check_integrity()
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_what_was_put_is_got_over_a_transport(store, name):
+    registry = Registry.discover()
+    options = EndpointOptions(secret=b"secret")
+    served = Transports.open(registry, options, wanted=name)
+    rank = Transports.open(registry, options, wanted=name)
+    try:
+        store.offer(served)
+        memory = np.random.default_rng(3).integers(0, 255, CHUNK_BYTES, np.uint8)
+        target = np.zeros(CHUNK_BYTES, np.uint8)
+        for array in (memory, target):
+            rank.register(MemoryRegion(array.ctypes.data, array.nbytes))
+        user = store.open_user()
+        peer = rank.connect(user.arena.endpoints, timeout=20).peer
+        (handle,) = user.reserve([chunk(1)]).result()
+        peer.write(spans(memory, user.arena, handle), timeout=20).wait()
+        assert user.probe([chunk(1).key]).result() == [Residence.STAGING]
+        assert user.commit([handle]).result() == [True]
+        (found,) = user.pin([chunk(1).key]).result()
+        peer.read(spans(target, user.arena, found), timeout=20).wait()
+        assert user.release([found]).result() == [True]
+        assert np.array_equal(memory, target)
+    finally:
+        rank.close()
+        served.close()
+
+
+def test_stats_say_what_happened(store):
+    user = store.open_user()
+    handles = user.reserve([chunk(n) for n in range(5)]).result()
+    assert handles[4] is PutRefusal.NO_ROOM
+    assert user.commit(handles[:3]).result() == [True] * 3
+    assert user.abort(handles[3:4]).result() == [True]
+    pinned = user.pin([chunk(0).key, chunk(9).key]).result()
+    assert pinned[1] is None
+    stats = user.stats().result()
+    assert (stats.num_chunks, stats.num_staging, stats.num_pins) == (3, 0, 1)
+    assert (stats.num_dram_hits, stats.num_misses, stats.num_puts, stats.num_aborts) == (1, 1, 3, 1)
+    assert stats.free_bytes == CHUNK_BYTES
+    assert stats.num_refused_puts == {"no_room": 1}
+    assert user.drop([chunk(1).key, chunk(7).key]).result() == 1
+    user.close()
+    assert user.stats().result().num_pins == 0
+
+
+def test_an_observer_follows_what_memory_holds():
+    seen = []
+
+    class Observer:
+        def stored(self, tier, what):
+            seen.append(("stored", tier, what.key, what.parent, what.num_tokens))
+
+        def removed(self, tier, keys):
+            seen.append(("removed", tier, *keys))
+
+        def cleared(self, tier):
+            seen.append(("cleared", tier))
+
+    store = NodeStore(NodeStoreConfig(dram_bytes=CHUNK_BYTES), observer=Observer())
+    user = store.open_user()
+    user.commit(user.reserve([chunk(1)]).result())
+    user.commit(user.reserve([chunk(2, parent=7)]).result())
+    store.close()
+    first, second, parent = (n.to_bytes(16, "big") for n in (1, 2, 7))
+    assert seen == [
+        ("stored", Tier.DRAM, first, None, 16),
+        ("removed", Tier.DRAM, first),
+        ("stored", Tier.DRAM, second, parent, 16),
+    ]
+
+
+def test_a_store_that_can_not_be_is_refused():
+    with pytest.raises(KVConfigError, match="this host can give"):
+        NodeStore(NodeStoreConfig(dram_bytes=1 << 60))
+    with pytest.raises(KVConfigError, match="'fifo' is not known; known are"):
+        NodeStore(NodeStoreConfig(dram_bytes=CHUNK_BYTES, policy="fifo"))
