@@ -120,14 +120,12 @@ class NodeStore:
         self.memory.close()
 
     def check_integrity(self) -> None:
-        """See ``ChunkTable.check_integrity``."""
         with self._lock:
             self._table.check_integrity()
 
     # -- for StoreUser --------------------------------------------------------------------------
 
     def probe(self, keys: Sequence[bytes]) -> list[Residence]:
-        """See ``ChunkStore.probe``."""
         with self._lock:
             found = self._table.probe(keys)
             stats = self._table.stats
@@ -138,7 +136,6 @@ class NodeStore:
     def pin(
         self, keys: Sequence[bytes], user: int, lease_s: float
     ) -> Future[list[ReadHandle | None]]:
-        """See ``ChunkStore.pin``."""
         with self._lock:
             now = self._clock()
             self._table.touch(keys, now)
@@ -149,38 +146,32 @@ class NodeStore:
         return done(handles)
 
     def release(self, handles: Sequence[ReadHandle], user: int) -> list[bool]:
-        """See ``ChunkStore.release``."""
         with self._lock:
             return self._table.release([h.handle_id for h in handles], user, self._clock())
 
     def reserve(
         self, chunks: Sequence[Chunk], user: int, lease_s: float
     ) -> list[WriteHandle | PutRefusal]:
-        """See ``ChunkStore.reserve``."""
         with self._lock:
             return self._table.reserve(chunks, user, lease_s, self._clock())
 
     def end_writes(
         self, handles: Sequence[WriteHandle], user: int, *, are_complete: bool
     ) -> list[bool]:
-        """See ``ChunkStore.commit`` and ``abort``."""
         ids = [handle.handle_id for handle in handles]
         with self._lock:
             end = self._table.commit if are_complete else self._table.abort
             return end(ids, user, self._clock())
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """See ``ChunkStore.touch``."""
         with self._lock:
             self._table.touch(keys, self._clock())
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """See ``ChunkStore.drop``."""
         with self._lock:
             return self._table.drop(keys, self._clock())
 
     def stats(self) -> StoreStats:
-        """See ``ChunkStore.stats``."""
         with self._lock:
             self._table.expire(self._clock())
             stats = deepcopy(self._table.stats)
@@ -188,7 +179,6 @@ class NodeStore:
         return stats
 
     def end_user(self, user: int, *, is_drained: bool) -> None:
-        """See ``ChunkTable.end_user``."""
         with self._lock:
             self._table.end_user(user, self._clock(), is_drained=is_drained)
 
