@@ -15,6 +15,7 @@ FOLDERS = (
     "mooncake_hal",
     "backends",
     "kv",
+    "conductor",
     "engine",
     "proxy",
     "testing",

@@ -41,7 +41,14 @@ def test_one_script_writes_the_version_of_every_distribution(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "package",
-    ["mooncake_hal", "mooncake_kv", "mooncake_proxy", "mooncake_engine", "mooncake_hal_cpu"],
+    [
+        "mooncake_hal",
+        "mooncake_kv",
+        "mooncake_conductor",
+        "mooncake_proxy",
+        "mooncake_engine",
+        "mooncake_hal_cpu",
+    ],
 )
 def test_importing_is_free(package: str) -> None:
     code = (

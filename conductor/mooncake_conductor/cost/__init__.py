@@ -1,0 +1,1 @@
+"""What things cost, in seconds: prefill, loads, transfers, decode steps."""

@@ -1,0 +1,319 @@
+"""Chunk to instances: filled by events and predictions, asked for the prefixes of a prompt.
+
+What it says is a hint. An instance validates on use, so a stale entry costs a miss, never wrong KV.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_conductor.index.holder_sets import (
+    NO_HOLDERS,
+    NUM_TIERS,
+    HolderSet,
+    HolderSets,
+    Tier,
+)
+
+_NUM_SHARDS = 256
+"""Growing one dict of ten million entries would stop the caller for half a second."""
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatches:
+    """What is known of one prompt's chunks; counts in chunks, indexed by instance slot.
+
+    Args:
+        num_chunks: that the prompt has.
+        device: leading chunks that are in device memory.
+        host: leading chunks in device or host memory; at least ``device``.
+        local: leading chunks in any tier; at least ``host``.
+        predicted: leading chunks, with those that are being computed or fetched.
+        ready_at: when the predicted ones will be there, in seconds; 0 where none is awaited.
+        held: chunks of the pool's prefix that the instance holds, contiguous or not.
+        pool: leading chunks that somebody holds.
+        runs: the pool's prefix, as (number of chunks, slots that hold them as bits).
+        hinted: ``local`` as instances with an unhealthy index have it; breaks ties only.
+    """
+
+    num_chunks: int
+    device: Counts
+    host: Counts
+    local: Counts
+    predicted: Counts
+    ready_at: NDArray[np.float64]
+    held: Counts
+    pool: int
+    runs: tuple[tuple[int, int], ...]
+    hinted: Counts
+
+
+@dataclass(slots=True)
+class Digest:
+    """How many chunks an instance is believed to hold, and the XOR of their keys."""
+
+    num_chunks: int = 0
+    xor: int = 0
+
+    def toggle(self, key: int, change: int) -> None:
+        """A chunk came (+1) or went (-1)."""
+        self.num_chunks += change
+        self.xor ^= key
+
+
+class ChunkIndex:
+    """Chunks by key, for all instances of one model, chunk size and hash.
+
+    Args:
+        num_slots: how many instances there can be.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._num_bytes = (num_slots + 7) // 8
+        self._shards: list[dict[int, HolderSet]] = [{} for _ in range(_NUM_SHARDS)]
+        self._sets = HolderSets()
+        self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
+        self._unhealthy = 0
+        self._next_shard = 0
+        self._predictions = _Predictions()
+
+    def __len__(self) -> int:
+        """Entries, including those of instances that are gone and not yet collected."""
+        return sum(len(shard) for shard in self._shards)
+
+    def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        """An instance says that it holds these chunks now."""
+        digest, seen, wanted = self._digests[slot][tier], NO_HOLDERS, NO_HOLDERS
+        for key in keys:
+            shard = self._shards[key & 255]
+            held = shard.get(key, NO_HOLDERS)
+            if held is not seen or wanted is NO_HOLDERS:
+                seen, wanted = held, self._sets.including(held, slot, tier)
+            if wanted.masks == held.masks:
+                continue
+            shard[key] = wanted
+            wanted.num_chunks += 1
+            digest.toggle(key, 1)
+            if held is not NO_HOLDERS:
+                self._leave(held)
+
+    def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        """An instance says that it no longer holds these chunks in that tier."""
+        digest = self._digests[slot][tier]
+        for key in keys:
+            shard = self._shards[key & 255]
+            held = shard.get(key)
+            if held is None or not held.has(slot, tier):
+                continue
+            digest.toggle(key, -1)
+            wanted = self._sets.excluding(held, slot, tier)
+            if wanted.union:
+                shard[key] = wanted
+                wanted.num_chunks += 1
+            else:
+                del shard[key]
+                self._sets.release(wanted)
+            self._leave(held)
+
+    def cleared(self, slot: int, tier: Tier | None = None) -> None:
+        """An instance holds nothing any more: it said so, restarted, or is gone.
+
+        Costs as much as there are different sets of holders. Entries that nobody holds are taken
+        away by ``collect``.
+        """
+        self._sets.drop_slot(slot, tier)
+        for each in Tier if tier is None else (tier,):
+            self._digests[slot][each] = Digest()
+        if tier is None:
+            self._predictions.drop_slot(slot)
+
+    def collect(self, num_shards: int = 1) -> int:
+        """Remove entries that nobody holds from the next shards; returns how many there were."""
+        found = 0
+        for _ in range(num_shards):
+            shard = self._shards[self._next_shard]
+            self._next_shard = (self._next_shard + 1) % _NUM_SHARDS
+            stale = [key for key, held in shard.items() if not held.union]
+            for key in stale:
+                self._leave(shard.pop(key))
+            found += len(stale)
+        return found
+
+    def predict(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> None:
+        """These chunks will be on that instance at ``ready_at``, if all goes well."""
+        self._predictions.add(slot, keys, ready_at, expires_at)
+
+    def retract(self, slot: int, keys: Iterable[int]) -> None:
+        """The prediction will not come true, or an event has confirmed it."""
+        self._predictions.remove(slot, keys)
+
+    def set_healthy(self, slot: int, is_healthy: bool) -> None:
+        """Whether events of that instance have arrived without a gap."""
+        bit = 1 << slot
+        self._unhealthy = self._unhealthy & ~bit if is_healthy else self._unhealthy | bit
+
+    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
+        """``(number of chunks, XOR of their keys)``, to compare with what the instance says."""
+        digest = self._digests[slot][tier]
+        return digest.num_chunks, digest.xor
+
+    def num_copies(self, key: int) -> int:
+        """How many instances hold that chunk."""
+        held = self._shards[key & 255].get(key)
+        return 0 if held is None else held.union.bit_count()
+
+    def match(self, keys: Sequence[int], now: float) -> PrefixMatches:
+        """Who holds how much of a prompt with these chunks, in order."""
+        shards = self._shards
+        found = [shards[key & 255].get(key, NO_HOLDERS) for key in keys]
+        runs = [(held, sum(1 for _ in same)) for held, same in groupby(found)]
+        trusted = ~self._unhealthy
+        hinted = self._lengths([(held.union, length) for held, length in runs])
+        local = hinted
+        if self._unhealthy:
+            local = self._lengths([(held.union & trusted, length) for held, length in runs])
+        device, host = self._upper_tiers(runs, trusted, local)
+        predicted, ready_at = self._with_predictions(keys, found, local, now)
+        pool_runs = _pool(runs, trusted)
+        return PrefixMatches(
+            len(keys),
+            device,
+            host,
+            local,
+            predicted,
+            ready_at,
+            self._held(pool_runs),
+            sum(length for length, _ in pool_runs),
+            pool_runs,
+            hinted,
+        )
+
+    def _leave(self, held: HolderSet) -> None:
+        held.num_chunks -= 1
+        if not held.num_chunks:
+            self._sets.release(held)
+
+    def _bits(self, mask: int) -> NDArray[np.bool_]:
+        """A flag per slot."""
+        raw = np.frombuffer(mask.to_bytes(self._num_bytes, "little"), np.uint8)
+        return np.unpackbits(raw, count=self.num_slots, bitorder="little").view(np.bool_)
+
+    def _lengths(self, runs: Iterable[tuple[int, int]]) -> Counts:
+        """Leading chunks per slot, from (slots as bits, number of chunks)."""
+        lengths = np.zeros(self.num_slots, np.int64)
+        alive, position = (1 << self.num_slots) - 1, 0
+        for mask, length in runs:
+            left = alive & mask
+            if position and left != alive:
+                lengths[self._bits(alive ^ left)] = position
+            alive, position = left, position + length
+            if not alive:
+                return lengths
+        if position:
+            lengths[self._bits(alive)] = position
+        return lengths
+
+    def _upper_tiers(
+        self, runs: list[tuple[HolderSet, int]], trusted: int, local: Counts
+    ) -> tuple[Counts, Counts]:
+        """Leading chunks in device memory, and in device or host memory."""
+        host = local
+        if any(held.masks[Tier.DISK] for held, _ in runs):
+            host = self._lengths(
+                [((held.masks[0] | held.masks[1]) & trusted, length) for held, length in runs]
+            )
+        device = host
+        if any(held.masks[Tier.HOST] for held, _ in runs):
+            device = self._lengths([(held.masks[0] & trusted, length) for held, length in runs])
+        return device, host
+
+    def _held(self, runs: tuple[tuple[int, int], ...]) -> Counts:
+        held = np.zeros(self.num_slots, np.int64)
+        for length, mask in runs:
+            held[self._bits(mask)] += length
+        return held
+
+    def _with_predictions(
+        self, keys: Sequence[int], found: list[HolderSet], local: Counts, now: float
+    ) -> tuple[Counts, NDArray[np.float64]]:
+        """``local`` with the chunks that are under way, and when those will be there."""
+        ready_at = np.zeros(self.num_slots)
+        expected = self._predictions.masks(keys, now)
+        if expected is None:
+            return local, ready_at
+        trusted = ~self._unhealthy
+        each = [
+            (held.union & trusted | mask, 1) for held, mask in zip(found, expected, strict=True)
+        ]
+        merged = [(mask, sum(1 for _ in same)) for mask, same in groupby(mask for mask, _ in each)]
+        predicted = self._lengths(merged)
+        for slot in np.flatnonzero(predicted > local):
+            last = keys[int(predicted[slot]) - 1]
+            ready_at[slot] = self._predictions.ready_at(last, int(slot))
+        return predicted, ready_at
+
+
+class _Predictions:
+    """Chunks that instances will hold soon. Entries end by retraction, or when they expire."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+        self._ready: dict[tuple[int, int], tuple[float, float]] = {}
+        self._order: deque[tuple[float, int, tuple[int, ...]]] = deque()
+
+    def add(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> None:
+        for key in keys:
+            self._masks[key] = self._masks.get(key, 0) | 1 << slot
+            self._ready[key, slot] = (ready_at, expires_at)
+        self._order.append((expires_at, slot, tuple(keys)))
+
+    def remove(self, slot: int, keys: Iterable[int]) -> None:
+        for key in keys:
+            if self._ready.pop((key, slot), None) is None:
+                continue
+            left = self._masks[key] & ~(1 << slot)
+            if left:
+                self._masks[key] = left
+            else:
+                del self._masks[key]
+
+    def drop_slot(self, slot: int) -> None:
+        self.remove(slot, [key for key, of in self._ready if of == slot])
+
+    def masks(self, keys: Sequence[int], now: float) -> list[int] | None:
+        """The slots that are expected to hold each chunk; None if there are none at all."""
+        self._expire(now)
+        if not self._masks:
+            return None
+        masks = [self._masks.get(key, 0) for key in keys]
+        return masks if any(masks) else None
+
+    def ready_at(self, key: int, slot: int) -> float:
+        return self._ready.get((key, slot), (0.0, 0.0))[0]
+
+    def _expire(self, now: float) -> None:
+        """Predictions of a longer life than those behind them wait for their turn."""
+        while self._order and self._order[0][0] <= now:
+            _, slot, keys = self._order.popleft()
+            due = [key for key in keys if self._ready.get((key, slot), (0.0, now + 1))[1] <= now]
+            self.remove(slot, due)
+
+
+def _pool(runs: list[tuple[HolderSet, int]], trusted: int) -> tuple[tuple[int, int], ...]:
+    """The leading runs that somebody holds."""
+    found = []
+    for held, length in runs:
+        mask = held.union & trusted
+        if not mask:
+            break
+        found.append((length, mask))
+    return tuple(found)

@@ -1,0 +1,170 @@
+"""Events of one publisher, brought into order; gaps heal by replay, or by starting afresh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.kv_event_messages import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EventBatch,
+)
+from mooncake_conductor.index.chunk_index import ChunkIndex
+
+MAX_EARLY_BATCHES = 4096
+"""Batches that wait for a missing one. Beyond that the stream starts afresh."""
+
+
+class StreamState(Enum):
+    """How far an index can rely on a stream."""
+
+    HEALTHY = auto()
+    """Every event since the stream began, or began afresh, has been applied."""
+    GAP = auto()
+    """Events are missing and a replay is awaited: the index breaks ties only."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """What the caller has to ask the publisher for.
+
+    Args:
+        start: the first sequence number that is missing.
+    """
+
+    start: int
+
+
+@dataclass(slots=True)
+class StreamStats:
+    """What happened to a stream so far."""
+
+    num_applied: int = 0
+    num_duplicates: int = 0
+    num_gaps: int = 0
+    num_restarts: int = 0
+    num_fresh_starts: int = 0
+    num_skipped: int = 0
+
+
+class EventStream:
+    """Applies one publisher's batches to the index, each once and in order.
+
+    Lost batches are asked for again. If the publisher no longer has them, what it was believed to
+    hold is forgotten: afterwards the index may miss chunks, but it claims none that are gone.
+
+    Args:
+        index: to apply them to.
+        slot: of the instance that publishes.
+    """
+
+    def __init__(self, index: ChunkIndex, slot: int) -> None:
+        self.state = StreamState.HEALTHY
+        self.stats = StreamStats()
+        self._index = index
+        self._slot = slot
+        self._expected = 0
+        self._last_published = float("-inf")
+        self._early: dict[int, EventBatch] = {}
+        self._windowed: set[int] = set()
+
+    @property
+    def expected(self) -> int:
+        """The sequence number that comes next."""
+        return self._expected
+
+    def receive(self, sequence: int, batch: EventBatch) -> ReplayRequest | None:
+        """Take a batch, live or replayed; returns what to ask the publisher for, if anything."""
+        if sequence < self._expected:
+            if batch.published_at <= self._last_published:
+                self.stats.num_duplicates += 1
+                return None
+            self._restart()
+        if sequence > self._expected:
+            return self._hold(sequence, batch)
+        self._apply(batch)
+        self._apply_early()
+        return None
+
+    def replay_ended(self) -> None:
+        """The publisher has sent all it still has; what is missing now stays missing."""
+        if self._early:
+            self._start_afresh(min(self._early))
+            self._apply_early()
+
+    def snapshot(self, sequence: int, held: Iterable[tuple[Tier, Iterable[int]]]) -> None:
+        """Replace all that is known of the instance with what it holds after ``sequence``."""
+        self._start_afresh(sequence + 1)
+        for tier, keys in held:
+            self._index.stored(self._slot, tier, keys)
+        self._early = {at: batch for at, batch in self._early.items() if at > sequence}
+        self._apply_early()
+
+    def matches_digest(self, tier: Tier, num_chunks: int, xor: int) -> bool:
+        """Whether the index agrees with what the instance says of itself.
+
+        The instance's digest must be of the moment after the last applied batch.
+        """
+        return self._index.digest(self._slot, tier) == (num_chunks, xor)
+
+    def _hold(self, sequence: int, batch: EventBatch) -> ReplayRequest | None:
+        is_new_gap = self.state is StreamState.HEALTHY
+        self._early[sequence] = batch
+        if len(self._early) > MAX_EARLY_BATCHES:
+            self.replay_ended()
+            return None
+        if not is_new_gap:
+            return None
+        self.stats.num_gaps += 1
+        self._enter(StreamState.GAP)
+        return ReplayRequest(self._expected)
+
+    def _apply_early(self) -> None:
+        while (batch := self._early.pop(self._expected, None)) is not None:
+            self._apply(batch)
+        self._enter(StreamState.GAP if self._early else StreamState.HEALTHY)
+
+    def _restart(self) -> None:
+        """The publisher counts from the beginning again: it is another epoch of it."""
+        self.stats.num_restarts += 1
+        self._early.clear()
+        self._start_afresh(0)
+
+    def _start_afresh(self, expected: int) -> None:
+        self.stats.num_fresh_starts += 1
+        self._index.cleared(self._slot)
+        self._expected = expected
+
+    def _enter(self, state: StreamState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._index.set_healthy(self._slot, state is StreamState.HEALTHY)
+
+    def _apply(self, batch: EventBatch) -> None:
+        self._expected += 1
+        self._last_published = max(self._last_published, batch.published_at)
+        self.stats.num_applied += 1
+        self.stats.num_skipped += batch.num_skipped
+        for event in batch.events:
+            match event:
+                case BlocksStored():
+                    self._store(event)
+                case BlocksRemoved(keys, tier, group):
+                    if group not in self._windowed:
+                        self._index.removed(self._slot, tier, keys)
+                case AllCleared():
+                    self._index.cleared(self._slot)
+
+    def _store(self, event: BlocksStored) -> None:
+        """Blocks of a sliding window are no prefix that a prompt could begin with."""
+        if not event.is_full_attention:
+            if event.group is not None:
+                self._windowed.add(event.group)
+            self.stats.num_skipped += 1
+            return
+        self._index.retract(self._slot, event.keys)
+        self._index.stored(self._slot, event.tier, event.keys)

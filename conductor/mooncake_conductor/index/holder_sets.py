@@ -1,0 +1,113 @@
+"""Sets of instances that hold a chunk, each kept once however many chunks share it.
+
+Chunks of one prompt are nearly always held by the same instances. So a chunk's entry is a reference
+to a shared set, and the index costs the same per chunk for one instance as for a hundred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+NUM_TIERS = 3
+
+
+class Tier(IntEnum):
+    """Where an instance holds a chunk, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+TierMasks = tuple[int, int, int]
+"""A bit per instance slot, for each tier."""
+
+
+class HolderSet:
+    """Instance slots per tier, as bits. ``union`` has the bits of all tiers.
+
+    Args:
+        masks: the bits of each tier.
+    """
+
+    __slots__ = ("masks", "num_chunks", "union")
+
+    def __init__(self, masks: TierMasks) -> None:
+        self.masks = masks
+        self.union = masks[0] | masks[1] | masks[2]
+        self.num_chunks = 0
+
+    def has(self, slot: int, tier: Tier) -> bool:
+        """Whether that instance holds the chunk in that tier."""
+        return bool(self.masks[tier] >> slot & 1)
+
+    def clear(self, slot: int, tier: Tier | None) -> None:
+        """Remove an instance from the set, for all chunks that share it."""
+        self.masks = _without(self.masks, slot, tier)
+        self.union = self.masks[0] | self.masks[1] | self.masks[2]
+
+
+NO_HOLDERS = HolderSet((0, 0, 0))
+
+
+class HolderSets:
+    """All sets that are in use, by content."""
+
+    def __init__(self) -> None:
+        self._sets: dict[TierMasks, HolderSet] = {}
+        self._dropped: set[HolderSet] = set()
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def including(self, held: HolderSet, slot: int, tier: Tier) -> HolderSet:
+        """The set that also has this instance in this tier."""
+        masks = list(held.masks)
+        masks[tier] |= 1 << slot
+        return self._of((masks[0], masks[1], masks[2]))
+
+    def excluding(self, held: HolderSet, slot: int, tier: Tier | None) -> HolderSet:
+        """The set without this instance in this tier, or in any if ``tier`` is None."""
+        return self._of(_without(held.masks, slot, tier))
+
+    def release(self, held: HolderSet) -> None:
+        """Forget a set that no chunk refers to any more."""
+        if held.num_chunks == 0 and self._sets.get(held.masks) is held:
+            del self._sets[held.masks]
+
+    def drop_slot(self, slot: int, tier: Tier | None = None) -> None:
+        """Take an instance out of every set at once: costs as much as there are sets, not chunks.
+
+        Two sets may be equal afterwards; both stay valid, and the one that was there is found.
+        """
+        kept: dict[TierMasks, HolderSet] = {}
+        for held in [*self._sets.values(), *self._dropped]:
+            held.clear(slot, tier)
+            if kept.setdefault(held.masks, held) is not held and held.num_chunks:
+                self._dropped.add(held)
+        self._dropped = {held for held in self._dropped if held.num_chunks}
+        self._sets = kept
+
+    def _of(self, masks: TierMasks) -> HolderSet:
+        found = self._sets.get(masks)
+        if found is None:
+            found = self._sets[masks] = HolderSet(masks)
+        return found
+
+
+def _without(masks: TierMasks, slot: int, tier: Tier | None) -> TierMasks:
+    keep = ~(1 << slot)
+    if tier is None:
+        return (masks[0] & keep, masks[1] & keep, masks[2] & keep)
+    kept = list(masks)
+    kept[tier] &= keep
+    return (kept[0], kept[1], kept[2])
+
+
+def slots_of(mask: int) -> Iterator[int]:
+    """The slots whose bits are set, lowest first."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

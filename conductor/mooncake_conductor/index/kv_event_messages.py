@@ -1,0 +1,191 @@
+"""KV events on the wire, as vLLM and SGLang publish them: decoded into one form.
+
+Three frames: topic, sequence number (8 bytes, big-endian), msgpack. vLLM since its PR 42892 writes
+each event as a map with a ``type``; before that, and SGLang, as an array that begins with the tag.
+A batch is an array ``[ts, events, data_parallel_rank]`` or a map with these names. All are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from mooncake_conductor.errors import MalformedEvent
+from mooncake_conductor.index.holder_sets import Tier
+
+KEY_MASK = (1 << 64) - 1
+REPLAY_END = (-1).to_bytes(8, "big", signed=True)
+"""The sequence number that ends a replay."""
+
+_TIERS = {
+    None: Tier.DEVICE,
+    "GPU": Tier.DEVICE,
+    "NPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "CPU_TIER1": Tier.HOST,
+    "CPU_TIER2": Tier.HOST,
+}
+"""Any other medium is a slower one."""
+
+_STORED = (
+    *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
+    *("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+)
+_REMOVED = ("block_hashes", "medium", "group_idx")
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """An instance holds these blocks now.
+
+    Args:
+        keys: the low 64 bits of each block's hash, in order of the prompt.
+        parent: of the first block; None at the beginning of a prompt.
+        block_size: tokens per block.
+        tier: where they lie.
+        token_ids: of all the blocks; empty where the publisher does not say.
+        lora_name: adapter that they were computed with.
+        group: of layers with one kind of cache; None if the model has one.
+        is_full_attention: whether a prefix of them can be reused as such.
+    """
+
+    keys: tuple[int, ...]
+    parent: int | None
+    block_size: int
+    tier: Tier
+    token_ids: tuple[int, ...] = ()
+    lora_name: str | None = None
+    group: int | None = None
+    is_full_attention: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """An instance no longer holds these blocks in that tier."""
+
+    keys: tuple[int, ...]
+    tier: Tier
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllCleared:
+    """An instance holds nothing any more."""
+
+
+KVEvent = BlocksStored | BlocksRemoved | AllCleared
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """What one message says.
+
+    Args:
+        published_at: by the publisher's clock, in seconds.
+        events: in order.
+        data_parallel_rank: that published it; None if there is one.
+        num_skipped: events of a type that is not known here.
+    """
+
+    published_at: float
+    events: tuple[KVEvent, ...]
+    data_parallel_rank: int | None = None
+    num_skipped: int = field(default=0, compare=False)
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """The third frame of a message.
+
+    Raises:
+        MalformedEvent: it is no batch of events; says what was found.
+    """
+    try:
+        raw = msgspec.msgpack.decode(payload)
+        if isinstance(raw, Mapping):
+            raw = [raw["ts"], raw["events"], raw.get("data_parallel_rank")]
+        published_at, events, *rest = raw
+        decoded = [_event(event) for event in events]
+        known = tuple(event for event in decoded if event is not None)
+        rank = rest[0] if rest else None
+        if not isinstance(published_at, int | float) or not isinstance(rank, int | None):
+            raise MalformedEvent(f"a batch is [ts, events, rank], found {_shown(raw)}")
+        return EventBatch(float(published_at), known, rank, len(decoded) - len(known))
+    except MalformedEvent:
+        raise
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as exc:
+        raise MalformedEvent(f"no batch of KV events: {exc!r} in {payload[:64]!r}") from exc
+
+
+def decode_sequence(frame: bytes) -> int:
+    """The second frame: 8 bytes, or 24 with the publisher's id behind them; -1 ends a replay.
+
+    Raises:
+        MalformedEvent: it has another length.
+    """
+    if len(frame) not in (8, 24):
+        raise MalformedEvent(f"a sequence number has 8 or 24 bytes, found {len(frame)}")
+    return int.from_bytes(frame[:8], "big", signed=True)
+
+
+def normalise_key(value: Any) -> int:
+    """One key for one hash, whether it came as signed or unsigned number or as bytes.
+
+    Raises:
+        MalformedEvent: it is neither.
+    """
+    if isinstance(value, bytes):
+        value = int.from_bytes(value, "big")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MalformedEvent(f"a block hash is a number or bytes, found {_shown(value)}")
+    return value & KEY_MASK
+
+
+def _event(raw: Any) -> KVEvent | None:
+    """One event; None if its type is not known."""
+    tag, fields = _fields(raw)
+    if tag == "BlockStored":
+        return _stored(fields)
+    if tag == "BlockRemoved":
+        keys = tuple(normalise_key(key) for key in fields["block_hashes"])
+        return BlocksRemoved(keys, _tier(fields), fields.get("group_idx"))
+    return AllCleared() if tag == "AllBlocksCleared" else None
+
+
+def _fields(raw: Any) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(raw, Mapping):
+        return raw["type"], raw
+    if not isinstance(raw, Sequence) or isinstance(raw, str | bytes) or not raw:
+        raise MalformedEvent(f"an event is a map or an array, found {_shown(raw)}")
+    tag, *values = raw
+    names = {"BlockStored": _STORED, "BlockRemoved": _REMOVED}.get(tag, ())
+    return tag, dict(zip(names, values, strict=False))
+
+
+def _stored(fields: Mapping[str, Any]) -> BlocksStored:
+    parent = fields.get("parent_block_hash")
+    kind = fields.get("kv_cache_spec_kind")
+    block_size = fields["block_size"]
+    if not isinstance(block_size, int) or block_size < 1:
+        raise MalformedEvent(f"block_size is a positive number, found {_shown(block_size)}")
+    return BlocksStored(
+        tuple(normalise_key(key) for key in fields["block_hashes"]),
+        None if parent is None else normalise_key(parent),
+        block_size,
+        _tier(fields),
+        tuple(fields.get("token_ids") or ()),
+        fields.get("lora_name"),
+        fields.get("group_idx"),
+        kind is None or kind in ("full_attention", "mla_attention"),
+    )
+
+
+def _tier(fields: Mapping[str, Any]) -> Tier:
+    return _TIERS.get(fields.get("medium"), Tier.DISK)
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]

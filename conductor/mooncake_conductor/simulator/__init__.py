@@ -1,0 +1,1 @@
+"""Replays traces against modelled engines and links, through the code that serves."""

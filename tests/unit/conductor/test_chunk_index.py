@@ -1,0 +1,124 @@
+"""The index says of every prompt what the instances hold, whatever happened before."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.chunk_index import ChunkIndex
+
+KEYS = tuple(range(1, 9))
+
+
+def leading(held: set[int], keys: tuple[int, ...]) -> int:
+    return next((i for i, key in enumerate(keys) if key not in held), len(keys))
+
+
+def check(index: ChunkIndex, truth: dict[tuple[int, Tier], set[int]], num_slots: int) -> None:
+    match = index.match(KEYS, now=0.0)
+    for slot in range(num_slots):
+        tiers = [truth.get((slot, tier), set()) for tier in Tier]
+        assert match.device[slot] == leading(tiers[0], KEYS)
+        assert match.host[slot] == leading(tiers[0] | tiers[1], KEYS)
+        assert match.local[slot] == leading(set().union(*tiers), KEYS)
+        for tier in Tier:
+            count, xor = index.digest(slot, tier)
+            assert count == len(tiers[tier])
+            assert xor == np.bitwise_xor.reduce([0, *tiers[tier]])
+    everywhere = set().union(*truth.values())
+    assert match.pool == leading(everywhere, KEYS)
+    for slot in range(num_slots):
+        own = set().union(*(truth.get((slot, tier), set()) for tier in Tier))
+        assert match.held[slot] == len(own & set(KEYS[: match.pool]))
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["stored", "removed", "cleared", "tier cleared", "collect"]),
+        st.integers(0, 2),
+        st.sampled_from(Tier),
+        st.lists(st.sampled_from(KEYS), max_size=8),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+@settings(deadline=None, max_examples=300)
+def test_index_equals_what_the_instances_hold(done) -> None:
+    index, truth = ChunkIndex(3), {}
+    for step, slot, tier, keys in done:
+        if step == "stored":
+            index.stored(slot, tier, keys)
+            truth.setdefault((slot, tier), set()).update(keys)
+        elif step == "removed":
+            index.removed(slot, tier, keys)
+            truth.setdefault((slot, tier), set()).difference_update(keys)
+        elif step == "cleared":
+            index.cleared(slot)
+            truth = {where: held for where, held in truth.items() if where[0] != slot}
+        elif step == "tier cleared":
+            index.cleared(slot, tier)
+            truth.pop((slot, tier), None)
+        else:
+            index.collect(256)
+        check(index, truth, 3)
+    index.collect(256)
+    assert len(index) == len(set().union(*truth.values()) if truth else ())
+
+
+def test_sets_of_holders_are_shared_and_forgotten() -> None:
+    index = ChunkIndex(8)
+    for slot in range(8):
+        index.stored(slot, Tier.HOST, range(1000))
+    assert len(index._sets) == 1
+    assert index.num_copies(7) == 8
+    for slot in range(8):
+        index.removed(slot, Tier.HOST, range(1000))
+    assert (len(index), len(index._sets)) == (0, 0)
+
+
+def test_a_prediction_counts_until_it_expires_is_confirmed_or_retracted() -> None:
+    index = ChunkIndex(2)
+    index.stored(0, Tier.DEVICE, [1, 2])
+    index.predict(0, [3, 4], ready_at=5.0, expires_at=10.0)
+    match = index.match([1, 2, 3, 4, 5], now=1.0)
+    assert (match.local[0], match.predicted[0], match.ready_at[0]) == (2, 4, 5.0)
+    assert match.predicted[1] == 0
+    index.retract(0, [4])
+    assert index.match([1, 2, 3, 4, 5], now=1.0).predicted[0] == 3
+    assert index.match([1, 2, 3, 4, 5], now=10.0).predicted[0] == 2
+    assert not index._predictions._ready
+    assert not index._predictions._masks
+
+
+def test_a_later_prediction_outlives_an_earlier_one_of_the_same_chunk() -> None:
+    index = ChunkIndex(1)
+    index.predict(0, [1], ready_at=1.0, expires_at=2.0)
+    index.predict(0, [1], ready_at=4.0, expires_at=6.0)
+    assert index.match([1], now=3.0).predicted[0] == 1
+    assert index.match([1], now=6.0).predicted[0] == 0
+
+
+def test_an_unhealthy_instance_only_hints() -> None:
+    index = ChunkIndex(2)
+    index.stored(0, Tier.DEVICE, [1, 2, 3])
+    index.stored(1, Tier.DEVICE, [1])
+    index.set_healthy(0, False)
+    match = index.match([1, 2, 3], now=0.0)
+    assert (match.local[0], match.hinted[0], match.pool) == (0, 3, 1)
+    index.set_healthy(0, True)
+    assert index.match([1, 2, 3], now=0.0).local[0] == 3
+
+
+def test_a_thousand_instances_with_random_holdings() -> None:
+    rng, index = random.Random(3), ChunkIndex(1000)
+    lengths = [rng.randrange(65) for _ in range(1000)]
+    for slot, length in enumerate(lengths):
+        index.stored(slot, Tier.HOST, range(length))
+    match = index.match(range(64), now=0.0)
+    assert match.local.tolist() == lengths
+    assert match.device.sum() == 0

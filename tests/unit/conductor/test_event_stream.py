@@ -1,0 +1,125 @@
+"""Lost, repeated and reordered events, restarts: afterwards the index equals the instance."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings, strategies as st
+
+from mooncake_conductor.index import event_stream
+from mooncake_conductor.index.event_stream import EventStream, ReplayRequest, StreamState
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.kv_event_messages import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EventBatch,
+)
+from mooncake_conductor.index.chunk_index import ChunkIndex
+
+
+class Publisher:
+    """An instance that stores and removes chunks and keeps the last batches for a replay."""
+
+    def __init__(self, clock: float = 0.0) -> None:
+        self.held: set[int] = set()
+        self.sent: list[tuple[int, EventBatch]] = []
+        self.clock = clock
+
+    def change(self, stored: set[int], removed: set[int], clears: bool) -> tuple[int, EventBatch]:
+        events: list = [AllCleared()] if clears else []
+        self.held = set() if clears else self.held
+        events.append(BlocksRemoved(tuple(removed), Tier.DEVICE))
+        events.append(BlocksStored(tuple(stored), None, 16, Tier.DEVICE))
+        self.held = (self.held - removed) | stored
+        self.clock += 1.0
+        self.sent.append((len(self.sent), EventBatch(self.clock, tuple(events))))
+        return self.sent[-1]
+
+
+def deliver(stream: EventStream, publisher: Publisher, message, num_kept: int) -> None:
+    wanted = stream.receive(*message)
+    if isinstance(wanted, ReplayRequest):
+        for sequence, batch in publisher.sent[-num_kept:]:
+            if sequence >= wanted.start:
+                stream.receive(sequence, batch)
+        stream.replay_ended()
+
+
+changes = st.tuples(
+    st.sets(st.integers(1, 20), max_size=5), st.sets(st.integers(1, 20), max_size=5), st.booleans()
+)
+fates = st.sampled_from(["arrives", "arrives", "lost", "twice", "restart"])
+
+
+@given(st.lists(st.tuples(changes, fates), max_size=60), st.integers(1, 60))
+@settings(deadline=None, max_examples=300)
+def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(done, kept) -> None:
+    index = ChunkIndex(1)
+    stream, publisher = EventStream(index, 0), Publisher()
+    for change, fate in done:
+        if fate == "restart":
+            publisher = Publisher(publisher.clock)
+        message = publisher.change(*change)
+        if fate != "lost":
+            deliver(stream, publisher, message, kept)
+        if fate == "twice":
+            deliver(stream, publisher, message, kept)
+    deliver(stream, publisher, publisher.change(set(), set(), False), kept)
+    assert stream.state is StreamState.HEALTHY
+    known = set(index._shards[key & 255].get(key) and key for key in range(1, 21)) - {None}
+    known = {key for key in known if index.num_copies(key)}
+    assert known <= publisher.held
+    if kept >= len(publisher.sent) or stream.stats.num_fresh_starts == 0:
+        count, _ = index.digest(0, Tier.DEVICE)
+        assert (known, count) == (publisher.held, len(publisher.held))
+
+
+def test_a_gap_makes_the_index_a_hint_until_the_replay() -> None:
+    index = ChunkIndex(1)
+    stream, publisher = EventStream(index, 0), Publisher()
+    first = publisher.change({1}, set(), False)
+    lost = publisher.change({2}, set(), False)
+    third = publisher.change({3}, set(), False)
+    assert stream.receive(*first) is None
+    assert stream.receive(*third) == ReplayRequest(1)
+    assert stream.state is StreamState.GAP
+    assert index.match([1], now=0.0).local[0] == 0
+    assert index.match([1], now=0.0).hinted[0] == 1
+    assert stream.receive(*lost) is None
+    assert stream.state is StreamState.HEALTHY
+    assert index.match([1, 2, 3], now=0.0).local[0] == 3
+
+
+def test_what_waits_for_a_missing_batch_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(event_stream, "MAX_EARLY_BATCHES", 3)
+    index = ChunkIndex(1)
+    stream, publisher = EventStream(index, 0), Publisher()
+    publisher.change({1}, set(), False)
+    for key in range(2, 6):
+        stream.receive(*publisher.change({key}, set(), False))
+    assert not stream._early
+    assert stream.state is StreamState.HEALTHY
+    assert index.match([2, 3, 4, 5], now=0.0).local[0] == 4
+
+
+def test_a_snapshot_replaces_what_was_known() -> None:
+    index = ChunkIndex(1)
+    stream, publisher = EventStream(index, 0), Publisher()
+    stream.receive(*publisher.change({9}, set(), False))
+    publisher.change({1}, {9}, False)
+    late = publisher.change({2}, set(), False)
+    stream.receive(*late)
+    stream.snapshot(1, [(Tier.DEVICE, [1])])
+    assert stream.matches_digest(Tier.DEVICE, 2, 1 ^ 2)
+    assert not stream.matches_digest(Tier.DEVICE, 2, 0)
+    assert stream.state is StreamState.HEALTHY
+
+
+def test_blocks_of_a_sliding_window_are_no_prefix() -> None:
+    index = ChunkIndex(1)
+    stream = EventStream(index, 0)
+    windowed = BlocksStored((1,), None, 16, Tier.DEVICE, group=1, is_full_attention=False)
+    full = BlocksStored((1,), None, 16, Tier.DEVICE, group=0)
+    gone = BlocksRemoved((1,), Tier.DEVICE, group=1)
+    stream.receive(0, EventBatch(0.0, (windowed, full, gone)))
+    assert index.match([1], now=0.0).local[0] == 1
+    assert stream.stats.num_skipped == 1

@@ -1,0 +1,95 @@
+"""KV events are read in every form that engines write them in."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mooncake_conductor.errors import MalformedEvent
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.kv_event_messages import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    decode_batch,
+    decode_sequence,
+)
+
+PACK = msgspec.msgpack.encode
+AS_MAPS = [
+    {
+        "type": "BlockStored",
+        "block_hashes": [7, -1],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+        "medium": "GPU",
+        "lora_name": None,
+        "somewhat_new": 3,
+    },
+    {"type": "BlockRemoved", "block_hashes": [7], "medium": "CPU"},
+    {"type": "AllBlocksCleared"},
+]
+AS_ARRAYS = [
+    ["BlockStored", [7, 2**64 - 1], None, [1, 2, 3, 4], 2, None, "GPU", None],
+    ["BlockRemoved", [7], "CPU_PINNED"],
+    ["AllBlocksCleared"],
+]
+WANTED = (
+    BlocksStored((7, 2**64 - 1), None, 2, Tier.DEVICE, (1, 2, 3, 4)),
+    BlocksRemoved((7,), Tier.HOST),
+    AllCleared(),
+)
+
+
+@pytest.mark.parametrize("events", [AS_MAPS, AS_ARRAYS])
+@pytest.mark.parametrize("as_map", [True, False])
+def test_maps_and_arrays_say_the_same(events, as_map: bool) -> None:
+    batch = {"ts": 1.5, "events": events, "data_parallel_rank": 3} if as_map else [1.5, events, 3]
+    found = decode_batch(PACK(batch))
+    assert found.events == WANTED
+    assert (found.published_at, found.data_parallel_rank, found.num_skipped) == (1.5, 3, 0)
+
+
+def test_defaults_may_be_left_out_and_unknown_types_are_counted() -> None:
+    found = decode_batch(PACK([1, [["BlockRemoved", [b"\x01" * 32]], {"type": "Novel"}]]))
+    assert found.events == (BlocksRemoved((0x0101010101010101,), Tier.DEVICE),)
+    assert (found.data_parallel_rank, found.num_skipped) == (None, 1)
+
+
+def test_an_unknown_medium_is_a_slow_one() -> None:
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}
+    assert decode_batch(PACK([1, [event]])).events == (BlocksRemoved((1,), Tier.DISK),)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xff\xff",
+        PACK(None),
+        PACK("abc"),
+        PACK([]),
+        PACK([1]),
+        PACK(["now", []]),
+        PACK([1, [], "rank"]),
+        PACK([1, ["BlockStored"]]),
+        PACK([1, [["BlockStored", [True], None, [], 2]]]),
+        PACK([1, [["BlockStored", [1], None, [], 0]]]),
+        PACK([1, [["BlockStored"]]]),
+        PACK([1, [{"block_hashes": []}]]),
+        PACK([1, [[]]]),
+        PACK([1, 5]),
+    ],
+)
+def test_anything_else_is_refused(raw: bytes) -> None:
+    with pytest.raises(MalformedEvent):
+        decode_batch(raw)
+
+
+def test_sequence_numbers() -> None:
+    assert decode_sequence((5).to_bytes(8, "big")) == 5
+    assert decode_sequence((5).to_bytes(8, "big") + bytes(16)) == 5
+    assert decode_sequence(b"\xff" * 8) == -1
+    with pytest.raises(MalformedEvent, match="8 or 24 bytes, found 3"):
+        decode_sequence(b"abc")
