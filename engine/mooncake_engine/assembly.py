@@ -32,6 +32,7 @@ from mooncake_engine.kv_connector import (
 from mooncake_engine.messages import EngineInfo
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.step_watchdog import StepWatch
 from mooncake_engine.text.tokenizer import same_tokens, tokenizer_fingerprint
 from mooncake_hal.backend import Backend
 from mooncake_hal.deployment import Hardware
@@ -120,10 +121,16 @@ def start_engine(
             connector,
             steps_in_flight=config.steps_in_flight,
             seed=config.seed,
+            watch=StepWatch(config.step_timeout_s),
         )
         cleanup.callback(core.close)  # the connector before the ranks, whose memory it uses
         if connector is not None:
-            connector.start(_describe(plan, engine_id, backend), executor.send, core.post)
+            connector.start(
+                _describe(plan, engine_id, backend),
+                executor.send,
+                core.post,
+                core.watch.has_stalled,
+            )
         executor.warm_up()
         cleanup.pop_all()
     info = executor.info

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -15,10 +17,11 @@ from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest, ResetPrefixCache, Wake
-from mooncake_engine.errors import EngineDead, Overloaded
+from mooncake_engine.errors import EngineDead, EngineStalled, Overloaded
 from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.kv_connector import find_connector
 from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
+from mooncake_engine.step_watchdog import StepWatchdog
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.params import TransferMode
 
@@ -56,6 +59,7 @@ class AsyncEngine:
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
+        self._watchdog = StepWatchdog(self._core.watch, self._give_up)
 
     @classmethod
     def start(
@@ -91,10 +95,10 @@ class AsyncEngine:
         Raises:
             InvalidRequest: it can't be served.
             Overloaded: too many requests wait already.
-            EngineDead: the engine died.
+            EngineDead, EngineStalled: the engine died, or is about to be taken for dead.
         """
         check_request(request, self._info, self._mode)
-        self.check_health()
+        self.check_ready()
         minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
         stream = self._open(minted.request_id)
         self._core.post(AddRequest(minted))
@@ -103,7 +107,7 @@ class AsyncEngine:
             while not is_finished:
                 update = await stream.updates.get()
                 if isinstance(update, EngineDead):
-                    raise EngineDead(str(update)) from update.__cause__
+                    raise type(update)(str(update)) from update.__cause__
                 is_finished = update.finish is not None
                 yield update
         finally:
@@ -152,14 +156,27 @@ class AsyncEngine:
 
     def check_health(self) -> None:
         """Raise EngineDead, with the first cause, if the core has died."""
-        if self._failure is not None:
-            raise EngineDead(str(self._failure)) from self._failure.__cause__
+        failure = self._failure
+        if failure is not None:
+            raise type(failure)(str(failure)) from failure.__cause__
+
+    def check_ready(self) -> None:
+        """Raise if requests should go elsewhere: EngineDead, or EngineStalled while a step takes
+        half of the time after which it is given up."""
+        self.check_health()
+        watch = self._core.watch
+        if watch.has_stalled():
+            raise EngineStalled(
+                f"a step has been running for {watch.watched_s:.0f} s; at {watch.timeout_s:g} s "
+                "(--step-timeout-seconds) this instance ends"
+            )
 
     def close(self) -> None:
         """Stop the core and free everything; requests in flight fail. Idempotent."""
         self._is_stopping = True
         self._core.post(Wake())
         self._thread.join(CLOSE_TIMEOUT_S)
+        self._watchdog.close()
 
     def _open(self, request_id: str) -> _Stream:
         stream = _Stream(asyncio.get_running_loop())
@@ -180,10 +197,22 @@ class AsyncEngine:
         except Exception as exc:  # stored, and raised to every request
             logger.critical("the engine died: %s", exc, exc_info=exc)
             dead = exc if isinstance(exc, EngineDead) else EngineDead(f"the engine died: {exc!r}")
-            dead.__cause__ = dead.__cause__ or exc
+            if dead is not exc:
+                dead.__cause__ = exc
             self._fail(dead)
         finally:
+            self._watchdog.close()
             self._core.close()
+
+    def _give_up(self) -> None:
+        """A step has not returned in time; the watchdog's thread."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "".join(traceback.format_stack(frame)) if frame else "its thread is gone"
+        limit_s = self._core.watch.timeout_s
+        reason = f"a step did not return within {limit_s:g} s (--step-timeout-seconds)"
+        dead = self._core.abandon(reason)
+        logger.critical("%s; the core's thread is here:\n%s", dead, where)
+        self._fail(dead)
 
     def _publish(self, updates: list[TokenUpdate]) -> None:
         """Hand a step's updates to their streams, with one call per event loop."""
@@ -202,7 +231,7 @@ class AsyncEngine:
 
     def _fail(self, failure: EngineDead) -> None:
         with self._lock:
-            self._failure = failure
+            self._failure = self._failure or failure
             streams = list(self._streams.values())
             asked = [answer for answer in self._asked if not answer.done()]
         for answer in asked:

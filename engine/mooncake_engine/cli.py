@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.config_file import CONFIG_FILE, with_config
-from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_hal.command_line import DefaultsInHelp, load_development_module
 from mooncake_hal.errors import DevelopmentToolsMissing, HalError
@@ -115,6 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(args.run(args))
+    except EngineStuck as exc:
+        _refuse(exc)
+        logging.shutdown()
+        os._exit(1)  # an interpreter that ends waits for its threads, and one of them won't
     except (EngineError, HalError) as exc:
         return _refuse(exc)
 

@@ -331,10 +331,20 @@ class EngineConfig:
             default_text="512 on a device with its own memory, 0 on a host",
         ),
     )
+    step_timeout_s: float = field(
+        default=300.0,
+        metadata=option(
+            "--step-timeout-seconds",
+            metavar="SECONDS",
+            help="end the instance when one step takes longer, as a wedged device or a stopped "
+            "rank makes it (vLLM: VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS); 0 waits for ever",
+        ),
+    )
     kv_transfer: KVTransferConfig | None = None
     speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
+        _check_step_timeout(self.step_timeout_s)
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -398,3 +408,11 @@ class EngineConfig:
     def model_name(self) -> str:
         """Name under which the API serves the model."""
         return self.served_model_name or self.model.resolve().name
+
+
+def _check_step_timeout(seconds: float) -> None:
+    """Idle steps wait half a second for requests: less would end an instance that has none."""
+    if not (seconds == 0 or 1 <= seconds <= 86_400):
+        raise ConfigError(
+            f"step_timeout_s must be 0, which is no limit, or 1 to 86400 seconds, got {seconds:g}"
+        )

@@ -22,6 +22,7 @@ from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, Toke
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_engine.step_watchdog import StepWatch
 from mooncake_kv.connector import (
     CompatibilityReport,
     ConnectorFailed,
@@ -81,6 +82,7 @@ class EngineCore:
         steps_in_flight: how many steps may be planned and not complete: while one runs, the next
             ones are scheduled.
         seed: fixes the seeds of requests that bring none; None draws them from the system.
+        watch: told when steps begin and end.
     """
 
     def __init__(
@@ -92,7 +94,9 @@ class EngineCore:
         *,
         steps_in_flight: int = 1,
         seed: int | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
+        self.watch = watch or StepWatch(0.0)
         self._scheduler = scheduler
         self._executor = executor
         self._connector = connector
@@ -120,6 +124,21 @@ class EngineCore:
         Raises:
             EngineDead: a rank or a background task died.
         """
+        self.watch.begin()
+        try:
+            return self._step()
+        finally:
+            self.watch.end()
+
+    def abandon(self, reason: str) -> EngineDead:
+        """The current step does not return: have it fail, where that can be done. Any thread.
+
+        Returns:
+            What to tell everybody.
+        """
+        return self._executor.abandon(reason)
+
+    def _step(self) -> list[TokenUpdate]:
         self._take_in()
         self._executor.check()
         self._scheduler.expire(self._clock())
@@ -176,9 +195,11 @@ class EngineCore:
 
     def close(self) -> None:
         """End the connector, then the ranks, whose memory it uses. Idempotent."""
-        if self._connector is not None:
-            self._connector.close()
-        self._executor.close()
+        try:
+            if self._connector is not None:
+                self._connector.close()
+        finally:
+            self._executor.close()
 
     def _take_in(self) -> None:
         """Act on everything posted; wait for the first of it if there is nothing to run."""

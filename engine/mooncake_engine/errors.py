@@ -9,7 +9,9 @@ EngineError
 ├── Overloaded             the engine's queue is full; try again later
 ├── RequestFailed          a request that was accepted and could not be finished
 │   └── DeadlineExceeded   it was not finished within its own time limit
+├── EngineStalled          a step takes so long that nobody should wait for this instance
 └── EngineDead             a background task died; every request fails, health turns red
+    └── EngineStuck        by a step that does not return, in a thread that can't be ended
 """
 
 from __future__ import annotations
@@ -62,5 +64,13 @@ class DeadlineExceeded(RequestFailed):
     """A request that was not finished within its own time limit."""
 
 
+class EngineStalled(EngineError):
+    """A step takes so long that nobody should wait for this instance; it may go on yet."""
+
+
 class EngineDead(EngineError):
     """A background task of the engine died; the first cause is chained."""
+
+
+class EngineStuck(EngineDead):
+    """A step does not return, and its thread can't be ended: the process has to be."""

@@ -114,6 +114,7 @@ class SchedulerConnector:
         instance: InstanceMetadata,
         send: Callable[[bytes, int], None],
         post: kv.PostEvent,
+        has_stalled: kv.HasStalled = kv.never_stalls,
     ) -> None:
         """Wait for the ranks, bind the ports, begin to serve peers.
 
@@ -121,6 +122,7 @@ class SchedulerConnector:
             instance: what is served.
             send: carries a message to a rank, as ``Executor.send``.
             post: takes the connector's events.
+            has_stalled: whether the core does not step; peers are kept waiting no longer then.
 
         Raises:
             PortTaken: a port is in use.
@@ -128,7 +130,10 @@ class SchedulerConnector:
         """
         with engine_errors():
             self._connector.start(
-                instance, send=lambda rank, message: send(message, rank), post=post
+                instance,
+                send=lambda rank, message: send(message, rank),
+                post=post,
+                has_stalled=has_stalled,
             )
 
     def on_new_request(self, request: Request) -> None:

@@ -54,6 +54,16 @@ PostEvent = Callable[[Event], None]
 """Takes an event, from any thread; must not block."""
 
 
+HasStalled = Callable[[], bool]
+"""Whether the engine does not step: nothing that is held for it is going to be used soon. Any
+thread."""
+
+
+def never_stalls() -> bool:
+    """Of an engine whose steps nobody watches."""
+    return False
+
+
 class RankEndpointInfo(msgspec.Struct, frozen=True):
     """How a rank is reached: transport name to address."""
 
@@ -102,13 +112,22 @@ class Connector(Protocol):
         """A rank's worker sent this, maybe before ``start``. Any thread; returns at once."""
         ...
 
-    def start(self, instance: InstanceMetadata, *, send: SendToRank, post: PostEvent) -> None:
+    def start(
+        self,
+        instance: InstanceMetadata,
+        *,
+        send: SendToRank,
+        post: PostEvent,
+        has_stalled: HasStalled = never_stalls,
+    ) -> None:
         """Wait for the ranks, bind the ports, begin to serve peers.
 
         Args:
             instance: what is served; its ``ranks`` and ``host`` are filled in here.
             send: carries a message to a rank's worker.
             post: takes the connector's events, from any thread; must not block.
+            has_stalled: keepalives stop while this says so: peers need not hold KV for an engine
+                that may never read it.
 
         Raises:
             SideChannelPortTaken: a port is in use.

@@ -18,9 +18,11 @@ from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
     CompatibilityReport,
     ConnectorFailed,
+    HasStalled,
     PostEvent,
     RankEndpointInfo,
     Topology,
+    never_stalls,
 )
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
@@ -59,6 +61,7 @@ class ConnectorContext:
         can_revoke: whether a write ends with its writer, by every transport of this instance.
         landing_s: how long one may outlast its writer where it does not end with it.
         incompatible: the peers whose handshake was refused, by either end.
+        has_stalled: whether the engine does not step.
     """
 
     instance: InstanceMetadata
@@ -69,6 +72,7 @@ class ConnectorContext:
     can_revoke: bool = True
     landing_s: float = 0.0
     incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
+    has_stalled: HasStalled = never_stalls
 
 
 @dataclass(slots=True)
@@ -129,7 +133,14 @@ class ConnectorScheduler(ABC):
         else:
             self._loop.call(self._take_report, rank, decoded)
 
-    def start(self, instance: InstanceMetadata, *, send: SendToRank, post: PostEvent) -> None:
+    def start(
+        self,
+        instance: InstanceMetadata,
+        *,
+        send: SendToRank,
+        post: PostEvent,
+        has_stalled: HasStalled = never_stalls,
+    ) -> None:
         if not self._ranks_ready.wait(START_TIMEOUT_S):
             raise KVConfigError(
                 f"{len(self._readiness)} of {self._num_ranks} ranks opened their "
@@ -142,8 +153,18 @@ class ConnectorScheduler(ABC):
         self._ranks = RankGroup(self._num_ranks, send)
         self._loop = IoLoop("kv-connector", lambda exc: post(ConnectorFailed(exc)))
         can_revoke = all(rank.can_revoke for rank in ready)
+        context = ConnectorContext(
+            self._instance,
+            self._config.lease_s,
+            post,
+            self._loop.spawn,
+            can_revoke=can_revoke,
+            landing_s=self._config.transfer_timeout_s,
+            incompatible=self._incompatible,
+            has_stalled=has_stalled,
+        )
         try:
-            self._loop.run(self._open(post, can_revoke), START_TIMEOUT_S)
+            self._loop.run(self._open(context), START_TIMEOUT_S)
         except BaseException:
             self._loop.close()
             raise
@@ -173,7 +194,7 @@ class ConnectorScheduler(ABC):
             tuple(RankEndpointInfo(rank.endpoints) for rank in instance.ranks),
         )
 
-    async def _open(self, post: PostEvent, can_revoke: bool) -> None:
+    async def _open(self, context: ConnectorContext) -> None:
         config = self._config
         secret = config.secret.encode()
         server = await SideChannelServer.listen(config.host, _ports(config), secret, self._handle)
@@ -189,15 +210,6 @@ class ConnectorScheduler(ABC):
             self._instance.tp_size,
             self._instance.block_size,
             config.lease_s,
-        )
-        context = ConnectorContext(
-            self._instance,
-            config.lease_s,
-            post,
-            self._loop.spawn,
-            can_revoke=can_revoke,
-            landing_s=config.transfer_timeout_s,
-            incompatible=self._incompatible,
         )
         for task in (*self._open_flows(context), server.serve(), self._peers.sweep()):
             self._loop.spawn(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from mooncake_kv.io_loop import Spawn
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import PeerAddress, PeerTable
 from mooncake_kv.protocol import StatusReply, StatusRequest
+
+logger = logging.getLogger(__name__)
 
 KEEPALIVES_PER_LEASE = 6
 LONGEST_PUSH_PAUSE_S = 1.0
@@ -64,6 +67,7 @@ class Keepalive(Generic[Item]):
         interval: how often.
         send: sends a peer one keepalive for these items, by request id, within that many seconds.
         spawn: runs a task on the loop.
+        has_stalled: whether the engine does not step: nothing is sent meanwhile.
     """
 
     def __init__(
@@ -71,10 +75,13 @@ class Keepalive(Generic[Item]):
         interval: KeepaliveInterval,
         send: Callable[[dict[str, Item], float], Awaitable[None]],
         spawn: Spawn,
+        has_stalled: Callable[[], bool],
     ) -> None:
         self._interval = interval
         self._send = send
         self._spawn = spawn
+        self._has_stalled = has_stalled
+        self._is_silent = False
         self._in_flight: set[_Key] = set()
         self._pause_s = 0.0
         self._is_shorter = asyncio.Event()
@@ -88,6 +95,8 @@ class Keepalive(Generic[Item]):
         """Send every peer a keepalive for what it holds, again and again, until cancelled."""
         while True:
             await self._pause(concerned)
+            if self._must_be_silent():
+                continue
             by_peer: defaultdict[_Key, dict[str, Item]] = defaultdict(dict)
             for request_id, item in concerned().items():
                 remote = item.remote
@@ -96,6 +105,14 @@ class Keepalive(Generic[Item]):
                 if key not in self._in_flight:
                     self._in_flight.add(key)
                     self._spawn(self._send_one(key, group))
+
+    def _must_be_silent(self) -> bool:
+        """Whether peers should take this instance for dead: what they keep for it would be kept for
+        as long as a step hangs."""
+        was_silent, self._is_silent = self._is_silent, self._has_stalled()
+        if self._is_silent and not was_silent:
+            logger.error("no step of the engine returns: keepalives to peers are suspended")
+        return self._is_silent
 
     async def _send_one(self, key: _Key, group: dict[str, Item]) -> None:
         try:

@@ -45,7 +45,7 @@ class PullReceiver:
         self._expected: dict[str, _Expected] = {}
         # a peer that is not asked anything for IDLE_S is dropped, however long its leases are
         interval = KeepaliveInterval(context.lease_s, IDLE_S / KEEPALIVES_PER_LEASE)
-        self._keepalive = Keepalive(interval, self._renew, context.spawn)
+        self._keepalive = Keepalive(interval, self._renew, context.spawn, context.has_stalled)
 
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         """Keep this lease alive until the request is loaded or cancelled."""

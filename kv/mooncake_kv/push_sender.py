@@ -95,7 +95,7 @@ class PushSender:
         self._address = address
         self._sends: dict[str, _Send] = {}
         interval = KeepaliveInterval(context.lease_s, LONGEST_PUSH_PAUSE_S)
-        self._keepalive = Keepalive(interval, self._renew, context.spawn)
+        self._keepalive = Keepalive(interval, self._renew, context.spawn, context.has_stalled)
 
     @property
     def num_sending(self) -> int:

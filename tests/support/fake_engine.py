@@ -120,6 +120,9 @@ class FakeEngine:
     def topology(self) -> None:
         return None
 
+    def check_ready(self) -> None:
+        self.check_health()
+
     def check_health(self) -> None:
         if self.death is not None:
             raise self.death

@@ -66,6 +66,10 @@ class ScriptedExecutor:
     def check(self) -> None:
         """All is well."""
 
+    def abandon(self, reason: str) -> EngineDead:
+        """Its steps return."""
+        return EngineDead(reason)
+
     def close(self) -> None:
         """Nothing to free."""
         self.is_closed = True

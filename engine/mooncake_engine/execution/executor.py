@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.errors import ConfigError, EngineDead, EngineStuck
 from mooncake_engine.execution.engine_plan import EnginePlan
 from mooncake_engine.execution.model_runner import CompletedStep, PendingStep
 from mooncake_engine.execution.parallel_state import ParallelGroups
@@ -132,6 +132,15 @@ class Executor(Protocol):
         """Raise EngineDead if a rank or an extension's thread died; never blocks."""
         ...
 
+    def abandon(self, reason: str) -> EngineDead:
+        """A step does not return: end whatever it waits for, so that it fails. Any thread.
+
+        Returns:
+            The reason, with what is known of who holds the step up; EngineStuck if the step can't
+            be made to fail.
+        """
+        ...
+
     def close(self) -> None:
         """End all ranks and free everything. Idempotent."""
         ...
@@ -238,6 +247,11 @@ class InProcessExecutor(Executor):
 
     def check(self) -> None:
         self._failure.check()
+
+    def abandon(self, reason: str) -> EngineDead:
+        stuck = EngineStuck(reason)
+        self._failure.record("the engine was given up", stuck)
+        return stuck
 
     def close(self) -> None:
         if self._steps is not None:

@@ -62,6 +62,8 @@ class ProcessExecutor(Executor):
         self._unsaid: dict[str, tuple[int, ...]] = {}  # sampled; earlier stages don't know it yet
         self._launcher = launcher or LocalLauncher(plan.config)
         self._ranks: Sequence[Rank] = ()
+        self._awaited: dict[Connection, Rank] = {}  # have yet to carry out their oldest order
+        self._abandoned: EngineDead | None = None
         self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
         try:
             self._start(plan)
@@ -114,6 +116,15 @@ class ProcessExecutor(Executor):
 
     def check(self) -> None:
         self._failure.check()
+
+    def abandon(self, reason: str) -> EngineDead:
+        silent = ", ".join(str(rank.rank) for rank in list(self._awaited.values()))
+        who = f"; no answer of rank {silent} of {len(self._ranks)}" if silent else ""
+        self._abandoned = EngineDead(reason + who)
+        self._failure.record("the instance was given up", self._abandoned)
+        for rank in self._ranks:  # their connections end, which is what the step waits for
+            rank.kill()
+        return self._abandoned
 
     def close(self) -> None:
         if self._closing.is_set():
@@ -189,7 +200,7 @@ class ProcessExecutor(Executor):
         Raises:
             EngineError: a rank failed or died; all the others are ended.
         """
-        pending = {rank.orders: rank for rank in self._ranks}
+        self._awaited = pending = {rank.orders: rank for rank in self._ranks}
         while pending:
             for connection in wait(list(pending)):
                 assert isinstance(connection, Connection)
@@ -203,6 +214,8 @@ class ProcessExecutor(Executor):
 
     def _end_all(self, noticed: Rank) -> EngineError:
         """End every rank after one failed; returns what to raise, about the true culprit."""
+        if self._abandoned is not None:
+            return self._abandoned
         culprit = self._find_culprit(noticed)
         what = f"rank {culprit.rank} of {len(self._ranks)} died: {culprit.describe_end()}"
         kind = _USER_ERRORS.get(culprit.failed.kind) if culprit.failed else None

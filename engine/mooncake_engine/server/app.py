@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake_engine.errors import EngineDead, EngineError, InvalidRequest
+from mooncake_engine.errors import EngineDead, EngineError, EngineStalled, InvalidRequest
 from mooncake_engine.server.generation_handler import (
     GenerationEndpoint,
     GenerationHandler,
@@ -223,9 +223,9 @@ class PlainEndpoints:
         """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason;
         a proxy learns here which pairs of instances to leave alone."""
         try:
-            self.handler.engine.check_health()
+            self.handler.engine.check_ready()
             self.live.check_open()
-        except (EngineDead, ShuttingDown) as exc:
+        except (EngineDead, EngineStalled, ShuttingDown) as exc:
             return to_api_error(exc).response()
         engine = self.handler.engine
         pairing = engine.pairing()

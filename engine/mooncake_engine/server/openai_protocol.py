@@ -18,6 +18,7 @@ from starlette.responses import Response
 from mooncake_engine.errors import (
     DeadlineExceeded,
     EngineDead,
+    EngineStalled,
     InvalidRequest,
     Overloaded,
     PromptTooLong,
@@ -323,6 +324,8 @@ def to_api_error(exc: Exception) -> ApiError:
         return ApiError(429, str(exc), "overloaded_error", code="overloaded")
     if isinstance(exc, EngineDead):
         return ApiError(503, str(exc), "server_error", code="engine_dead")
+    if isinstance(exc, EngineStalled):
+        return ApiError(503, str(exc), "server_error", code="engine_stalled")
     if isinstance(exc, ShuttingDown):
         return ApiError(503, str(exc), "server_error", code="shutting_down")
     if isinstance(exc, DeadlineExceeded):

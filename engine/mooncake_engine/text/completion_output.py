@@ -63,6 +63,10 @@ class EngineClient(Protocol):
     def check_health(self) -> None:
         """Raises EngineDead with the first cause."""
 
+    def check_ready(self) -> None:
+        """Raises EngineDead as ``check_health``, and EngineStalled if requests should go elsewhere
+        because a step takes too long."""
+
     def close(self) -> None:
         """End every request and free everything; idempotent."""
 

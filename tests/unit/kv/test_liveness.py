@@ -37,12 +37,18 @@ class Told:
 
     lease_s: float = 30.0
     silent: str = ""
+    has_stalled: bool = False
     items: dict[str, Item] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     names: list[set[str]] = field(default_factory=list)
 
     def start(self) -> None:
-        self.signs = Keepalive(KeepaliveInterval(self.lease_s), self._tell, asyncio.ensure_future)
+        self.signs = Keepalive(
+            KeepaliveInterval(self.lease_s),
+            self._tell,
+            asyncio.ensure_future,
+            lambda: self.has_stalled,
+        )
         self.giving = asyncio.ensure_future(self.signs.give(lambda: self.items))
 
     def add(self, name: str, new: Item) -> None:
@@ -82,6 +88,24 @@ def test_all_of_a_peer_is_told_in_one_message() -> None:
         assert told.names[:2] == [{"a", "c"}, {"b"}]
 
     run_virtually(main())
+
+
+def test_an_engine_that_does_not_step_lets_its_peers_go(caplog: pytest.LogCaptureFixture) -> None:
+    """Said once; when it steps again, it speaks again."""
+
+    async def main() -> None:
+        told = Told(items={"a": item("p")})
+        told.start()
+        await asyncio.sleep(6.0)
+        told.has_stalled = True
+        await asyncio.sleep(30.0)
+        assert told.times["p"] == pytest.approx([5.0])
+        told.has_stalled = False
+        await asyncio.sleep(5.0)
+        assert told.times["p"] == pytest.approx([5.0, 40.0])
+
+    run_virtually(main())
+    assert caplog.text.count("keepalives to peers are suspended") == 1
 
 
 def test_a_shorter_lease_cuts_the_pause_that_is_running() -> None:

@@ -1,0 +1,138 @@
+"""A step that does not return ends the instance, with its reason: real processes, stopped and not
+killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from support.programs import TINY_LLAMA, Program, running, serving
+
+LIMIT_S = 6
+PATIENCE_S = 90.0
+
+
+def ranks_of(program: Program) -> list[int]:
+    """The processes of an instance's ranks, in order."""
+    pid = program.process.pid
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    found = sorted(int(child) for path in children for child in path.read_text().split())
+    return [p for p in found if "rank_process" in Path(f"/proc/{p}/cmdline").read_text()]
+
+
+class Asking:
+    """A request on a thread of its own, since its answer may not come."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.response: httpx.Response | None = None
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
+        self.response = httpx.post(
+            f"{self._url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
+        )
+
+    def answer(self) -> httpx.Response:
+        """What came, sooner or later."""
+        self._thread.join(PATIENCE_S)
+        assert self.response is not None
+        return self.response
+
+
+def wait_for_status(url: str, code: str) -> None:
+    """Until health checks are answered so."""
+    deadline = time.monotonic() + PATIENCE_S
+    found = ""
+    while time.monotonic() < deadline:
+        response = httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False)
+        found = response.text
+        if response.status_code == 503 and response.json()["error"]["code"] == code:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"/ready does not say {code}, but {found}")
+
+
+def test_a_stopped_rank_ends_its_instance() -> None:
+    options = ("--tp-size", "2", "--step-timeout-seconds", str(LIMIT_S))
+    with serving(*options) as (url, program):
+        stopped = ranks_of(program)[1]
+        os.kill(stopped, signal.SIGSTOP)
+        asking = Asking(url)
+        wait_for_status(url, "engine_stalled")
+        late = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
+        assert late.status_code == 503
+        response = asking.answer()
+        assert response.status_code == 503
+        assert f"a step did not return within {LIMIT_S} s" in response.text
+        assert "no answer of rank" in response.text
+        assert program.wait() == 1
+        assert "a step did not return within" in program.error_text
+        assert not Path(f"/proc/{stopped}").exists()
+
+
+WEDGED = """
+import sys, threading
+from mooncake_engine import cli
+from mooncake_engine.execution.worker import Worker
+launch = Worker.launch
+def hang(self, plan, sampled=None):
+    if plan.sequences and hasattr(self, "is_warm"):
+        threading.Event().wait()
+    return launch(self, plan, sampled)
+Worker.launch = hang
+warm_up = Worker.warm_up
+def warm(self):
+    warm_up(self)
+    self.is_warm = True
+Worker.warm_up = warm
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_device_that_hangs_in_the_instances_own_process_ends_it(tmp_path: Path) -> None:
+    """Its thread can't be ended, and an interpreter would wait for it: the process ends without."""
+    script = tmp_path / "wedged.py"
+    script.write_text(WEDGED)
+    argv = ["serve", "--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "64"]
+    argv += ["--threads", "1", "--async-scheduling", "--step-timeout-seconds", str(LIMIT_S)]
+    with subprocess.Popen(
+        [sys.executable, str(script), *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            response = Asking(url).answer()
+            assert response.status_code == 503
+            assert "a step did not return within" in response.text
+            _, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "the core's thread is here" in errors
+
+
+def test_an_instance_that_was_frozen_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """A debugger, or a frozen container: that no step returned meanwhile is nobody's fault."""
+    with running(
+        *("mooncake_engine.cli", "serve", "--model", str(TINY_LLAMA), "--port", "0"),
+        *("--num-kv-blocks", "64", "--threads", "1", "--step-timeout-seconds", "2"),
+    ) as program:
+        url = program.wait_for("ready ").split()[1]
+        program.process.send_signal(signal.SIGSTOP)
+        asking = Asking(url)
+        time.sleep(5.0)
+        program.process.send_signal(signal.SIGCONT)
+        assert asking.answer().status_code == 200
+        assert httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 200
