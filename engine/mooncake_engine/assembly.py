@@ -12,7 +12,12 @@ import torch
 from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.core import EngineCore
 from mooncake_engine.errors import CheckpointError, ConfigError, PortTaken
-from mooncake_engine.execution.engine_plan import EnginePlan, make_plan
+from mooncake_engine.execution.engine_plan import (
+    EnginePlan,
+    all_shards,
+    block_bytes,
+    make_plan,
+)
 from mooncake_engine.execution.executor import (
     Executor,
     ExecutorInfo,
@@ -122,6 +127,7 @@ def start_engine(
             steps_in_flight=config.steps_in_flight,
             seed=config.seed,
             watch=StepWatch(config.step_timeout_s),
+            block_bytes=_block_bytes(plan),
         )
         cleanup.callback(core.close)  # the connector before the ranks, whose memory it uses
         if connector is not None:
@@ -183,6 +189,13 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
         Hardware(backend.name, device.generation, backend.capabilities.constraints),
         model_settings=model.settings,
     )
+
+
+def _block_bytes(plan: EnginePlan) -> int:
+    """Of one block of the model's KV, on all ranks together."""
+    shards = all_shards(plan.config, plan.geometry)
+    tokens = plan.block_size.tokens
+    return sum(block_bytes((plan.geometry,), (shard,), tokens) for shard in shards)
 
 
 def _make_scheduler(

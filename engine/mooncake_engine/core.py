@@ -19,6 +19,7 @@ from mooncake_engine.execution.executor import Executor
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.kv_connector import SchedulerConnector
 from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
+from mooncake_engine.scheduling.kv_residency import KVResidency
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.step_plan import StepPlan
@@ -83,6 +84,7 @@ class EngineCore:
             ones are scheduled.
         seed: fixes the seeds of requests that bring none; None draws them from the system.
         watch: told when steps begin and end.
+        block_bytes: of one KV block, on all ranks together.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class EngineCore:
         steps_in_flight: int = 1,
         seed: int | None = None,
         watch: StepWatch | None = None,
+        block_bytes: int = 0,
     ) -> None:
         self.watch = watch or StepWatch(0.0)
         self._scheduler = scheduler
@@ -108,6 +111,7 @@ class EngineCore:
         self._num_prompt_tokens = 0
         self._num_generated = 0
         self._step_sizes = StepSizes()
+        self._kv_residency = KVResidency(block_bytes)
         self._is_blocked = False
 
     @property
@@ -141,7 +145,10 @@ class EngineCore:
     def _step(self) -> list[TokenUpdate]:
         self._take_in()
         self._executor.check()
-        self._scheduler.expire(self._clock())
+        now = self._clock()
+        self._scheduler.expire(now)
+        if self._kv_residency.is_due(now):
+            self._kv_residency.note(self._scheduler.held_blocks(), now)
         plan = self._scheduler.schedule()
         if not plan.is_empty:
             self._in_flight.append((plan, self._executor.submit(plan)))
@@ -181,6 +188,7 @@ class EngineCore:
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generated,
             step_sizes=self._step_sizes,
+            kv_byte_seconds=dict(self._kv_residency.byte_seconds),
             speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
         )

@@ -19,6 +19,23 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
+class RequestClass(str, Enum):
+    """What a request's priority makes of it."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+    """Nobody waits for it: it runs in what the others leave."""
+
+    @classmethod
+    def of(cls, priority: int) -> RequestClass:
+        """The class of a priority."""
+        return cls.BATCH if priority >= BATCH_PRIORITY else cls.INTERACTIVE
+
+
+BATCH_PRIORITY = 1000
+"""Requests of this priority, or of a larger number, are batch work."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One output to generate (``n`` > 1 is several of these).
@@ -181,6 +198,7 @@ class EngineStats:
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found.
         prompt_tokens, generation_tokens: processed and sampled.
         step_sizes: how large the steps were.
+        kv_byte_seconds: bytes of KV times seconds that they were held, by ``HeldBlocks``' names.
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
         speculation: of speculative decoding; None where it is off.
     """
@@ -197,5 +215,6 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_sizes: StepSizes = field(default_factory=StepSizes)
+    kv_byte_seconds: dict[str, float] = field(default_factory=dict)
     kv_transfer: dict[str, float] = field(default_factory=dict)
     speculation: SpeculationStats | None = None

@@ -111,6 +111,7 @@ class FakeEngine:
             num_preemptions=5,
             num_swap_outs=4,
             prompt_tokens=7,
+            kv_byte_seconds={"running": 30.0, "leased": 2.5},
             kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from support.fake_engine import EOS, Script, upper_case
 
@@ -76,10 +77,10 @@ class ScriptedExecutor:
 
 
 def scripted_engine(
-    executor: ScriptedExecutor, *, max_num_seqs: int = 8, seed: int | None = None
+    executor: ScriptedExecutor, *, max_num_seqs: int = 8, **core_options: Any
 ) -> RunningEngine:
-    """A core over it, as ``build_engine`` makes them."""
+    """A core over it, as ``build_engine`` makes them; ``core_options`` are ``EngineCore``'s."""
     limits = SchedulerLimits(max_num_seqs, 64, FACTS.max_model_len, frozenset({EOS}))
     blocks = BlockManager(FACTS.num_kv_blocks, FACTS.block_size, prefix_caching=True)
-    core = EngineCore(Scheduler(limits, blocks), executor, seed=seed)  # type: ignore[arg-type]
+    core = EngineCore(Scheduler(limits, blocks), executor, **core_options)  # type: ignore[arg-type]
     return RunningEngine(core, FACTS)

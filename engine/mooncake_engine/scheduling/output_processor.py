@@ -54,6 +54,16 @@ class OutputProcessor:
         unsettled = [request.block_ids for request in self._finished_in_flight]
         return [*self._leased.values(), *self._draining.values(), *unsettled]
 
+    @property
+    def leased_blocks(self) -> set[int]:
+        """Blocks that peers have yet to read."""
+        return set().union(*self._leased.values())
+
+    @property
+    def draining_blocks(self) -> set[int]:
+        """Blocks that were given up, and that a peer may still write to."""
+        return set().union(*self._draining.values())
+
     def take_updates(self) -> list[TokenUpdate]:
         """What happened to requests since this was asked last."""
         updates, self._updates = self._updates, []

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.scheduling.draft_scheduling import DraftScheduler
+from mooncake_engine.scheduling.kv_residency import HeldBlocks, count_held
 from mooncake_engine.scheduling.output_processor import OutputProcessor
 from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.remote_kv_queue import RemoteKVQueue
@@ -150,6 +151,10 @@ class Scheduler:
     def num_held_tables(self) -> int:
         """Block tables that outlive their requests: see ``OutputProcessor.held_tables``."""
         return len(self._outputs.held_tables)
+
+    def held_blocks(self) -> HeldBlocks:
+        """What blocks are held for now."""
+        return count_held(self._queues, self._outputs, self.blocks)
 
     # --- requests come and go ------------------------------------------------------------
 

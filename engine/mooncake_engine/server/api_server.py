@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 
@@ -26,6 +26,7 @@ from mooncake_engine.server.app import create_app
 from mooncake_engine.server.live_requests import LiveRequests
 from mooncake_engine.server.request_tracing import Tracing, load_tracing
 from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.server.stats_log import StatsLog
 from mooncake_engine.text.completion_output import EngineClient
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -75,13 +76,14 @@ def serve(
             reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             url = f"http://[{reachable}]:{port}" if ":" in host else f"http://{reachable}:{port}"
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
+            stats_log = StatsLog(engine.stats, options.log_stats_interval_s)
             live = LiveRequests()
             app = create_app(engine, tokenizer, options, tracing, live)
             draining = Draining(options.shutdown_timeout_s, live, partial(_num_held, engine))
             # What is loaded stays: full collections need not walk it while tokens wait.
             gc.collect()
             gc.freeze()
-            _run_server(app, listener, url, draining, engine)
+            _run_server(app, listener, url, Background(draining, engine, stats_log))
             engine.check_health()
 
 
@@ -135,17 +137,33 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     return listener
 
 
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What is looked at ten times a second, beside requests."""
+
+    draining: Draining
+    engine: EngineClient
+    stats_log: StatsLog
+
+    def tick(self, now: float) -> bool:
+        """Whether it is time to end."""
+        if self.draining.is_over(now):
+            return True
+        # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
+        if _is_dead(self.engine):
+            return True
+        self.stats_log.tick(now)
+        return False
+
+
 class _Server(uvicorn.Server):
     """Says when it takes requests, and takes none from the first signal on. It listens up to the
     end all the same, so that those who come late are told."""
 
-    def __init__(
-        self, config: uvicorn.Config, url: str, draining: Draining, engine: EngineClient
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, url: str, background: Background) -> None:
         super().__init__(config)
         self._url = url
-        self._draining = draining
-        self._engine = engine
+        self._background = background
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -153,13 +171,10 @@ class _Server(uvicorn.Server):
             _announce(f"ready {self._url}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._draining.stop(time.monotonic())
+        self._background.draining.stop(time.monotonic())
 
     async def on_tick(self, counter: int) -> bool:
-        if await super().on_tick(counter) or self._draining.is_over(time.monotonic()):
-            return True
-        # Whoever started us starts a process that has ended; one that only says 503 stays as it is.
-        return _is_dead(self._engine)
+        return await super().on_tick(counter) or self._background.tick(time.monotonic())
 
 
 def _announce(line: str) -> None:
@@ -172,9 +187,7 @@ def _announce(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end
 
 
-def _run_server(
-    app: Starlette, listener: socket.socket, url: str, draining: Draining, engine: EngineClient
-) -> None:
+def _run_server(app: Starlette, listener: socket.socket, url: str, background: Background) -> None:
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -187,7 +200,7 @@ def _run_server(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
-    server = _Server(config, url, draining, engine)
+    server = _Server(config, url, background)
     # uvicorn puts its own in front of these while it runs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)

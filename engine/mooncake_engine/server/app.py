@@ -49,7 +49,7 @@ from mooncake_engine.server.openai_protocol import (
     decode_request,
     to_api_error,
 )
-from mooncake_engine.server.request_metrics import ServerMetrics
+from mooncake_engine.server.request_metrics import LatencyObjectives, ServerMetrics
 from mooncake_engine.server.request_tracing import Tracing
 from mooncake_engine.server.response_builders import (
     ChatResponseBuilder,
@@ -91,7 +91,8 @@ def create_app(
     tool_format = options.tool_format(tokenizer)
     names = (engine.config.model_name, *options.model_aliases)
     processor = InputProcessor(names, engine.info, tokenizer, tool_format)
-    metrics = ServerMetrics(engine)
+    objectives = LatencyObjectives.of_ms(options.slo_ttft_ms, options.slo_tbt_ms)
+    metrics = ServerMetrics(engine, objectives)
     handler = GenerationHandler(engine, tokenizer, metrics, tracing)
     live = LiveRequests() if live is None else live
     plain = PlainEndpoints(processor, handler, live, started=int(time.time()))

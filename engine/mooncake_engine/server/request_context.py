@@ -58,6 +58,8 @@ class ChoiceStats:
         self.started = time.monotonic()
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self.num_gaps = 0
+        self.num_late_gaps = 0
         self.finish: FinishReason | None = None
         self.times: RequestTimes | None = None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import (
@@ -21,8 +23,8 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mooncake_engine.messages import FinishReason, SpeculationStats, StepSizes
-from mooncake_engine.server.request_context import ChoiceStats, RequestContext
+from mooncake_engine.messages import FinishReason, RequestClass, SpeculationStats, StepSizes
+from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
 
 _LABELS = ("model_name", "engine")
@@ -94,10 +96,40 @@ _HISTOGRAMS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LatencyObjectives:
+    """What a good answer keeps to, in seconds; None is no objective.
+
+    Args:
+        ttft_s: to the first token.
+        tbt_s: between tokens, for nine in ten gaps of an answer.
+    """
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+
+    @classmethod
+    def of_ms(cls, ttft_ms: float | None, tbt_ms: float | None) -> LatencyObjectives:
+        """In milliseconds, as options have them."""
+        return cls(
+            None if ttft_ms is None else ttft_ms / 1000, None if tbt_ms is None else tbt_ms / 1000
+        )
+
+    def verdicts(self, stats: ChoiceStats) -> Iterator[tuple[str, bool]]:
+        """Each objective that there is, and whether an answer that is over has met it."""
+        is_whole = stats.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        if self.ttft_s is not None:
+            first = math.inf if stats.first_token is None else stats.first_token
+            yield "ttft", is_whole and first - stats.started <= self.ttft_s
+        if self.tbt_s is not None:
+            yield "tbt", is_whole and 10 * stats.num_late_gaps <= stats.num_gaps
+
+
 class ServerMetrics:
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, objectives: LatencyObjectives | None = None) -> None:
+        self._objectives = objectives or LatencyObjectives()
         self.registry = CollectorRegistry()
         self._label_values = (engine.config.model_name, "0")
         self.registry.register(_EngineCollector(engine, self._label_values))
@@ -118,6 +150,12 @@ class ServerMetrics:
             ("method", "handler", "status"),
             registry=self.registry,
         )
+        self._objectives_met = Counter(
+            "mooncake:slo_requests",
+            "Answers by class, objective and whether it was met.",
+            (*_LABELS, "class", "objective", "met"),
+            registry=self.registry,
+        )
         self._by_reason = {
             reason: self._finished.labels(*self._label_values, reason.value)
             for reason in FinishReason
@@ -129,6 +167,9 @@ class ServerMetrics:
         gap = stats.advance(update, now)
         if gap is not None:
             self._observe("between_tokens", gap)
+            stats.num_gaps += 1
+            if self._objectives.tbt_s is not None and gap > self._objectives.tbt_s:
+                stats.num_late_gaps += 1
         elif is_first and stats.first_token is not None:
             self._observe("first_token", now - stats.started)
 
@@ -137,6 +178,7 @@ class ServerMetrics:
         end."""
         for choice in context.choices:
             self._by_reason[choice.stats.finish or otherwise].inc()
+            self._judge(choice, otherwise)
             if choice.stats.finish is not None:
                 self._end_choice(choice.stats, now)
                 if choice.request.sampling.max_tokens is not None:
@@ -145,6 +187,15 @@ class ServerMetrics:
             if all(choice.stats.finish is not None for choice in group):
                 self._observe("n", context.sampling.n)
                 self._observe("longest", max(choice.stats.num_tokens for choice in group))
+
+    def _judge(self, choice: GeneratedChoice, otherwise: FinishReason) -> None:
+        """Count an answer by the objectives, unless its client left."""
+        if (choice.stats.finish or otherwise) is FinishReason.ABORT:
+            return
+        request_class = RequestClass.of(choice.request.priority).value
+        for objective, is_met in self._objectives.verdicts(choice.stats):
+            met = "true" if is_met else "false"
+            self._objectives_met.labels(*self._label_values, request_class, objective, met).inc()
 
     def _end_choice(self, stats: ChoiceStats, now: float) -> None:
         self._observe("whole", now - stats.started)
@@ -209,6 +260,7 @@ class _EngineCollector:
         yield counter("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
         yield self._step_sizes(stats.step_sizes)
+        yield self._kv_byte_seconds(stats.kv_byte_seconds)
         if stats.speculation is not None:
             yield from self._speculation(stats.speculation)
         for name, value in sorted(stats.kv_transfer.items()):
@@ -224,6 +276,16 @@ class _EngineCollector:
         )
         for reason, count in counts.items():
             family.add_metric((*self._label_values, reason), count)
+        return family
+
+    def _kv_byte_seconds(self, values: dict[str, float]) -> Metric:
+        family = CounterMetricFamily(
+            "mooncake:kv_byte_seconds",
+            "Bytes of KV times seconds that they were held, by what for.",
+            labels=(*_LABELS, "held_for"),
+        )
+        for name, value in values.items():
+            family.add_metric((*self._label_values, name), value)
         return family
 
     def _step_sizes(self, sizes: StepSizes) -> Metric:

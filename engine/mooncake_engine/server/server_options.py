@@ -82,6 +82,29 @@ class ServerOptions:
             help="API keys, one per line; requests without one of them are refused",
         ),
     )
+    slo_ttft_ms: float | None = field(
+        default=None,
+        metadata=option(
+            "--slo-ttft", metavar="MS", help="objective to count by: time to first token in ms"
+        ),
+    )
+    slo_tbt_ms: float | None = field(
+        default=None,
+        metadata=option(
+            "--slo-tbt",
+            metavar="MS",
+            help="objective to count by: time between tokens in ms, for nine in ten gaps of an "
+            "answer",
+        ),
+    )
+    log_stats_interval_s: float = field(
+        default=10.0,
+        metadata=option(
+            "--log-stats-interval",
+            metavar="SECONDS",
+            help="time between log lines with throughput, queues and KV usage; 0: none",
+        ),
+    )
     model_aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -96,7 +119,17 @@ class ServerOptions:
                 "--otlp-endpoint must be the URL of a collector such as http://collector:4318, "
                 f"got {self.otlp_endpoint!r}"
             )
+        self._check_numbers()
 
+    def _check_numbers(self) -> None:
+        for flag, limit in (("--slo-ttft", self.slo_ttft_ms), ("--slo-tbt", self.slo_tbt_ms)):
+            if limit is not None and not 0.0 < limit < math.inf:
+                raise ConfigError(f"{flag} must be a number of ms, more than 0, got {limit:g}")
+        if not 0.0 <= self.log_stats_interval_s < math.inf:
+            raise ConfigError(
+                "--log-stats-interval must be a number of seconds, at least 0, "
+                f"got {self.log_stats_interval_s:g}"
+            )
         if not 0.0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(
                 "--shutdown-timeout must be a number of seconds, at least 0, "

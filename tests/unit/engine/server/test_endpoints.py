@@ -11,6 +11,9 @@ from support.asgi import AsgiClient, ManualClient
 from support.fake_engine import EOS, FakeEngine
 
 from mooncake_engine.errors import EngineDead
+from mooncake_engine.server.app import create_app
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.connector import CompatibilityReport
 
 
@@ -197,6 +200,45 @@ def test_metrics_show_the_engine(client: AsgiClient) -> None:
     assert found["vllm:kv_cache_usage_perc"] == 0.25
     assert found["vllm:prompt_tokens_total"] == 7
     assert found["mooncake:kv_transfer_bytes_received_total"] == 9
+
+
+def test_kv_is_counted_by_what_it_was_held_for(client: AsgiClient) -> None:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    [family] = [family for family in families if family.name == "mooncake:kv_byte_seconds"]
+    found = {sample.labels["held_for"]: sample.value for sample in family.samples}
+    assert found == {"running": 30.0, "leased": 2.5}
+
+
+def slo_requests(client: AsgiClient) -> dict[tuple[str, str, str], float]:
+    return {
+        (sample.labels["class"], sample.labels["objective"], sample.labels["met"]): sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "mooncake:slo_requests_total"
+    }
+
+
+def test_answers_are_judged_by_class(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
+    options = ServerOptions(slo_ttft_ms=1e9, slo_tbt_ms=1e-6)  # always met, never met
+    client = AsgiClient(create_app(engine, byte_tokenizer, options))
+    client.post("/v1/completions", prompt="tea")
+    client.post("/v1/completions", prompt="tea", n=2, priority=1000)
+    client.post("/v1/completions", prompt="tea", max_tokens=1)  # no gap, so none was late
+    engine.fail_at = 1
+    client.post("/v1/completions", prompt="tea", priority=999)
+    assert slo_requests(client) == {
+        ("interactive", "ttft", "true"): 2,
+        ("interactive", "ttft", "false"): 1,
+        ("interactive", "tbt", "true"): 1,
+        ("interactive", "tbt", "false"): 2,
+        ("batch", "ttft", "true"): 2,
+        ("batch", "tbt", "false"): 2,
+    }
+
+
+def test_without_objectives_nothing_is_judged(client: AsgiClient) -> None:
+    client.post("/v1/completions", prompt="tea")
+    assert slo_requests(client) == {}
 
 
 def test_metrics_tell_what_is_waited_for_and_how_large_steps_are(client: AsgiClient) -> None:
