@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import (
     AllCleared,
@@ -13,7 +14,6 @@ from mooncake_conductor.index.kv_event_messages import (
     BlocksStored,
     EventBatch,
 )
-from mooncake_conductor.index.chunk_index import ChunkIndex
 
 MAX_EARLY_BATCHES = 4096
 """Batches that wait for a missing one. Beyond that the stream starts afresh."""

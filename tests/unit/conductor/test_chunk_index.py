@@ -7,8 +7,8 @@ import random
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.holder_sets import Tier
 
 KEYS = tuple(range(1, 9))
 

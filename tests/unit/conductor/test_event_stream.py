@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings, strategies as st
 
 from mooncake_conductor.index import event_stream
+from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream, ReplayRequest, StreamState
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import (
@@ -13,7 +14,6 @@ from mooncake_conductor.index.kv_event_messages import (
     BlocksStored,
     EventBatch,
 )
-from mooncake_conductor.index.chunk_index import ChunkIndex
 
 
 class Publisher:
