@@ -126,6 +126,7 @@ KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _POSITIVE = (
     *("tp_size", "pp_size", "block_size"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("max_step_tokens_with_decodes", "min_prefill_chunk", "prefill_chunk_size"),
 )
 
 
@@ -183,8 +184,8 @@ class EngineConfig:
         default=1,
         metadata=option(
             metavar="N",
-            help="number of pipeline stages; prompts pass through them in chunks of "
-            "--max-num-batched-tokens",
+            help="number of pipeline stages; prompts pass through them in chunks: see "
+            "--prefill-chunk-size",
         ),
     )
     block_size: int | None = field(
@@ -306,6 +307,41 @@ class EngineConfig:
             help="maximum number of tokens in one step; longer prompts run in chunks",
         ),
     )
+    max_step_tokens_with_decodes: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="TOKENS",
+            help="maximum number of tokens in a step that has decodes: prompts share what these "
+            "leave, and one prompt at least --min-prefill-chunk",
+            default_text="--max-num-batched-tokens",
+        ),
+    )
+    target_tbt_ms: float | None = field(
+        default=None,
+        metadata=option(
+            metavar="MS",
+            help="time between tokens to keep to while prompts run: steps with decodes get as many "
+            "prompt tokens as measured steps say it has time for",
+            default_text="no bound by time",
+        ),
+    )
+    min_prefill_chunk: int = field(
+        default=64,
+        metadata=option(
+            metavar="TOKENS",
+            help="minimum number of tokens of a prompt in one step; fewer at its end, or where "
+            "--max-num-batched-tokens has no room for them beside --max-num-seqs sequences",
+        ),
+    )
+    prefill_chunk_size: int | None = field(
+        default=None,
+        metadata=option(
+            metavar="TOKENS",
+            help="maximum number of tokens of one prompt in one step",
+            default_text="with pipeline stages, a stage's share of the prompt; else "
+            "--max-num-batched-tokens",
+        ),
+    )
     max_queued_requests: int = field(
         default=1024,
         metadata=option(
@@ -354,15 +390,12 @@ class EngineConfig:
                 f"kv_cache_dtype must be one of {['auto', *KV_CACHE_DTYPES]}, got "
                 f"{self.kv_cache_dtype!r}"
             )
-        if self.swap_space_bytes < 0 or self.scheduler_delay_factor < 0:
-            raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
         if self.piecewise_graph_max_tokens is not None and self.piecewise_graph_max_tokens < 0:
             raise ConfigError(
                 "piecewise_graph_max_tokens must not be negative, got "
                 f"{self.piecewise_graph_max_tokens}: 0 launches every op of steps with prompts"
             )
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
+        self._check_scheduling()
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
             raise ConfigError(
                 f"memory_utilization must be in (0, 1], got {self.memory_utilization}"
@@ -378,6 +411,14 @@ class EngineConfig:
                 "drafted and verified within one step, which a pipeline spreads over several; use "
                 "one stage, and tensor parallelism for more ranks"
             )
+
+    def _check_scheduling(self) -> None:
+        if self.swap_space_bytes < 0 or self.scheduler_delay_factor < 0:
+            raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
+        if self.target_tbt_ms is not None and self.target_tbt_ms <= 0:
+            raise ConfigError(f"target_tbt_ms must be above 0, got {self.target_tbt_ms:g}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark must be in [0, 1), got {self.watermark}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -156,7 +156,7 @@ class EngineCore:
                 self._step_sizes.note(plan.num_tokens)
         if self._in_flight and (plan.is_empty or len(self._in_flight) == self._steps_in_flight):
             oldest, pending = self._in_flight.popleft()
-            updates = self._scheduler.update(oldest, pending.result())
+            updates = self._scheduler.update(oldest, pending.result(), self._clock())
         else:
             updates = self._scheduler.take_updates()
         self._is_blocked = not self._in_flight and not plan.sequences and not updates

@@ -13,7 +13,6 @@ A peer is not bound to that order: it sees only what completed steps have writte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from itertools import groupby
 from math import ceil
 from operator import attrgetter
@@ -29,6 +28,7 @@ from mooncake_engine.scheduling.remote_kv_queue import RemoteKVQueue
 from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
 from mooncake_engine.scheduling.scheduler_interface import KVConnector, SchedulerLimits
+from mooncake_engine.scheduling.step_budget import AdmissionDelay, StepBudget
 from mooncake_engine.scheduling.step_plan import (
     ScheduledSequence,
     StepBuilder,
@@ -37,50 +37,16 @@ from mooncake_engine.scheduling.step_plan import (
 )
 from mooncake_kv.params import FirstToken
 
-
-class AdmissionDelay:
-    """Holds prompts back for a multiple of what the last ones took (vLLM's scheduler delay factor).
-
-    With many prompts coming in, fewer steps are disturbed by prefills, at the cost of time to
-    the first token.
-
-    Args:
-        factor: 0 never holds back.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-        self._last_step = 0.0
-        self._latency = 0.0
-        self._has_prefill = False
-
-    def begin_step(self, now: float) -> None:
-        """A step is planned; the one before it is over."""
-        if self._has_prefill:
-            self._latency = now - self._last_step
-        self._last_step, self._has_prefill = now, False
-
-    def note_prefill(self) -> None:
-        """The step runs a new prompt."""
-        self._has_prefill = True
-
-    def has_passed(self, waiting: Iterable[Request]) -> bool:
-        """Whether the prompts that wait may start: judged by the earliest, for all of them
-        together, so that one step is disturbed and not one per prompt."""
-        if not self._factor:
-            return True
-        earliest = min((request.arrival for request in waiting), default=self._last_step)
-        return self._last_step - earliest > self._factor * self._latency
-
-
 _group_of = attrgetter("group")
 
 
 class _InFlightStep(NamedTuple):
-    """A step in flight: its plan, and who takes part, siblings behind their leaders."""
+    """A step in flight: its plan, who takes part, siblings behind their leaders, and when it was
+    planned."""
 
     plan: StepPlan
     requests: list[Request]
+    planned: float
 
 
 class Scheduler:
@@ -103,10 +69,12 @@ class Scheduler:
         self._remote_kv = RemoteKVQueue(limits, self._queues, blocks, self._outputs, connector)
         self._preemption = Preemption(self._queues, blocks)
         self.speculation = DraftScheduler(limits, blocks)
+        self._budget = StepBudget(limits)
         self._delay = AdmissionDelay(limits.delay_factor)
         self._watermark_blocks = ceil(limits.watermark * blocks.pool.num_blocks)
         self._step = 0
         self._in_flight: deque[_InFlightStep] = deque()
+        self._last_end = 0.0
         self._waits_for_steps = False
 
     @property
@@ -231,7 +199,7 @@ class Scheduler:
         plan = step.build(self._step, self._queues.take_removed(), arrived)
         self._step += 1
         if not plan.is_empty:
-            self._in_flight.append(_InFlightStep(plan, step.requests))
+            self._in_flight.append(_InFlightStep(plan, step.requests, self._queues.now))
         return plan
 
     def _schedule_requests(self, step: StepBuilder) -> None:
@@ -251,16 +219,21 @@ class Scheduler:
         references = self.blocks.pool.references
         return plan.reads_freed_blocks or not all(map(references, plan.received_blocks))
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[TokenUpdate]:
+    def update(
+        self, plan: StepPlan, result: StepResult, now: float | None = None
+    ) -> list[TokenUpdate]:
         """Take in what came of a step; returns what happened to each request since the last call.
 
         Args:
             plan: of the oldest step in flight; an empty one changes nothing.
             result: its.
+            now: when it was over; None if nothing is to be learnt of what it took.
         """
         if not plan.is_empty:
             flight = self._in_flight.popleft()
             assert flight.plan is plan, f"step {plan.step} is over before {flight.plan.step}"
+            if now is not None:
+                self._learn(flight, now)
             requests = iter(flight.requests)
             for sequence in plan.sequences:
                 self._complete(next(requests), sequence, result)
@@ -268,6 +241,14 @@ class Scheduler:
                     for _ in sequence.siblings:
                         self._complete(next(requests), sequence, result)
         return self._outputs.take_updates()
+
+    def _learn(self, flight: _InFlightStep, now: float) -> None:
+        """What a step took: a step behind another one began when that was over, but in a pipeline,
+        where a token has all stages before it."""
+        is_pipeline = self.limits.num_stages > 1
+        begun = flight.planned if is_pipeline else max(flight.planned, self._last_end)
+        self._last_end = now
+        self._budget.learn(flight.plan, now - begun)
 
     def take_updates(self) -> list[TokenUpdate]:
         """What happened outside steps: aborts, failures, first tokens from a peer."""
@@ -325,10 +306,25 @@ class Scheduler:
                 self._schedule_group(group, list(members), step, prompts)
             if self._waits_for_steps:
                 return False
+        if self._preemption.num_preemptions == before:
+            self._schedule_loaded(step, len(prompts))
+        step.budget = min(step.budget, self._budget.beside_decodes(len(step.decodes)))
         for request in prompts:
             if not self._schedule_prompt(request, step):
                 return False
         return self._preemption.num_preemptions == before
+
+    def _schedule_loaded(self, step: StepBuilder, num_prompts: int) -> None:
+        """Decodes that begin here, with KV that was loaded or swapped in, go before prompts, too.
+        They leave each running prompt the block that it may have to copy."""
+        for request in sorted(self._queues.ready, key=priority_key):
+            if not step.budget or len(self._queues.running) >= self._budget.max_num_seqs:
+                return
+            num_missing = self.blocks.num_missing(request, len(request.token_ids))
+            if num_missing + num_prompts > self.blocks.pool.num_free:
+                return
+            if request.num_pending == 1:
+                self._schedule_ready(request, step)
 
     def _schedule_single(self, request: Request, step: StepBuilder, prompts: list[Request]) -> None:
         """Schedule a request without siblings if it decodes; else put it off to ``prompts``."""
@@ -358,7 +354,7 @@ class Scheduler:
         shares and is about to write to. A request that is in the step already can't be preempted
         for that: then the prompt waits for a step.
         """
-        count = self._count(request, step.budget)
+        count = self._budget.chunk(request, self._count(request, step.budget))
         if not count:
             return True
         if self.blocks.num_missing(request, request.num_scheduled + count) > (
@@ -434,7 +430,7 @@ class Scheduler:
     def _schedule_followers(self, leader: Request, step: StepBuilder) -> list[Request]:
         """Siblings that get the prompt's blocks and sample from its logits, while there is room."""
         followers = self._queues.followers(leader)
-        taken = followers[: self.limits.max_num_seqs - len(self._queues.running)]
+        taken = followers[: self._budget.max_num_seqs - len(self._queues.running)]
         for follower in taken:
             self._queues.dequeue(follower)
             self.blocks.fork(follower, leader)
@@ -449,7 +445,7 @@ class Scheduler:
         """Those with blocks go first; then the most urgent one, swapped out or without blocks."""
         queues = self._queues
         may_start = not queues.running or self._delay.has_passed(queues.waiting)
-        while step.budget and len(queues.running) < self.limits.max_num_seqs:
+        while step.budget and len(queues.running) < self._budget.max_num_seqs:
             if request := queues.ready.peek():
                 is_scheduled = self._schedule_ready(request, step)
             elif request := self._highest_priority():
@@ -464,6 +460,8 @@ class Scheduler:
         return min((head for head in heads if head is not None), key=priority_key, default=None)
 
     def _schedule_ready(self, request: Request, step: StepBuilder) -> bool:
+        if not self._budget.chunk(request, step.budget):
+            return False
         growth = self.blocks.grow(request, len(request.token_ids))
         if growth is not None:
             step.copy(growth)
@@ -481,7 +479,9 @@ class Scheduler:
         reserve = 0 if is_alone else self._watermark_blocks + len(request.group.members) - 1
         if request.state is RequestStatus.SWAPPED:
             return self._preemption.resume(request, step, reserve)
-        if not may_start or not self._allocate(request, reserve, step):
+        if not may_start or not self._budget.may_begin(request, step.budget):
+            return False
+        if not self._allocate(request, reserve, step):
             return False
         self._delay.note_prefill()
         if request.shares_first_token:
@@ -520,7 +520,7 @@ class Scheduler:
         self._queues.dequeue(request)
         self._queues.run(request)
         step.add_new_request(request)
-        self._schedule_tokens(request, min(request.num_pending, step.budget), step)
+        self._schedule_tokens(request, self._budget.chunk(request, step.budget), step)
 
 
 def _prefilling(request: Request) -> Request | None:

@@ -24,6 +24,14 @@ class SchedulerLimits:
         watermark: share of the blocks that admitting a request leaves free for those that run.
         delay_factor: a prompt waits that many times the duration of the last step that computed
             prompts, so that more are computed together; 0 admits at once.
+        max_step_tokens_with_decodes: tokens in a step with decodes; None for as many as in any.
+        target_tbt_s: how long a step with decodes should take at most, by what steps have taken;
+            None does not look at that.
+        min_prefill_chunk: tokens of a prompt in a step, unless it has fewer left, or all other
+            sequences leave it less.
+        prefill_chunk_size: most tokens of one prompt in a step; None for a stage's share of it with
+            several stages, else what there is.
+        num_stages: pipeline stages.
         num_speculative_tokens: draft tokens that a sequence may have in one step.
         uses_async_scheduling: workers hand a sampled token to the next step themselves, so that a
             request may be planned again before its token is known here.
@@ -39,6 +47,11 @@ class SchedulerLimits:
     load_timeout_s: float = 120.0
     watermark: float = 0.0
     delay_factor: float = 0.0
+    max_step_tokens_with_decodes: int | None = None
+    target_tbt_s: float | None = None
+    min_prefill_chunk: int = 1
+    prefill_chunk_size: int | None = None
+    num_stages: int = 1
     num_speculative_tokens: int = 0
     uses_async_scheduling: bool = False
     reports_received_blocks: bool = False

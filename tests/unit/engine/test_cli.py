@@ -44,6 +44,8 @@ def test_every_engine_option_reaches_the_config(model: Path) -> None:
         *("--kv-cache-bytes", "1.5G", "--max-model-len", "100", "--max-num-seqs", "3"),
         *("--max-num-batched-tokens", "64", "--max-queued-requests", "5"),
         *("--no-prefix-caching", "--threads", "2", "--seed", "11"),
+        *("--max-step-tokens-with-decodes", "48", "--target-tbt-ms", "12.5"),
+        *("--min-prefill-chunk", "8", "--prefill-chunk-size", "16"),
     )
     kv_transfer = kv_transfer_config(args)
     assert engine_config(args, kv_transfer) == EngineConfig(
@@ -67,6 +69,10 @@ def test_every_engine_option_reaches_the_config(model: Path) -> None:
         kv_transfer=KVTransferConfig(),
         threads=2,
         seed=11,
+        max_step_tokens_with_decodes=48,
+        target_tbt_ms=12.5,
+        min_prefill_chunk=8,
+        prefill_chunk_size=16,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.scheduling import Bench, make_request, token_of
 
 from mooncake_engine.scheduling.request import RequestStatus
-from mooncake_engine.scheduling.scheduler import AdmissionDelay
+from mooncake_engine.scheduling.step_budget import AdmissionDelay
 
 
 def crowd(bench: Bench, count: int, *, max_tokens: int = 8, length: int = 7) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings, strategies as st
 from support.scheduling import Bench
 
 from mooncake_engine.scheduling.request import RequestStatus
+from mooncake_engine.scheduling.step_budget import StepTimes
 
 
 def counts_of(bench: Bench) -> dict[str, int]:
@@ -43,34 +45,187 @@ def test_decodes_of_a_group_go_before_the_prompt_of_an_older_request() -> None:
         assert counts_of(bench) == {"late-0": 1, "late-1": 1, "urgent": 6}
 
 
-@settings(max_examples=60, deadline=None)
+def test_a_step_with_decodes_is_bounded_and_one_without_is_not() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=32, max_step_tokens_with_decodes=8)
+    bench.add("first", range(30))
+    assert counts_of(bench) == {"first": 30}
+    bench.add("second", range(100, 130))
+    assert counts_of(bench) == {"first": 1, "second": 7}
+
+
+def test_a_bound_below_the_decodes_leaves_a_prompt_its_smallest_chunk() -> None:
+    bench = Bench(
+        num_blocks=64,
+        max_num_batched_tokens=32,
+        max_step_tokens_with_decodes=2,
+        min_prefill_chunk=4,
+    )
+    for index in range(3):
+        bench.add(f"decode-{index}", [10 * index, 1])
+    bench.step()
+    bench.add("prompt", range(100, 130))
+    assert counts_of(bench)["prompt"] == 4
+
+
+def test_a_prompt_gets_no_crumbs_beside_decodes() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=12, min_prefill_chunk=4)
+    bench.add("decode", [1, 2])
+    bench.step()
+    bench.add("first", range(100, 109))
+    bench.add("second", range(200, 220), arrival=1.0)
+    assert counts_of(bench) == {"decode": 1, "first": 9}, "a crumb of two tokens"
+    assert counts_of(bench) == {"decode": 1, "first": 1, "second": 10}
+
+
+def test_the_last_tokens_of_a_prompt_are_no_crumb() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=12, min_prefill_chunk=4)
+    bench.add("prompt", range(100, 114))
+    assert counts_of(bench) == {"prompt": 12}
+    assert counts_of(bench) == {"prompt": 2}
+
+
+def test_a_chunk_is_no_larger_than_asked_for() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=32, prefill_chunk_size=6)
+    bench.add("first", range(100, 110))
+    bench.add("second", range(200, 210), arrival=1.0)
+    assert counts_of(bench) == {"first": 6, "second": 6}
+    assert counts_of(bench) == {"first": 4, "second": 4}
+
+
+def test_a_medium_prompt_has_a_chunk_for_each_stage() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=64, num_stages=3, depth=4)
+    bench.add("prompt", range(100, 122))
+    chunks = [
+        [sequence.count for sequence in plan.sequences]
+        for plan in (bench.submit() for _ in range(3))
+    ]
+    assert chunks == [[8], [8], [6]], "stages wait while one computes the whole prompt"
+
+
+def test_a_decode_whose_kv_was_loaded_does_not_wait_for_a_prompt() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=8)
+    bench.add("prompt", range(100, 140))
+    bench.step()
+    bench.add("loaded", range(10), first_token=50, arrival=1.0)
+    bench.scheduler._remote_kv.start(0)
+    bench.end_load("loaded", None)
+    assert counts_of(bench) == {"prompt": 7, "loaded": 1}
+
+
+def test_no_more_sequences_run_than_a_step_has_tokens() -> None:
+    bench = Bench(num_blocks=64, max_num_batched_tokens=3, max_num_seqs=8)
+    for index in range(5):
+        bench.add(f"r{index}", [10 * index], max_tokens=20)
+    for _ in range(4):
+        counts = counts_of(bench)
+    assert counts == {"r0": 1, "r1": 1, "r2": 1}
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(
             st.integers(1, 40),  # prompt tokens
             st.integers(-2, 2),  # priority
             st.integers(0, 4),  # steps before it comes
+            st.booleans(),  # whether a peer has its KV
         ),
         min_size=2,
         max_size=8,
-    )
+    ),
+    st.sampled_from([None, 1, 6, 10]),
+    st.integers(1, 20),
+    st.sampled_from([None, 3, 9]),
 )
 def test_no_decode_waits_for_a_prompt_and_no_prompt_starves(
-    load: list[tuple[int, int, int]],
+    load: list[tuple[int, int, int, bool]],
+    bound: int | None,
+    min_chunk: int,
+    chunk_size: int | None,
 ) -> None:
-    bench = Bench(num_blocks=64, max_num_batched_tokens=12, token=None)
+    budget = 12
+    bench = Bench(
+        num_blocks=128,
+        max_num_batched_tokens=budget,
+        max_step_tokens_with_decodes=bound,
+        min_prefill_chunk=min_chunk,
+        prefill_chunk_size=chunk_size,
+        token=None,
+    )
     scheduler = bench.scheduler
-    for number, (length, priority, wait) in enumerate(load):
-        for _ in range(wait):
-            bench.step()
-        bench.add(f"r{number}", range(100 * number, 100 * number + length), priority=priority)
-    for _ in range(60):
-        decodes = {
-            request.request_id
-            for request in scheduler._queues.running
-            if request.state is RequestStatus.RUNNING and request.num_pending == 1
-        }
+    smallest = scheduler._budget.min_chunk
+
+    def check_step() -> None:
+        for name in list(bench.connector.loading):
+            bench.end_load(name, None)
+        running = [r for r in scheduler._queues.running if r.state is RequestStatus.RUNNING]
+        ready = {r.request_id for r in scheduler._queues.ready}
+        begun = ready if len(running) < 4 else set()
+        decodes = {r.request_id for r in running if r.num_pending == 1}
+        prompts = [r for r in running if r.num_pending > 1]
+        expected = min(prompts[0].num_pending, smallest) if prompts else 0
         plan, _ = bench.step()
-        scheduled = {sequence.request_id for sequence in plan.sequences}
-        assert decodes <= scheduled
-    assert not scheduler.has_work
+        counts = {sequence.request_id: sequence.count for sequence in plan.sequences}
+        assert decodes | begun <= set(counts), "a decode waits"
+        assert not prompts or counts.get(prompts[0].request_id, 0) >= expected, "a prompt starves"
+        num_decodes = len((decodes | ready) & set(counts))
+        if bound is not None and num_decodes:
+            assert plan.num_tokens <= max(bound, num_decodes + smallest)
+
+    for number, (length, priority, wait, is_loaded) in enumerate(load):
+        for _ in range(wait):
+            check_step()
+        prompt = range(100 * number, 100 * number + length)
+        first = 60 if is_loaded else None
+        bench.add(f"r{number}", prompt, priority=priority, first_token=first, max_tokens=30)
+    for _ in range(400):
+        check_step()
+        if not scheduler.has_work and not bench.connector.loading:
+            return
+    raise AssertionError("not done")
+
+
+def test_steps_with_decodes_get_as_many_prompt_tokens_as_the_target_has_time_for() -> None:
+    times = StepTimes(first_tokens=64)
+    assert times.prompt_tokens_within(0.05) == 64
+    for _ in range(40):
+        times.learn(32, 0, 0.010)
+        tokens = times.prompt_tokens_within(0.05)
+        times.learn(32, tokens, 0.010 + tokens * 1e-4)
+    assert times.prompt_tokens_within(0.05) == pytest.approx(400, rel=0.02)
+    for _ in range(40):  # a longer context, a hotter device: everything takes twice as long
+        times.learn(32, 0, 0.020)
+        tokens = times.prompt_tokens_within(0.05)
+        times.learn(32, tokens, 0.020 + tokens * 2e-4)
+    assert times.prompt_tokens_within(0.05) == pytest.approx(150, rel=0.05)
+
+
+def test_a_short_step_does_not_promise_more_than_twice_its_tokens() -> None:
+    times = StepTimes(first_tokens=10)
+    times.learn(4, 0, 0.010)
+    times.learn(4, 10, 0.010)  # no longer than one without them: noise
+    assert times.prompt_tokens_within(1.0) == 20
+
+
+def test_a_scheduler_keeps_to_a_target_that_steps_are_measured_against() -> None:
+    bench = Bench(
+        num_blocks=2000,
+        max_num_batched_tokens=1000,
+        min_prefill_chunk=4,
+        target_tbt_s=0.05,
+        max_model_len=8000,
+        token=7,
+    )
+    scheduler, now = bench.scheduler, 100.0
+    bench.add("decode", [1, 2], max_tokens=5000)
+    bench.add("prompt", range(10, 7010), arrival=1.0)
+    took = []
+    for _ in range(60):
+        scheduler.expire(now)
+        plan = scheduler.schedule()
+        seconds = 0.010 + 1e-4 * (plan.num_tokens - 1)
+        now += seconds
+        scheduler.update(plan, bench.worker.execute(plan), now)
+        took.append(seconds)
+    assert max(took[1:]) <= 0.055
+    assert max(took[1:]) > 0.04, "the room there is goes unused"
