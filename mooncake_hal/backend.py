@@ -49,33 +49,15 @@ class MemoryInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class DeploymentConstraints:
-    """What a backend allows in a deployment of prefill and decode instances.
-
-    Args:
-        any_tp_ratio: if False, only P_tp >= D_tp and P_tp % D_tp == 0.
-        same_generation: whether P and D must be of one device generation.
-        same_backend: whether the other side must run the same backend.
-        block_size: the only KV block size allowed, or None for any that ``capabilities`` lists.
-    """
-
-    any_tp_ratio: bool = True
-    same_generation: bool = False
-    same_backend: bool = False
-    block_size: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do on this machine.
 
     Args:
         dtypes: names of the floating types that ``ops`` takes, best first.
-        block_sizes: tokens per KV block that the attention kernels take.
+        block_sizes: tokens per KV block that the attention kernels take, best first.
         kv_layouts: names of the layouts of ``mooncake_hal.kv.layout`` that they run on, best first.
         graphs: whether ``runtime.capture`` works.
         transports: names of the transports that can move this backend's memory, best first.
-        constraints: what it allows in a deployment.
         scheduler_resource: what cluster schedulers (Ray) call one of its devices, ``"GPU"`` or
             ``"NPU"``; empty where only CPUs are counted.
         latent_dims: (latent, rope) widths that latent attention runs on; empty: any.
@@ -91,7 +73,6 @@ class Capabilities:
     kv_layouts: tuple[str, ...]
     graphs: bool
     transports: tuple[str, ...]
-    constraints: DeploymentConstraints = DeploymentConstraints()
     scheduler_resource: str = ""
     latent_dims: tuple[tuple[int, int], ...] = ()
     sampling: bool = False

@@ -8,14 +8,15 @@ hand can't disagree unnoticed. Every refusal names what was wanted, what was fou
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 
-from mooncake_hal.backend import Capabilities, DeploymentConstraints
+from mooncake_hal.backend import Capabilities
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.port_range import PortRange, ReservedPorts, why_reserved
 from mooncake_hal.ports import Port, find_taken
+from mooncake_hal.specs import TransportConstraints
 
 CONNECTOR_GROUP = "mooncake_hal.connectors"
 """Entry points of KV connectors: name to ``module:class``."""
@@ -29,12 +30,10 @@ class Hardware:
 
     Args:
         backend, generation: names, as ``mooncake-hal devices`` shows them.
-        constraints: what the backend allows in a deployment.
     """
 
     backend: str
     generation: str
-    constraints: DeploymentConstraints = field(default_factory=DeploymentConstraints)
 
 
 USUAL_BLOCK_SIZE = 16
@@ -56,9 +55,9 @@ class BlockSize:
 
 def default_block_size(capabilities: Capabilities) -> BlockSize:
     """The backend's only one, or the usual one, or the backend's best."""
-    only, offered = capabilities.constraints.block_size, capabilities.block_sizes
-    if only is not None or len(offered) == 1:
-        return BlockSize(only or offered[0], "the backend takes no other")
+    offered = capabilities.block_sizes
+    if len(offered) == 1:
+        return BlockSize(offered[0], "the backend takes no other")
     if USUAL_BLOCK_SIZE in offered:
         return BlockSize(USUAL_BLOCK_SIZE, "the usual one")
     return BlockSize(offered[0], f"the backend's best; it lacks the usual {USUAL_BLOCK_SIZE}")
@@ -73,12 +72,15 @@ class InstanceInfo:
         tp_size: tensor-parallel ranks, of each pipeline stage.
         block_size: tokens per KV block.
         pp_size: pipeline stages; any two numbers go together.
+        transports: those that can move its KV, with what each asks of both ends; empty as long as
+            they are not known.
     """
 
     hardware: Hardware
     tp_size: int
     block_size: int
     pp_size: int = 1
+    transports: Mapping[str, TransportConstraints] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,48 +200,62 @@ def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> None:
     Raises:
         DeploymentRefused: lists what does not fit, with both values.
     """
-    problems = list(find_incompatibilities(prefill, decode))
+    problems = find_incompatibilities(prefill, decode)
     if problems:
         raise DeploymentRefused(problems)
 
 
-def find_incompatibilities(prefill: InstanceInfo, decode: InstanceInfo) -> Iterator[str]:
-    """What keeps two instances from working together.
+def find_incompatibilities(prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:
+    """What keeps two instances from working together: no transport fits the pair.
 
-    The default rule for tensor-parallel sizes is P >= D and P % D == 0; backends that move any
-    part of a block lift it. Pipeline stages hold whole layers: they may be cut as one likes.
+    Backends, device generations, block sizes, numbers of ranks and of pipeline stages may differ
+    as they like; only a transport may ask for more.
     """
-    for own, other in ((prefill, decode), (decode, prefill)):
-        yield from _hardware_problems(own, other)
-    strict = not (
-        prefill.hardware.constraints.any_tp_ratio and decode.hardware.constraints.any_tp_ratio
-    )
+    if usable_transports(prefill, decode) or not (prefill.transports and decode.transports):
+        return []
+    return [
+        f"{name}: {problem}"
+        for name in _by_name(prefill, decode)
+        for problem in _transport_problems(name, prefill, decode)
+    ]
+
+
+def usable_transports(prefill: InstanceInfo, decode: InstanceInfo) -> tuple[str, ...]:
+    """Names of the transports that both have, and whose constraints the pair meets."""
+    names = _by_name(prefill, decode)
+    return tuple(name for name in names if not _transport_problems(name, prefill, decode))
+
+
+def _by_name(prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:
+    return sorted(set(prefill.transports) | set(decode.transports))
+
+
+def _transport_problems(name: str, prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:
+    """Why a transport can't serve this pair, with both values; each end's rules count."""
+    for role, instance in (("prefill", prefill), ("decode", decode)):
+        if name not in instance.transports:
+            offered = ", ".join(sorted(instance.transports))
+            return [f"the {role} instance does not offer it, but {offered}"]
+    rules = (prefill.transports[name], decode.transports[name])
+    mine, theirs = prefill.hardware, decode.hardware
+    problems = []
+    if any(rule.same_backend for rule in rules) and mine.backend != theirs.backend:
+        problems.append(
+            f"it needs one backend on both sides, prefill runs {mine.backend!r}, "
+            f"decode {theirs.backend!r}"
+        )
+    if any(rule.same_generation for rule in rules) and mine.generation != theirs.generation:
+        problems.append(
+            f"it needs one device generation on both sides, prefill has {mine.generation!r}, "
+            f"decode {theirs.generation!r}"
+        )
     is_multiple = 1 <= decode.tp_size <= prefill.tp_size and prefill.tp_size % decode.tp_size == 0
-    if strict and not is_multiple:
-        yield (
-            f"tensor-parallel sizes are {prefill.tp_size} for prefill and {decode.tp_size} for "
-            "decode; this hardware needs prefill >= decode, and a multiple of it"
+    if not is_multiple and not all(rule.any_tp_ratio for rule in rules):
+        problems.append(
+            f"it needs a tensor-parallel size of prefill that is a multiple of decode's, "
+            f"they are {prefill.tp_size} and {decode.tp_size}"
         )
-
-
-def _hardware_problems(own: InstanceInfo, other: InstanceInfo) -> Iterator[str]:
-    mine, theirs = own.hardware, other.hardware
-    rules = mine.constraints
-    if rules.same_backend and mine.backend != theirs.backend:
-        yield (
-            f"backend {mine.backend!r} works only with itself, the other side runs "
-            f"{theirs.backend!r}; use one backend on both"
-        )
-    if rules.same_generation and mine.generation != theirs.generation:
-        yield (
-            f"backend {mine.backend!r} needs one device generation on both sides, found "
-            f"{mine.generation!r} and {theirs.generation!r}"
-        )
-    if rules.block_size is not None and own.block_size != rules.block_size:
-        yield (
-            f"backend {mine.backend!r} needs KV blocks of {rules.block_size} tokens, found "
-            f"{own.block_size}; set --block-size {rules.block_size}"
-        )
+    return problems
 
 
 def _connector_problem(name: str, known: dict[str, EntryPoint]) -> str | None:

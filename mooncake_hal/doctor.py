@@ -26,7 +26,7 @@ from mooncake_hal.deployment import (
     default_block_size,
 )
 from mooncake_hal.errors import DeploymentRefused, HalError
-from mooncake_hal.negotiation import Transports, reserved_ports
+from mooncake_hal.negotiation import Transports, offered_transports, reserved_ports
 from mooncake_hal.ports import Port
 from mooncake_hal.registry import Registry
 from mooncake_hal.specs import Check
@@ -217,7 +217,7 @@ def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
     backend = registry.select_backend(raw.get("backend", "auto"))
     capabilities = backend.capabilities
     generation = backend.runtime.devices()[0].generation
-    hardware = Hardware(backend.name, generation, capabilities.constraints)
+    hardware = Hardware(backend.name, generation)
     block_size = raw.get("block_size", default_block_size(capabilities).tokens)
     reserved = reserved_ports(registry, allowed=capabilities.transports) if connector else ()
     return InstancePlan(
@@ -230,6 +230,7 @@ def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
             tp_size=_number("tp", raw.get("tp", 1)),
             block_size=_number("block_size", block_size),
             pp_size=_number("pp", raw.get("pp", 1)),
+            transports=offered_transports(registry, allowed=capabilities.transports),
         ),
         tuple(reserved),
     )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mooncake_hal.errors import PluginError, TransportUnavailable
 from mooncake_hal.port_range import ReservedPorts
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
-from mooncake_hal.specs import TransportSpec
+from mooncake_hal.specs import TransportConstraints, TransportSpec
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Peer, Transport
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,13 @@ class OpenedTransport:
         transport: the loaded transport.
         endpoint: this instance's end of it.
         priority: the spec's; the highest that reaches wins.
+        constraints: the spec's; what the pair has to meet.
     """
 
     transport: Transport
     endpoint: Endpoint
     priority: int
+    constraints: TransportConstraints = field(default_factory=TransportConstraints)
 
     @property
     def name(self) -> str:
@@ -117,6 +119,11 @@ class Transports:
     def addresses(self) -> dict[str, bytes]:
         """Address by transport, to publish."""
         return {candidate.name: candidate.endpoint.address for candidate in self._candidates}
+
+    @property
+    def constraints(self) -> dict[str, TransportConstraints]:
+        """What each transport asks of both ends."""
+        return {candidate.name: candidate.constraints for candidate in self._candidates}
 
     @property
     def can_revoke(self) -> bool:
@@ -217,6 +224,13 @@ def reserved_ports(
     return [each for spec in _specs(registry, wanted, allowed) for each in spec.reserved_ports()]
 
 
+def offered_transports(
+    registry: Registry, *, wanted: str = AUTO, allowed: Sequence[str] | None = None
+) -> dict[str, TransportConstraints]:
+    """What ``Transports.open`` offers, if all goes well, with what each asks of both ends."""
+    return {spec.name: spec.constraints for spec in _specs(registry, wanted, allowed)}
+
+
 def _specs(registry: Registry, wanted: str, allowed: Sequence[str] | None) -> list[TransportSpec]:
     """What ``Transports.open`` opens, if all goes well."""
     if wanted != AUTO:
@@ -239,4 +253,4 @@ def _eligible(registry: Registry, allowed: Sequence[str] | None) -> list[TableRo
 def _open_one(registry: Registry, name: str, options: EndpointOptions) -> OpenedTransport:
     transport = registry.load_transport(name)
     spec, _ = registry.transports[name]
-    return OpenedTransport(transport, transport.open(options), spec.priority)
+    return OpenedTransport(transport, transport.open(options), spec.priority, spec.constraints)

@@ -82,6 +82,24 @@ class BackendSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TransportConstraints:
+    """What a transport asks of the two instances between which it moves KV. Nothing, by default.
+
+    They are the transport's and not the backend's: an NPU whose own links know only NPUs of one
+    generation reaches everything else by way of the host's memory.
+
+    Args:
+        same_backend: whether both must run the same backend.
+        same_generation: whether their devices must be of one generation.
+        any_tp_ratio: if False, only P_tp >= D_tp and P_tp % D_tp == 0.
+    """
+
+    same_backend: bool = False
+    same_generation: bool = False
+    any_tp_ratio: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TransportSpec:
     """A way of moving KV that a plugin offers.
 
@@ -97,6 +115,7 @@ class TransportSpec:
         num_ports: TCP ports that an endpoint of it listens on.
         reserved_ports: says which others whatever it is built on may take on this host; loads
             nothing. Raises HalError where a setting makes no sense.
+        constraints: what it asks of both ends; a pair that does not meet them takes another one.
     """
 
     name: str
@@ -107,6 +126,7 @@ class TransportSpec:
     examine: Callable[[], Sequence[Check]] = no_checks
     num_ports: int = 1
     reserved_ports: Callable[[], Sequence[ReservedPorts]] = none_reserved
+    constraints: TransportConstraints = TransportConstraints()
 
 
 def installed(distributions: Sequence[str]) -> str | None:

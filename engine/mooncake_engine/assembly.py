@@ -186,7 +186,7 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
         tokenizer_fingerprint(config.model),
         plan.geometry,
         plan.block_size.tokens,
-        Hardware(backend.name, device.generation, backend.capabilities.constraints),
+        Hardware(backend.name, device.generation),
         model_settings=model.settings,
     )
 

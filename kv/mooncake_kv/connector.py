@@ -10,6 +10,7 @@ from typing import Protocol, cast
 import msgspec
 
 from mooncake_hal.deployment import CONNECTOR_GROUP
+from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext
 from mooncake_kv.errors import KVConfigError
@@ -80,6 +81,7 @@ class Topology(msgspec.Struct, frozen=True):
         block_size: tokens per block.
         backend, generation: what it runs on.
         ranks: each rank's endpoints, stage after stage.
+        transports: those that all ranks have open, with what each asks of both ends.
     """
 
     engine_id: str
@@ -91,6 +93,7 @@ class Topology(msgspec.Struct, frozen=True):
     backend: str
     generation: str
     ranks: tuple[RankEndpointInfo, ...]
+    transports: dict[str, TransportConstraints]
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):

@@ -7,13 +7,14 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from mooncake_hal.session.addressing import host_identity
+from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
     CompatibilityReport,
@@ -148,7 +149,10 @@ class ConnectorScheduler(ABC):
             )
         ready = [self._readiness[rank] for rank in range(self._num_ranks)]
         self._instance = msgspec.structs.replace(
-            instance, ranks=tuple(rank.metadata for rank in ready), host=_host()
+            instance,
+            ranks=tuple(rank.metadata for rank in ready),
+            host=_host(),
+            transports=_common_transports(ready),
         )
         self._ranks = RankGroup(self._num_ranks, send)
         self._loop = IoLoop("kv-connector", lambda exc: post(ConnectorFailed(exc)))
@@ -192,6 +196,7 @@ class ConnectorScheduler(ABC):
             instance.hardware.backend,
             instance.hardware.generation,
             tuple(RankEndpointInfo(rank.endpoints) for rank in instance.ranks),
+            instance.transports,
         )
 
     async def _open(self, context: ConnectorContext) -> None:
@@ -226,6 +231,16 @@ class ConnectorScheduler(ABC):
         self._server.close()
         for _ in range(CLOSING_ROUNDS):
             await asyncio.sleep(0)
+
+
+def _common_transports(ranks: Sequence[RankReady]) -> dict[str, TransportConstraints]:
+    """Those that every rank has open; what they ask is the same on all."""
+    first, *others = ranks
+    return {
+        name: asked
+        for name, asked in first.transports.items()
+        if all(name in other.transports for other in others)
+    }
 
 
 def _host() -> str:

@@ -17,6 +17,7 @@ from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
+from mooncake_hal.specs import TransportConstraints
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
@@ -151,6 +152,11 @@ class RankTransports:
         return self._transports.addresses
 
     @property
+    def constraints(self) -> dict[str, TransportConstraints]:
+        """What each of these transports asks of both ends."""
+        return self._transports.constraints
+
+    @property
     def can_revoke(self) -> bool:
         """Whether each of these transports stops what is in flight; see ``Transport``."""
         return self._transports.can_revoke
@@ -250,4 +256,5 @@ class ConnectorWorker(ABC):
         """Tell the scheduler side what is here and how to reach it; orders may come from now on."""
         memory, transports = self.context.memory, self._transports
         metadata = RankMetadata(memory.shard, memory.layout, transports.addresses)
-        self.context.emit(encode(RankReady(metadata, transports.can_revoke)))
+        ready = RankReady(metadata, transports.can_revoke, transports.constraints)
+        self.context.emit(encode(ready))

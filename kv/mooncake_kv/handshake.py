@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mooncake_hal.deployment import Hardware, InstanceInfo, check_compatibility
+from mooncake_hal.deployment import (
+    Hardware,
+    InstanceInfo,
+    check_compatibility,
+    usable_transports,
+)
 from mooncake_hal.errors import DeploymentRefused, PlanError
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.kv.transfer_plan import KVShardSpec, elect_sources
+from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.errors import HandshakeRefused
 
 
@@ -48,6 +54,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
         ranks: all of its ranks: stage after stage, and within one by tensor-parallel rank.
         host: the kernel and network namespace that its side channel is in; empty if that is not
             known.
+        transports: those that all ranks have open, with what each asks of both ends.
     """
 
     engine_id: str
@@ -59,6 +66,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     ranks: tuple[RankMetadata, ...] = ()
     host: str = ""
     model_settings: dict[str, str] = {}
+    transports: dict[str, TransportConstraints] = {}
 
     @property
     def pp_size(self) -> int:
@@ -73,7 +81,19 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     @property
     def compatibility_info(self) -> InstanceInfo:
         """What the rules of deployments look at."""
-        return InstanceInfo(self.hardware, self.tp_size, self.block_size, self.pp_size)
+        return InstanceInfo(
+            self.hardware, self.tp_size, self.block_size, self.pp_size, self.transports
+        )
+
+    def reachable_by(self, transports: tuple[str, ...]) -> tuple[RankMetadata, ...]:
+        """The ranks, with the endpoints of these transports alone."""
+        return tuple(
+            msgspec.structs.replace(
+                rank,
+                endpoints={name: at for name, at in rank.endpoints.items() if name in transports},
+            )
+            for rank in self.ranks
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +104,16 @@ class _Check:
     remedy: str = "serve the same model with the same dtype"
 
 
-CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], None]
-"""``check_decode_peer`` or ``check_prefill_peer``: takes our metadata and the peer's."""
+CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], "tuple[str, ...]"]
+"""``check_decode_peer`` or ``check_prefill_peer``: takes our metadata and the peer's, returns the
+transports that may be used between the two."""
 
 
-def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> None:
+def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> tuple[str, ...]:
     """Whether KV of one instance can serve the other. Both sides run this on what the peer says.
+
+    Returns:
+        Names of the transports whose constraints the pair meets.
 
     Raises:
         HandshakeRefused: names the first fact that differs, with both values.
@@ -106,6 +130,7 @@ def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> Non
         check_compatibility(prefill.compatibility_info, decode.compatibility_info)
     except DeploymentRefused as exc:
         raise HandshakeRefused(str(exc)) from exc
+    return usable_transports(prefill.compatibility_info, decode.compatibility_info)
 
 
 def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Check]:
@@ -122,14 +147,14 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
     yield _Check("KV geometry", prefill.geometry, decode.geometry)
 
 
-def check_decode_peer(own: InstanceMetadata, peer: InstanceMetadata) -> None:
+def check_decode_peer(own: InstanceMetadata, peer: InstanceMetadata) -> tuple[str, ...]:
     """``check_compatible`` for an instance that prefills for that peer."""
-    check_compatible(prefill=own, decode=peer)
+    return check_compatible(prefill=own, decode=peer)
 
 
-def check_prefill_peer(own: InstanceMetadata, peer: InstanceMetadata) -> None:
+def check_prefill_peer(own: InstanceMetadata, peer: InstanceMetadata) -> tuple[str, ...]:
     """``check_compatible`` for an instance that continues what that peer prefilled."""
-    check_compatible(prefill=peer, decode=own)
+    return check_compatible(prefill=peer, decode=own)
 
 
 def _check_ranks(instance: InstanceMetadata) -> None:

@@ -123,15 +123,17 @@ class PeerInstance:
             if self._refusal is not None:
                 raise HandshakeRefused(self._refusal)
             try:
-                metadata = await self._exchange_metadata()
+                metadata, transports = await self._exchange_metadata()
             except HandshakeRefused as exc:
                 self._refusal = str(exc)
                 self._handshake.incompatible.note(self.engine_id, self._refusal)
                 raise
-            self._handshake.ranks.broadcast(ConnectPeer(metadata.engine_id, metadata.ranks))
+            ranks = metadata.reachable_by(transports)
+            self._handshake.ranks.broadcast(ConnectPeer(metadata.engine_id, ranks))
             self.metadata = metadata
 
-    async def _exchange_metadata(self) -> InstanceMetadata:
+    async def _exchange_metadata(self) -> tuple[InstanceMetadata, tuple[str, ...]]:
+        """The peer's metadata, and the transports that may be used to it."""
         own = self._handshake.own
         welcome = await self.client.ask(
             lambda ticket: Hello(ticket, PROTOCOL_VERSION, own), Welcome
@@ -141,8 +143,7 @@ class PeerInstance:
             raise LeaseLost(
                 f"instance {self.engine_id} is gone; {metadata.engine_id} answers at its address"
             )
-        self._handshake.check(own, metadata)
-        return metadata
+        return metadata, self._handshake.check(own, metadata)
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
         """Keep leases alive; returns those that are lost."""

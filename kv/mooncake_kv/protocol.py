@@ -15,7 +15,7 @@ from mooncake_kv.errors import BadFrame, HandshakeRefused
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.params import FirstToken
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = (16 << 20) - 1024
 """What a frame of the session holds, less its own words."""
 

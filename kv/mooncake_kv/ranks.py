@@ -9,6 +9,7 @@ from zlib import crc32
 
 import msgspec
 
+from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.errors import KVTransferError
 from mooncake_kv.handshake import RankMetadata
 
@@ -32,10 +33,12 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     Args:
         metadata: all that.
         can_revoke: whether every transport that peers may use stops what is in flight.
+        transports: what each of them asks of both ends, by name.
     """
 
     metadata: RankMetadata
     can_revoke: bool
+    transports: dict[str, TransportConstraints]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

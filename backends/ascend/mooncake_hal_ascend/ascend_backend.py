@@ -11,7 +11,7 @@ import torch_npu
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from mooncake_hal.backend import Capabilities, Communicator, DeploymentConstraints, GroupSpec
+from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
 from mooncake_hal.backend_parts import TensorAllocation
 from mooncake_hal.collectives import DeviceCommunicator, GroupFactory, ProcessGroup
 from mooncake_hal.errors import BackendUnavailable, DeviceError, OutOfMemory
@@ -54,12 +54,6 @@ class AscendBackend:
             graphs=True,
             max_graphs=MAX_GRAPHS,
             transports=TRANSPORTS,
-            constraints=DeploymentConstraints(
-                any_tp_ratio=False,
-                same_generation=True,
-                same_backend=True,
-                block_size=soc.block_size,
-            ),
             scheduler_resource="NPU",
             latent_dims=soc.latent_dims,
             native_latents=True,

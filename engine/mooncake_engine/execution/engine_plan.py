@@ -171,8 +171,7 @@ def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
     capabilities = backend.capabilities
     if config.block_size is None:
         return default_block_size(capabilities)
-    only = capabilities.constraints.block_size
-    possible = sorted(capabilities.block_sizes) if only is None else [only]
+    possible = sorted(capabilities.block_sizes)
     if config.block_size not in possible:
         raise ConfigError(
             f"block_size {config.block_size} was asked for, backend {backend.name!r} has "

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_hal.backend import Capabilities, DeploymentConstraints
+from mooncake_hal.backend import Capabilities
 from mooncake_hal.deployment import (
     BlockSize,
     DeploymentPlan,
@@ -17,42 +17,33 @@ from mooncake_hal.deployment import (
     InstancePlan,
     check_compatibility,
     default_block_size,
+    usable_transports,
 )
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.port_range import PortRange, ReservedPorts
 from mooncake_hal.ports import Port, find_taken, holder_of
+from mooncake_hal.specs import TransportConstraints
 
-FREE = InstanceInfo(Hardware("cpu", "x86_64"), 1, 16)
-STRICT = InstanceInfo(
-    Hardware(
-        "vendor",
-        "A2",
-        DeploymentConstraints(
-            any_tp_ratio=False, same_generation=True, same_backend=True, block_size=128
-        ),
-    ),
-    4,
-    128,
-)
+ANY = TransportConstraints()
+LINKS = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
+FREE = InstanceInfo(Hardware("cpu", "x86_64"), 1, 16, transports={"tcp": ANY})
+STRICT = InstanceInfo(Hardware("vendor", "A2"), 4, 128, transports={"links": LINKS})
 PREFILL = InstancePlan("p0", "prefill", "MooncakeConnector", (Port("HTTP", "127.0.0.1", 0),), FREE)
 DECODE = replace(PREFILL, name="d0", role="decode")
 
 
 @pytest.mark.parametrize(
-    ("offered", "only", "expected"),
+    ("offered", "expected"),
     [
-        ((128,), 128, BlockSize(128, "the backend takes no other")),
-        ((16, 128), 128, BlockSize(128, "the backend takes no other")),
-        ((64,), None, BlockSize(64, "the backend takes no other")),
-        ((128, 16, 8), None, BlockSize(16, "the usual one")),
-        ((64, 32), None, BlockSize(64, "the backend's best; it lacks the usual 16")),
+        ((64,), BlockSize(64, "the backend takes no other")),
+        ((128, 16, 8), BlockSize(16, "the usual one")),
+        ((64, 32), BlockSize(64, "the backend's best; it lacks the usual 16")),
     ],
 )
 def test_a_block_size_that_nobody_named_suits_the_backend(
-    offered: tuple[int, ...], only: int | None, expected: BlockSize
+    offered: tuple[int, ...], expected: BlockSize
 ) -> None:
-    rules = DeploymentConstraints(block_size=only)
-    capabilities = Capabilities(("float32",), offered, ("BHLPT",), False, ("tcp",), rules)
+    capabilities = Capabilities(("float32",), offered, ("BHLPT",), False, ("tcp",))
     assert default_block_size(capabilities) == expected
 
 
@@ -83,7 +74,8 @@ def test_a_sound_deployment_has_no_problems() -> None:
         ),
         (
             (replace(PREFILL, info=replace(STRICT, tp_size=2)), replace(DECODE, info=STRICT)),
-            "p0 and d0: tensor-parallel sizes are 2 for prefill and 4 for decode",
+            "p0 and d0: links: it needs a tensor-parallel size of prefill that is a multiple of "
+            "decode's, they are 2 and 4",
         ),
         (
             (replace(PREFILL, info=replace(STRICT, pp_size=0)), DECODE),
@@ -103,14 +95,18 @@ def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str
 @pytest.mark.parametrize(
     ("prefill", "decode", "message"),
     [
-        (STRICT, replace(STRICT, tp_size=3), "found|needs prefill >= decode, and a multiple"),
+        (STRICT, replace(STRICT, tp_size=3), "links: it needs .* they are 4 and 3"),
         (
             STRICT,
             replace(STRICT, hardware=replace(STRICT.hardware, generation="A3")),
-            "one device generation on both sides, found 'A2' and 'A3'",
+            "links: it needs one device generation on both sides, prefill has 'A2', decode 'A3'",
         ),
-        (STRICT, FREE, "works only with itself, the other side runs 'cpu'"),
-        (replace(STRICT, block_size=16), STRICT, "needs KV blocks of 128 tokens, found 16"),
+        (
+            STRICT,
+            replace(STRICT, hardware=FREE.hardware),
+            "links: it needs one backend on both sides, prefill runs 'vendor', decode 'cpu'",
+        ),
+        (STRICT, FREE, "links: the decode instance does not offer it, but tcp; tcp: the prefill"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused(
@@ -129,8 +125,17 @@ def test_pipeline_stages_need_no_ratio() -> None:
     check_compatibility(replace(STRICT, pp_size=3), replace(STRICT, pp_size=2))
 
 
-def test_hardware_that_moves_any_part_takes_any_ratio() -> None:
+def test_a_transport_that_moves_any_part_takes_any_ratio() -> None:
     check_compatibility(replace(FREE, tp_size=2), replace(FREE, tp_size=3))
+
+
+def test_what_one_transport_refuses_another_one_takes() -> None:
+    both = {"links": LINKS, "staged": ANY}
+    prefill, decode = replace(STRICT, transports=both), replace(FREE, transports=both)
+    assert usable_transports(prefill, decode) == ("staged",)
+    assert usable_transports(prefill, prefill) == ("links", "staged")
+    check_compatibility(prefill, decode)
+    check_compatibility(replace(decode, tp_size=3), replace(prefill, tp_size=2))
 
 
 def test_a_taken_port_names_its_holder() -> None:

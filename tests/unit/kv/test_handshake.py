@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_hal.backend import DeploymentConstraints
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
 from mooncake_hal.kv.layout import make_layout
+from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.errors import HandshakeRefused
 from mooncake_kv.handshake import (
     MAX_INCOMPATIBLE_PEERS,
@@ -23,24 +23,27 @@ from mooncake_kv.handshake import (
 )
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
-FREE = Hardware("cpu", "x86", DeploymentConstraints())
-STRICT = Hardware(
-    "vendor",
-    "A2",
-    DeploymentConstraints(
-        any_tp_ratio=False, same_generation=True, same_backend=True, block_size=128
-    ),
-)
+FREE = Hardware("cpu", "x86")
+STRICT = Hardware("vendor", "A2")
+LINKS = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
+TRANSPORTS = {FREE: {"tcp": TransportConstraints()}, STRICT: {"links": LINKS}}
 
 
 def facts(
-    tp_size: int = 1, hardware: Hardware = FREE, block_size: int = 16, pp_size: int = 1
+    tp_size: int = 1,
+    hardware: Hardware = FREE,
+    block_size: int = 16,
+    pp_size: int = 1,
+    transports: dict[str, TransportConstraints] | None = None,
 ) -> InstanceMetadata:
+    offered = TRANSPORTS[hardware] if transports is None else transports
     ranks = []
     for shard in shards_of(GEOMETRY, tp_size, pp_size):
         layout = make_layout("BHLPT", GEOMETRY, shard, 8, block_size)
-        ranks.append(RankMetadata(shard, layout, {"tcp": b"address"}))
-    return InstanceMetadata("me", "m1", "t1", GEOMETRY, block_size, hardware, tuple(ranks))
+        ranks.append(RankMetadata(shard, layout, {name: name.encode() for name in offered}))
+    return InstanceMetadata(
+        "me", "m1", "t1", GEOMETRY, block_size, hardware, tuple(ranks), transports=offered
+    )
 
 
 def refusal(prefill: InstanceMetadata, decode: InstanceMetadata) -> str:
@@ -63,7 +66,8 @@ def test_stages_are_seen_in_what_the_ranks_hold() -> None:
     check_compatible(staged, facts(1))
     check_compatible(facts(4, STRICT, 128, pp_size=2), facts(2, STRICT, 128))
     words = refusal(facts(2, STRICT, 128, pp_size=2), facts(4, STRICT, 128))
-    assert "2 for prefill and 4 for decode" in words
+    assert "links: it needs a tensor-parallel size of prefill that is a multiple of" in words
+    assert "they are 2 and 4" in words
 
 
 @pytest.mark.parametrize("missing", range(4))
@@ -114,7 +118,23 @@ def test_another_dtype_is_refused_with_both_values() -> None:
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (3, 2)])
 def test_the_rules_of_deployments_hold_in_the_handshake(prefill_tp: int, decode_tp: int) -> None:
     words = refusal(facts(prefill_tp, STRICT, 128), facts(decode_tp, STRICT, 128))
-    assert f"{prefill_tp} for prefill and {decode_tp} for decode" in words
+    assert f"they are {prefill_tp} and {decode_tp}" in words
+
+
+def test_the_transports_that_a_pair_may_use_are_those_whose_constraints_it_meets() -> None:
+    both = {"links": LINKS, "staged": TransportConstraints()}
+    two, three = (facts(size, STRICT, 128, transports=both) for size in (2, 3))
+    assert check_compatible(two, two) == ("links", "staged")
+    assert check_compatible(two, three) == ("staged",)
+    other = facts(2, transports={"staged": TransportConstraints(), "tcp": TransportConstraints()})
+    assert check_compatible(two, other) == check_compatible(other, two) == ("staged",)
+    assert [set(rank.endpoints) for rank in other.reachable_by(("staged",))] == [{"staged"}] * 2
+
+
+def test_a_pair_without_a_transport_in_common_is_refused_by_name() -> None:
+    words = refusal(facts(hardware=STRICT, block_size=128), facts())
+    assert "links: the decode instance does not offer it, but tcp" in words
+    assert "tcp: the prefill instance does not offer it, but links" in words
 
 
 UNSOUND_SHARDS = [{"layer_stop": 3}, {"head_start": 4}, {"layer_start": -1}]

@@ -60,7 +60,7 @@ def test_the_wire_form_is_fixed() -> None:
         "request_id": "cmpl-1",
         "reader": "d1/r",
     }
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4
 
 
 def test_an_empty_frame_is_refused() -> None:
@@ -121,5 +121,5 @@ def _is_huge(value: object) -> bool:
 
 def test_another_version_is_refused_with_both_named() -> None:
     check_version(PROTOCOL_VERSION)
-    with pytest.raises(HandshakeRefused, match="protocol 2, this instance 3"):
+    with pytest.raises(HandshakeRefused, match="protocol 2, this instance 4"):
         check_version(2)

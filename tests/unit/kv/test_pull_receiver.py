@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from support.virtual_time import run_virtually
 
-from mooncake_hal.backend import DeploymentConstraints
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_kv.connector import Event, LoadEnded
@@ -22,9 +21,7 @@ from mooncake_kv.pull_receiver import PullReceiver
 from mooncake_kv.ranks import RankGroup, RankLoads
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4)
-FACTS = InstanceMetadata(
-    "me", "m", "t", GEOMETRY, 16, Hardware("cpu", "", DeploymentConstraints()), ()
-)
+FACTS = InstanceMetadata("me", "m", "t", GEOMETRY, 16, Hardware("cpu", ""), ())
 REMOTE = RemoteKV("peer", "theirs", "127.0.0.1", 1, (0,), 3)
 LEASE_S = 0.06
 

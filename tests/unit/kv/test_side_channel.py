@@ -18,6 +18,7 @@ from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, liste
 from mooncake_hal.session.frames import frame
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, SideChannelPortTaken
 from mooncake_kv.protocol import (
+    PROTOCOL_VERSION,
     AnyMessage,
     Done,
     LeaseReply,
@@ -30,6 +31,7 @@ from mooncake_kv.side_channel import SideChannelClient, SideChannelServer, crede
 
 HOST = "127.0.0.1"
 SECRET = b"secret"
+NO_MESSAGE = f"not a message of protocol {PROTOCOL_VERSION}"
 
 
 def held(message: AnyMessage) -> AnyMessage:
@@ -167,7 +169,7 @@ def test_an_answer_that_is_no_message_is_an_error() -> None:
     async def main() -> None:
         listener = await listen(HOST, [0], credentials_of(SECRET), nonsense)
         async with asking(listener.port) as client:
-            with pytest.raises(KVTransferError, match="answered with not a message of protocol 3"):
+            with pytest.raises(KVTransferError, match=f"answered with {NO_MESSAGE}"):
                 await ask(client)
         listener.close()
         await settle()
@@ -209,7 +211,7 @@ def test_another_version_is_refused_at_once_and_says_what_to_do() -> None:
         older = replace(credentials_of(SECRET), version=2)
         listener = await listen(HOST, [0], older, lambda session, payload: payload)
         async with asking(listener.port) as client:
-            said = r"we speak version 3, the peer 2; run one release"
+            said = f"we speak version {PROTOCOL_VERSION}, the peer 2; run one release"
             with pytest.raises(HandshakeRefused, match=said):
                 await ask(client, try_timeout_s=30.0)
         listener.close()
@@ -287,7 +289,7 @@ def test_a_malformed_message_gets_a_typed_reject_and_hurts_nobody(payload: bytes
             for _ in range(2):
                 answer = decode(await member.request(payload, timeout=5.0))
                 assert isinstance(answer, Reject)
-                assert answer.reason.startswith(("not a message of protocol 3", "a frame of 0"))
+                assert answer.reason.startswith((NO_MESSAGE, "a frame of 0"))
             assert await ask(client) is LeaseStatus.HELD
             member.close()
 

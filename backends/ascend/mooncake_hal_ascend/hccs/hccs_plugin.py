@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mooncake_hal.hookspecs import hookimpl
-from mooncake_hal.specs import API_VERSION, Availability, Check, TransportSpec, installed
+from mooncake_hal.specs import (
+    API_VERSION,
+    Availability,
+    Check,
+    TransportConstraints,
+    TransportSpec,
+    installed,
+)
 from mooncake_hal_ascend import ascend_env, ascend_plugin
 from mooncake_hal_ascend.ascend_machine import look
 
@@ -19,6 +26,9 @@ NAME = "hccs"
 
 PRIORITY = 60
 """Above what goes through a host's NIC or memory."""
+CONSTRAINTS = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
+"""The vendor's links join NPUs of one generation, and its engines move whole heads of a rank to one
+rank."""
 
 DISTRIBUTIONS = {
     "mooncake": ("mooncake-transfer-engine-npu",),
@@ -98,5 +108,12 @@ def _installed() -> dict[str, str]:
 def mooncake_hal_transport() -> TransportSpec:
     """Offer NPU memory to NPU memory."""
     return TransportSpec(
-        NAME, API_VERSION, PRIORITY, probe, load, examine, reserved_ports=reserved_ports
+        NAME,
+        API_VERSION,
+        PRIORITY,
+        probe,
+        load,
+        examine,
+        reserved_ports=reserved_ports,
+        constraints=CONSTRAINTS,
     )

@@ -11,7 +11,6 @@ from torch.nn import functional
 from mooncake_hal.backend import (
     Capabilities,
     Communicator,
-    DeploymentConstraints,
     DeviceInfo,
     Graph,
     GroupSpec,
@@ -89,7 +88,6 @@ class MyChipBackend:
             kv_layouts=tuple(KV_LAYOUTS),
             graphs=False,
             transports=("shm", "tcp"),
-            constraints=DeploymentConstraints(any_tp_ratio=False, same_generation=True),
         )
         self.runtime = MyChipRuntime()
         self.ops = MyChipOps()

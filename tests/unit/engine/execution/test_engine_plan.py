@@ -17,7 +17,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.engine_plan import make_plan, rank_device
 from mooncake_engine.execution.memory_profiling import profiling_pool_size
-from mooncake_hal.backend import Backend, DeploymentConstraints, DeviceInfo
+from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
 
 
@@ -83,8 +83,7 @@ class OfOneSize:
 
     def __init__(self, inner: Backend) -> None:
         self.runtime = inner.runtime
-        rules = DeploymentConstraints(block_size=128)
-        self.capabilities = replace(inner.capabilities, constraints=rules)
+        self.capabilities = replace(inner.capabilities, block_sizes=(128,))
 
 
 def test_blocks_are_as_large_as_the_backend_wants_them(model: Path, backend: Backend) -> None:
