@@ -99,7 +99,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="URL of this proxy for decode instances, in the push flow (default: --host, --port)",
     )
-    for add_group in (_add_pools, _add_choice, _add_health, _add_limits, _add_access):
+    for add_group in (
+        _add_pools,
+        _add_choice,
+        _add_health,
+        _add_limits,
+        _add_objectives,
+        _add_access,
+    ):
         add_group(parser)
     return parser
 
@@ -289,6 +296,17 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_objectives(parser: argparse.ArgumentParser) -> None:
+    objectives = parser.add_argument_group("objectives")
+    for name, text in (
+        ("ttft", "time to first token"),
+        ("tbt", "time between tokens, for nine in ten of a stream's gaps"),
+    ):
+        objectives.add_argument(
+            f"--slo-{name}", type=float, metavar="MS", help=f"objective to count by: {text}"
+        )
+
+
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """The configuration that the flags describe; ConfigError names the bad one."""
     return ProxyConfig(
@@ -306,6 +324,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         admin_keys=read_keys(args.admin_key_file),
         min_priority=args.min_priority,
         cache_salt_per_key=args.cache_salt_per_key,
+        slo_ttft_s=_in_seconds(args.slo_ttft),
+        slo_tbt_s=_in_seconds(args.slo_tbt),
         pool_file=args.pool_file,
         kubernetes=args.kubernetes,
         kubernetes_api=args.kubernetes_api,
@@ -329,6 +349,10 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
         tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
     )
+
+
+def _in_seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def check_can_serve(config: ProxyConfig) -> None:

@@ -55,6 +55,9 @@ class ProxyConfig:
     min_priority: int = 0
     # Tenants with different API keys share no prefix cache.
     cache_salt_per_key: bool = False
+    # Objectives that streams are counted by, in seconds; None: none.
+    slo_ttft_s: float | None = None
+    slo_tbt_s: float | None = None
     local_prefill: bool = True
     max_attempts: int = 3
     retry_ratio: float = 0.2
@@ -98,14 +101,9 @@ class ProxyConfig:
                 "give --advertise-url http://THIS_HOST:PORT"
             )
         self._check_ports()
+        self._check_numbers()
         if self.cache_salt_per_key and not self.api_keys:
             raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")
-        if self.max_attempts < 1:
-            raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: wanted 1 or more")
-        if not 0.0 <= self.shutdown_timeout_s < math.inf:
-            raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout_s:g}: wanted 0 or more")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
             raise ConfigError(
                 f"--otlp-endpoint {self.otlp_endpoint!r}: wanted the URL of a collector such as "
@@ -118,6 +116,17 @@ class ProxyConfig:
                 f"{', '.join(sorted(twice))} given twice: an instance has one role "
                 "(--backend-url for one that does both)"
             )
+
+    def _check_numbers(self) -> None:
+        if self.max_attempts < 1:
+            raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
+        if self.workers < 1:
+            raise ConfigError(f"--workers {self.workers}: wanted 1 or more")
+        if not 0.0 <= self.shutdown_timeout_s < math.inf:
+            raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout_s:g}: wanted 0 or more")
+        for flag, limit in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
+            if limit is not None and not 0.0 < limit < math.inf:
+                raise ConfigError(f"{flag} {1000 * limit:g}: wanted more than 0 ms")
 
     def _check_ports(self) -> None:
         for flag, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):

@@ -358,6 +358,10 @@ class ProxyApplication:
     def _account(self, active: _ActiveRequest, error: ProxyError | None) -> None:
         path = active.request.target.decode("latin-1")
         self.router.metrics.requests.add(path, str(active.request.status))
+        context = active.context
+        is_refused = 400 <= active.request.status < 500
+        if context is not None and context.streams and not is_refused:
+            self.router.judge(context, is_whole=error is None)
         self.router.metrics.request_seconds.observe(self.router.now() - active.arrival, path)
         self._log_access(active, error)
 

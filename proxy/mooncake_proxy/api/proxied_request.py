@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import Raw
@@ -25,6 +25,8 @@ FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
 TIMEOUT_HEADER = b"x-request-timeout"
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _BYTES_PER_TOKEN = 4
+# Requests of this `priority`, or of a larger number, are batch work: nobody waits for them.
+BATCH_PRIORITY = 1000
 
 # An id that no other process makes, without a system call per request.
 _id_prefix = os.urandom(8).hex()
@@ -42,6 +44,45 @@ def request_id_of(headers: dict[bytes, bytes]) -> str:
     if given is not None and _SANE_ID.fullmatch(given):
         return given.decode("ascii")
     return new_request_id()
+
+
+class StreamTiming:
+    """When the tokens of a stream went to its client; loop times in seconds."""
+
+    __slots__ = ("first_at", "last_at", "num_gaps", "num_late")
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+        self.last_at: float | None = None
+        self.num_gaps = 0
+        self.num_late = 0
+
+    def begin(self, now: float) -> None:
+        """The first token goes out."""
+        self.first_at = self.last_at = now
+
+    def advance(self, now: float, limit_s: float) -> float | None:
+        """More goes out. The time since the last token; None where there was none."""
+        last, self.last_at = self.last_at, now
+        if last is None:
+            self.first_at = now
+            return None
+        gap = now - last
+        self.num_gaps += 1
+        if gap > limit_s:
+            self.num_late += 1
+        return gap
+
+    def verdicts(
+        self, arrival: float, ttft_s: float | None, tbt_s: float | None, *, is_whole: bool
+    ) -> Iterator[tuple[str, bool]]:
+        """Each objective that there is, and whether a stream that is over has met it. One that
+        failed has met none; TBT is met if at most a tenth of the gaps was too long."""
+        if ttft_s is not None:
+            is_first_timely = self.first_at is not None and self.first_at - arrival <= ttft_s
+            yield "ttft", is_whole and is_first_timely
+        if tbt_s is not None:
+            yield "tbt", is_whole and 10 * self.num_late <= self.num_gaps
 
 
 @dataclass(slots=True)
@@ -74,6 +115,7 @@ class RequestContext:
     session: str | None = None
     prefix_blocks: tuple[int, ...] = ()
     cached_tokens: Mapping[str, int] | None = None
+    timing: StreamTiming = field(default_factory=StreamTiming)
     # Its spans, where requests are traced.
     trace: RequestTrace | None = None
     # For the log: which instances took part.
@@ -84,6 +126,11 @@ class RequestContext:
     def streams(self) -> bool:
         """Whether the client wants SSE."""
         return bool(self.parsed.stream)
+
+    @property
+    def request_class(self) -> str:
+        """`interactive` or `batch`."""
+        return "batch" if (self.parsed.priority or 0) >= BATCH_PRIORITY else "interactive"
 
     @property
     def attempt_id(self) -> str:

@@ -48,6 +48,7 @@ async def _stream(
         )
     else:
         forwarder = StreamForwarder(context, instance.name, note_first)
+    forwarder.on_tokens = partial(router.note_tokens, context)
     with await instance.connections.exchange(payload, context.deadline, whole=False) as answer:
         check_streams(answer)
         context.request.attach(answer)
@@ -63,7 +64,6 @@ def _note_first(
     router: RequestRouter, context: RequestContext, instance: Instance, started: float
 ) -> None:
     """The first event, or the whole answer, has come."""
-    now = router.now()
-    router.metrics.stage_seconds.observe(now - started, "decode", instance.name)
+    router.metrics.stage_seconds.observe(router.now() - started, "decode", instance.name)
     if not context.request.has_started:
-        router.metrics.first_token_seconds.observe(now - context.arrival)
+        router.note_first_token(context)

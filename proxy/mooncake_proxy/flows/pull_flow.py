@@ -295,7 +295,7 @@ def _answer_from_prefill(
     router: RequestRouter, context: RequestContext, prefill: PrefillResult
 ) -> None:
     """P's first token was the last: its answer is the answer."""
-    router.metrics.first_token_seconds.observe(router.now() - context.arrival)
+    router.note_first_token(context)
     router.release(prefill.instance, prefill.kv_params)
     if not context.streams:
         context.request.respond(200, prefill.body, "application/json", context.reply_headers)
@@ -315,7 +315,7 @@ def _deliver_first_token(
     if context.answer_id is None and not instance.spec.repeats_first_token:
         events = first_token_events(context.endpoint, answer, context.parsed)
         context.request.start_stream("text/event-stream", context.reply_headers, events)
-        router.metrics.first_token_seconds.observe(router.now() - context.arrival)
+        router.note_first_token(context)
         context.answer_id = answer.id
     elif context.answer_id is not None and instance.spec.repeats_first_token:
         raise MalformedAnswer(instance.name, "would send the first token twice")

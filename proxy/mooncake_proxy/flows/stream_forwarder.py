@@ -53,7 +53,15 @@ class StreamForwarder:
     same whether it came from one instance or another.
     """
 
-    __slots__ = ("_context", "_framer", "_instance", "_on_start", "_rename", "is_finished")
+    __slots__ = (
+        "_context",
+        "_framer",
+        "_instance",
+        "_on_start",
+        "_rename",
+        "is_finished",
+        "on_tokens",
+    )
 
     def __init__(
         self, context: RequestContext, instance: str, on_start: Callable[[], None]
@@ -61,6 +69,8 @@ class StreamForwarder:
         self._context = context
         self._instance = instance
         self._on_start = on_start
+        # Called with every block of events that goes out, but for the first of an answer.
+        self.on_tokens: Callable[[], None] = _ignore
         self._framer = EventFramer()
         # (their id, ours) when another id already went to the client: one answer has one id.
         self._rename: tuple[bytes, bytes] | None = None
@@ -93,6 +103,7 @@ class StreamForwarder:
                 context.request.start_stream("text/event-stream", context.reply_headers, block)
                 return
             self._rename = _rename_for(block, context.answer_id)
+        self.on_tokens()
         if self._rename is not None:
             block = block.replace(*self._rename)
         context.request.write(block)
@@ -129,6 +140,10 @@ class StreamForwarder:
 
     def _given_back(self, data: bytes) -> Recomputed:
         return Recomputed(self._instance, "gave the request back for recomputation")
+
+
+def _ignore() -> None:
+    """Nobody measures."""
 
 
 def _rename_for(block: bytes, delivered_id: str | None) -> tuple[bytes, bytes] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -87,6 +88,8 @@ class RequestRouter:
         self.now = client.loop.time
         self.pool = InstancePool(client)
         self.metrics = ProxyMetrics()
+        self._record_gap = self.metrics.between_tokens_seconds.recorder()
+        self._slo_tbt_s = math.inf if config.slo_tbt_s is None else config.slo_tbt_s
         self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
         self.suspects = SuspectBodies()
         self.passive = PassiveHealth(config.eject_after)
@@ -147,6 +150,28 @@ class RequestRouter:
     def _expect_hits(self, context: RequestContext, hashes: tuple[int, ...]) -> None:
         context.prefix_blocks = hashes
         context.cached_tokens = self.prefixes.cached_tokens(hashes)
+
+    def note_first_token(self, context: RequestContext) -> None:
+        """The first token, or the whole answer, goes to the client now."""
+        now = self.now()
+        self.metrics.first_token_seconds.observe(now - context.arrival)
+        context.timing.begin(now)
+
+    def note_tokens(self, context: RequestContext) -> None:
+        """More of a stream goes to the client now."""
+        gap = context.timing.advance(self.now(), self._slo_tbt_s)
+        if gap is not None:
+            self._record_gap(gap)
+
+    def judge(self, context: RequestContext, *, is_whole: bool) -> None:
+        """Count a stream that is over by the objectives."""
+        config, timing = self.config, context.timing
+        met = timing.verdicts(
+            context.arrival, config.slo_ttft_s, config.slo_tbt_s, is_whole=is_whole
+        )
+        for objective, is_met in met:
+            verdict = "true" if is_met else "false"
+            self.metrics.slo_requests.add(context.request_class, objective, verdict)
 
     def note_verdict(self, instance: Instance) -> None:
         """Health has changed: a restarted instance has an empty cache."""
