@@ -1,0 +1,241 @@
+"""The conductor: places requests, admits or refuses them, and keeps account of what it promised.
+
+Pure: time and chance are arguments. The proxy and the simulator call the same object.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mooncake_conductor.cost.latency_model import LatencyModel
+from mooncake_conductor.cost.online_fit import LatencyEstimator
+from mooncake_conductor.decode_choice import DecodeChoice, DecodeChooser
+from mooncake_conductor.decode_load import DecodeLedger
+from mooncake_conductor.errors import UnknownInstance
+from mooncake_conductor.fleet import Fleet, InstanceSpec
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.policies.heat import CacheReports, HeatMeter
+from mooncake_conductor.policies.mooncake_policy import Boundary
+from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, PolicyParts, make_policy
+from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest, Situation
+from mooncake_conductor.reservations import Reservation, ReservationBook
+from mooncake_conductor.slo_admission import (
+    ADMITTED,
+    Admission,
+    AdmissionMode,
+    Forecast,
+    Objectives,
+    Verdict,
+)
+
+_REFIT_EVERY = 16
+"""Reports between two solutions of the regression."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorSettings:
+    """How requests are placed.
+
+    Args:
+        policy: by name.
+        admission: when load leads to a refusal.
+        objectives: what classes want.
+        threshold, boundary: of the policy ``mooncake``.
+        binds_late: the decode instance is chosen again when the prefill ends (pull), instead of
+            once at arrival (push).
+        reservation_s: after which a reservation is taken away.
+        decode_share: quantile of past decode durations that a request is expected to take.
+    """
+
+    policy: str = DEFAULT_POLICY
+    admission: AdmissionMode = AdmissionMode.NONE
+    objectives: Objectives = field(default_factory=Objectives)
+    threshold: float = 2.0
+    boundary: Boundary = Boundary.FAST
+    binds_late: bool = False
+    reservation_s: float = 600.0
+    decode_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided about a request, with every term that led to it.
+
+    Args:
+        request_id: whose.
+        verdict: admitted or not.
+        prefill: where and how it is prefilled.
+        decode: where it decodes.
+        decided_at: the time.
+    """
+
+    request_id: str
+    verdict: Verdict
+    prefill: PrefillChoice
+    decode: DecodeChoice
+    decided_at: float
+
+    def explain(self, names: dict[int, str]) -> dict[str, Any]:
+        """As plain data for logs and traces, instances by name."""
+        prefill, decode = asdict(self.prefill), asdict(self.decode)
+        prefill["plan"] = self.prefill.plan.value
+        for part in (prefill, decode):
+            part["instance"] = names.get(part.pop("slot"), "?")
+        for fetch in prefill["fetches"]:
+            fetch["source"] = names.get(fetch["source"], "?")
+        refusal = self.verdict.refusal
+        return {
+            "request": self.request_id,
+            "at": self.decided_at,
+            "refusal": refusal.value if refusal else None,
+            "retry_after_s": self.verdict.retry_after_s,
+            "prefill": prefill,
+            "decode": decode,
+        }
+
+
+class Conductor:
+    """Places requests on a fleet.
+
+    Args:
+        fleet: the instances; add them through the conductor.
+        settings: how.
+        rng: breaks ties and spreads retries.
+    """
+
+    def __init__(self, fleet: Fleet, settings: ConductorSettings, rng: random.Random) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.index = ChunkIndex(fleet.num_slots)
+        self.heat = HeatMeter()
+        self.reports = CacheReports()
+        self.ledger = DecodeLedger(fleet, share=settings.decode_share)
+        self.book = ReservationBook(fleet, self.index, self.ledger)
+        self.admission = Admission(settings.admission, settings.objectives, rng)
+        parts = PolicyParts(
+            self.index, self.heat, self.reports, settings.threshold, settings.boundary
+        )
+        self._policy = make_policy(settings.policy, parts)
+        self._chooser = DecodeChooser(fleet, self.ledger, settings.admission.view, rng)
+        self._rng = rng
+        self._estimators: dict[int, tuple[LatencyEstimator, int]] = {}
+
+    def add(self, spec: InstanceSpec) -> int:
+        """An instance has come; returns its slot."""
+        return self.fleet.add(spec)
+
+    def remove(self, slot: int, now: float) -> list[str]:
+        """An instance is gone: returns the requests that still needed it, all released."""
+        ended = self.book.release_slot(slot, now)
+        self.fleet.remove(slot, now)
+        self.index.cleared(slot)
+        self.index.set_healthy(slot, True)
+        self.reports.report(slot, None)
+        self._estimators.pop(slot, None)
+        return ended
+
+    def route(self, request: RoutingRequest, now: float) -> Decision:
+        """Place a request, or refuse it; what an admitted one needs is reserved.
+
+        Raises:
+            UnknownInstance: there is no prefill or no decode instance at all.
+        """
+        if not len(self.fleet.prefill_slots) or not len(self.fleet.decode_slots):
+            raise UnknownInstance("no prefill instance, or no decode instance, to choose from")
+        self.book.sweep(now)
+        match = self.index.match(request.keys, now)
+        self.heat.touch(request.keys, now)
+        choice = self._policy.choose(Situation(self.fleet, request, match, now, self._rng))
+        wanted = self.admission.objectives.of(request.request_class)
+        decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s)
+        forecast = self._forecast(request, choice.ttft, decode)
+        verdict = self.admission.at_arrival(request.request_class, forecast)
+        decision = Decision(request.request_id, verdict, choice, decode, now)
+        if verdict.is_admitted:
+            self._reserve(request, decision, now)
+        return decision
+
+    def prefilled(self, request_id: str, now: float) -> tuple[Verdict, int | None]:
+        """The prefill is done: whether the request may decode, and on which slot.
+
+        A request that is refused now has lost its reservation. One without a reservation, because
+        it took too long, is admitted nowhere in particular: None.
+        """
+        made = self.book.prefilled(request_id, now)
+        if made is None:
+            return ADMITTED, None
+        request = made.request
+        # What is bound to the instance already must not be counted as its own rival.
+        self.ledger.release(request_id)
+        wanted = self.admission.objectives.of(request.request_class)
+        decode = self._chooser.choose(request, None, now, wanted.tbt_s)
+        if not self.settings.binds_late:
+            decode = self._again(request, made.decode_slot, decode)
+        forecast = self._forecast(request, 0.0, decode)
+        verdict = self.admission.after_prefill(request.request_class, forecast)
+        if not verdict.is_admitted:
+            self.book.release(request_id, now)
+            return verdict, None
+        self.book.rebind(request_id, decode.slot, now)
+        return verdict, decode.slot
+
+    def joined(self, request_id: str, now: float) -> None:
+        """The request decodes."""
+        self.book.joined(request_id, now)
+
+    def finished(self, request_id: str, now: float) -> None:
+        """The request has all its tokens."""
+        self.book.finished(request_id, now)
+
+    def ended(self, request_id: str, now: float) -> None:
+        """The request failed, was cancelled, or its client left."""
+        self.book.release(request_id, now)
+
+    def measured_prefill(self, slot: int, num_tokens: int, num_reused: int, seconds: float) -> None:
+        """An instance reports what a prefill took, without waiting and loads."""
+        self._estimator(slot).prefilled(num_tokens, num_reused, seconds)
+        self._refit(slot)
+
+    def measured_step(
+        self, slot: int, num_sequences: int, num_context_tokens: int, seconds: float
+    ) -> None:
+        """An instance reports what a step of decoding took."""
+        self._estimator(slot).stepped(num_sequences, num_context_tokens, seconds)
+        self._refit(slot)
+
+    def _reserve(self, request: RoutingRequest, decision: Decision, now: float) -> None:
+        choice = decision.prefill
+        self.fleet.links.book_all(choice.fetches, choice.slot, self.fleet.chunk_bytes, now)
+        deadline = now + choice.ttft + self.settings.reservation_s
+        self.book.reserve(Reservation(request, choice, decision.decode.slot, deadline), now)
+
+    def _again(self, request: RoutingRequest, slot: int, best: DecodeChoice) -> DecodeChoice:
+        """The instance that was chosen at arrival, by the load of now."""
+        load = self.ledger.now()
+        index = int((self.fleet.decode_slots == slot).argmax())
+        tbt = self._chooser.tbt(load, request.num_tokens + request.num_output_tokens / 2)
+        others = float(load.num_sequences[index])
+        return DecodeChoice(slot, float(tbt[index]), best.tail, others, 0)
+
+    def _forecast(self, request: RoutingRequest, ttft: float, decode: DecodeChoice) -> Forecast:
+        expected = self.ledger.expected_seconds(request.request_class)
+        return Forecast(ttft, decode.tbt, expected / max(decode.num_sequences, 1.0))
+
+    def _estimator(self, slot: int) -> LatencyEstimator:
+        if slot not in self.fleet.names:
+            raise UnknownInstance(f"a report of slot {slot}, which has no instance")
+        if slot not in self._estimators:
+            fixed, per_token, squared = self.fleet.prefill[:, slot]
+            step, per_sequence, per_context = self.fleet.step[:, slot]
+            cold = LatencyModel(fixed, per_token, squared, step, per_sequence, per_context)
+            self._estimators[slot] = (LatencyEstimator(cold), 0)
+        return self._estimators[slot][0]
+
+    def _refit(self, slot: int) -> None:
+        estimator, reports = self._estimators[slot]
+        reports = (reports + 1) % _REFIT_EVERY
+        self._estimators[slot] = (estimator, reports)
+        if not reports:
+            self.fleet.set_latency(slot, estimator.model())

@@ -1,0 +1,68 @@
+"""When the links between instances are free: each direction of each is a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Chunks of a prompt that one instance reads from another.
+
+    Args:
+        source: slot that is read from.
+        start: index of the first chunk in the prompt.
+        num_chunks: how many follow each other.
+    """
+
+    source: int
+    start: int
+    num_chunks: int
+
+
+class LinkCalendar:
+    """Sending and receiving side of every instance's link.
+
+    A transfer takes ``setup + bytes / bandwidth`` and begins when its sender and its receiver are
+    free. Times only grow, so a transfer that is booked later never makes another one earlier.
+
+    Args:
+        bytes_per_s: bandwidth of each instance's link, by slot.
+        setup_s: of a transfer.
+    """
+
+    def __init__(self, bytes_per_s: Seconds, setup_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.setup_s = setup_s
+        self.sending_until = np.zeros(len(bytes_per_s))
+        self.receiving_until = np.zeros(len(bytes_per_s))
+
+    def book(self, source: int, target: int, num_bytes: float, now: float) -> float:
+        """Take both ends for a transfer; returns when it will be done."""
+        if num_bytes <= 0:
+            return now
+        start = max(now, self.sending_until[source], self.receiving_until[target])
+        slower = min(self.bytes_per_s[source], self.bytes_per_s[target])
+        done = float(start + self.setup_s + num_bytes / slower)
+        self.sending_until[source] = self.receiving_until[target] = done
+        return done
+
+    def book_all(
+        self, fetches: Sequence[Fetch], target: int, chunk_bytes: float, now: float
+    ) -> float:
+        """Take the links for all of a prompt's fetches; returns when the last will be done."""
+        done = now
+        for fetch in fetches:
+            moved = fetch.num_chunks * chunk_bytes
+            done = max(done, self.book(fetch.source, target, moved, now))
+        return done
+
+    def cut(self, slot: int, now: float) -> None:
+        """An instance is gone: nothing more moves over its link."""
+        self.sending_until[slot] = self.receiving_until[slot] = now

@@ -1,0 +1,116 @@
+"""Coefficients that follow what instances report, and quantiles of what they report."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_conductor.cost.latency_model import LatencyModel
+
+_FORGETTING = 0.999
+"""A report of a thousand reports ago counts a third."""
+_PRIOR_REPORTS = 5.0
+"""How many reports the coefficients of the start are worth."""
+
+
+class OnlineFit:
+    """Least squares over reports as they come, older ones counting less.
+
+    Features are scaled by the size that they usually have; coefficients stay at least 0.
+
+    Args:
+        prior: coefficients to begin with.
+        scales: the usual size of each feature.
+    """
+
+    def __init__(self, prior: Sequence[float], scales: Sequence[float]) -> None:
+        self._scales = np.array(scales, dtype=np.float64)
+        weight = np.array(prior, dtype=np.float64) * self._scales
+        self._gram: NDArray[np.float64] = np.eye(len(prior)) * _PRIOR_REPORTS
+        self._moment: NDArray[np.float64] = self._gram @ weight
+        self.num_reports = 0
+
+    def report(self, features: Sequence[float], seconds: float) -> None:
+        """What something took. A report that is no finite number above 0 is ignored."""
+        if not 0 < seconds < float("inf"):
+            return
+        row = np.array(features) / self._scales
+        self._gram = _FORGETTING * self._gram + np.outer(row, row)
+        self._moment = _FORGETTING * self._moment + row * seconds
+        self.num_reports += 1
+
+    def coefficients(self) -> list[float]:
+        """What fits best now, none below 0."""
+        free = np.ones(len(self._scales), dtype=np.bool_)
+        found = np.zeros(len(self._scales))
+        while free.any():
+            tiny = 1e-9 * np.eye(int(free.sum()))
+            found[:] = 0.0
+            found[free] = np.linalg.solve(self._gram[np.ix_(free, free)] + tiny, self._moment[free])
+            if (found >= 0).all():
+                break
+            free &= found > 0
+        return [float(value) for value in np.maximum(found, 0.0) / self._scales]
+
+
+class LatencyEstimator:
+    """Keeps one instance's latency model up to date.
+
+    Args:
+        cold: the model until something was reported.
+    """
+
+    def __init__(self, cold: LatencyModel) -> None:
+        self._prefill = OnlineFit(cold.prefill_coefficients, (1.0, 4096.0, 4096.0**2))
+        self._step = OnlineFit(cold.step_coefficients, (1.0, 16.0, 65536.0))
+
+    def prefilled(self, num_tokens: int, num_reused: int, seconds: float) -> None:
+        """A prefill took that long, without waiting and loads."""
+        computed, pairs = num_tokens - num_reused, num_tokens**2 - num_reused**2
+        self._prefill.report((1.0, computed, pairs), seconds)
+
+    def stepped(self, num_sequences: int, num_context_tokens: int, seconds: float) -> None:
+        """A step of decoding took that long."""
+        self._step.report((1.0, max(num_sequences - 1, 0), num_context_tokens), seconds)
+
+    def model(self) -> LatencyModel:
+        """The costs as they are known now."""
+        fixed, per_token, squared = self._prefill.coefficients()
+        step, per_sequence, per_context = self._step.coefficients()
+        return LatencyModel(fixed, per_token, squared, step, per_sequence, per_context)
+
+
+class RunningQuantile:
+    """A quantile of the last reports.
+
+    Args:
+        share: 0 to 1.
+        initial: until something was reported.
+        window: how many reports count.
+    """
+
+    def __init__(self, share: float, initial: float, window: int = 512) -> None:
+        self._share = share
+        self._initial = initial
+        self._window = window
+        self._recent: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def report(self, value: float) -> None:
+        """One more value."""
+        if len(self._recent) == self._window:
+            oldest = self._recent.popleft()
+            del self._ordered[bisect_left(self._ordered, oldest)]
+        self._recent.append(value)
+        insort(self._ordered, value)
+
+    @property
+    def value(self) -> float:
+        """The quantile."""
+        if not self._ordered:
+            return self._initial
+        return self._ordered[min(int(self._share * len(self._ordered)), len(self._ordered) - 1)]

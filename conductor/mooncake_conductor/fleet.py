@@ -1,0 +1,211 @@
+"""The instances as columns of numbers, by slot: what policies compute on, all at once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_conductor.cost.latency_model import LatencyModel
+from mooncake_conductor.cost.link_calendar import LinkCalendar
+from mooncake_conductor.errors import ConductorConfigError, UnknownInstance
+
+Slots = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+
+class Role(Enum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """What is known of an instance when it comes.
+
+    Args:
+        name: unique.
+        role: what it does.
+        latency: its costs.
+        link_gb_s: of its network.
+        host_gb_s: from its host memory to its devices.
+        disk_gb_s: from its disk.
+        kv_tokens: that fit in its device memory.
+        max_batch: sequences that it decodes at a time.
+    """
+
+    name: str
+    role: Role
+    latency: LatencyModel
+    link_gb_s: float = 87.0
+    host_gb_s: float = 128.0
+    disk_gb_s: float = 6.0
+    kv_tokens: int = 1_000_000
+    max_batch: int = 256
+
+
+class Fleet:
+    """All instances of one model.
+
+    Args:
+        num_slots: how many there can be at a time.
+        chunk_tokens: of the index's chunks.
+        kv_bytes_per_token: of the model.
+        num_layers: of the model; a prompt's layers are loaded and sent one after another.
+        setup_s: of a transfer.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        chunk_tokens: int,
+        kv_bytes_per_token: float,
+        num_layers: int,
+        setup_s: float = 0.002,
+    ) -> None:
+        if min(num_slots, chunk_tokens, num_layers) < 1 or kv_bytes_per_token <= 0:
+            raise ConductorConfigError("slots, chunk tokens, layers and KV bytes must be above 0")
+        self.num_slots = num_slots
+        self.chunk_tokens = chunk_tokens
+        self.chunk_bytes = chunk_tokens * kv_bytes_per_token
+        self.kv_bytes_per_token = kv_bytes_per_token
+        self.num_layers = num_layers
+        self.names: dict[int, str] = {}
+        self.prefill_slots: Slots = np.zeros(0, np.int64)
+        self.decode_slots: Slots = np.zeros(0, np.int64)
+        self.prefill = np.zeros((3, num_slots))
+        self.step = np.zeros((3, num_slots))
+        self.host_bytes_per_s = np.ones(num_slots)
+        self.disk_bytes_per_s = np.ones(num_slots)
+        self.kv_tokens = np.zeros(num_slots)
+        self.max_batch = np.zeros(num_slots)
+        self.links = LinkCalendar(np.ones(num_slots), setup_s)
+        self.queues = PrefillQueues(num_slots)
+        self._roles: dict[int, Role] = {}
+
+    def add(self, spec: InstanceSpec) -> int:
+        """Give an instance a slot.
+
+        Raises:
+            ConductorConfigError: its name is taken, or all slots are.
+        """
+        if spec.name in self.names.values():
+            raise ConductorConfigError(f"there is an instance {spec.name!r} already")
+        free = next((slot for slot in range(self.num_slots) if slot not in self.names), None)
+        if free is None:
+            raise ConductorConfigError(f"all {self.num_slots} slots are taken")
+        self.names[free] = spec.name
+        self._roles[free] = spec.role
+        self.set_latency(free, spec.latency)
+        self.links.bytes_per_s[free] = spec.link_gb_s * 1e9
+        self.host_bytes_per_s[free] = spec.host_gb_s * 1e9
+        self.disk_bytes_per_s[free] = spec.disk_gb_s * 1e9
+        self.kv_tokens[free] = spec.kv_tokens
+        self.max_batch[free] = spec.max_batch
+        self._list_roles()
+        return free
+
+    def remove(self, slot: int, now: float) -> None:
+        """An instance is gone; its slot can be given to another.
+
+        Raises:
+            UnknownInstance: there is none in that slot.
+        """
+        if slot not in self.names:
+            raise UnknownInstance(f"no instance in slot {slot}")
+        del self.names[slot], self._roles[slot]
+        self.links.cut(slot, now)
+        self.queues.clear(slot)
+        self._list_roles()
+
+    def set_latency(self, slot: int, latency: LatencyModel) -> None:
+        """An instance's costs are known better now."""
+        self.prefill[:, slot] = latency.prefill_coefficients
+        self.step[:, slot] = latency.step_coefficients
+
+    def prefill_seconds(self, slots: Slots, num_tokens: float, num_reused: Values) -> Values:
+        """What each of these instances would compute on a prompt."""
+        fixed, per_token, squared = self.prefill[:, slots]
+        pairs = num_tokens * num_tokens - num_reused * num_reused
+        return fixed + per_token * (num_tokens - num_reused) + squared * pairs  # type: ignore[no-any-return]  # numpy's sums of rows
+
+    def step_seconds(self, slots: Slots, num_sequences: Values, num_context: Values) -> Values:
+        """What a step of each of these instances would take."""
+        step, per_sequence, per_context = self.step[:, slots]
+        others = np.maximum(num_sequences - 1, 0)
+        return step + per_sequence * others + per_context * num_context  # type: ignore[no-any-return]  # numpy's sums of rows
+
+    def _list_roles(self) -> None:
+        roles = sorted(self._roles.items())
+        prefill = [slot for slot, role in roles if role is not Role.DECODE]
+        decode = [slot for slot, role in roles if role is not Role.PREFILL]
+        self.prefill_slots = np.array(prefill, np.int64)
+        self.decode_slots = np.array(decode, np.int64)
+
+
+class PrefillQueues:
+    """What every prefill instance still has to do: first come, first served.
+
+    Args:
+        num_slots: of the fleet.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_requests = np.zeros(num_slots)
+        self.num_tokens = np.zeros(num_slots)
+        self._pending = np.zeros(num_slots)
+        self._head = np.zeros(num_slots)
+        self._head_since = np.zeros(num_slots)
+        self._entries: list[OrderedDict[str, tuple[float, int]]] = [
+            OrderedDict() for _ in range(num_slots)
+        ]
+
+    def seconds(self, slots: Slots, now: float) -> Values:
+        """How long a new prefill would wait on each of these instances."""
+        spent = np.minimum(np.maximum(now - self._head_since[slots], 0.0), self._head[slots])
+        return np.maximum(self._pending[slots] - spent, 0.0)
+
+    def enter(
+        self, slot: int, request_id: str, seconds: float, num_tokens: int, now: float
+    ) -> None:
+        """A prefill of that length is queued."""
+        entries = self._entries[slot]
+        entries[request_id] = (seconds, num_tokens)
+        self._pending[slot] += seconds
+        self.num_requests[slot] += 1
+        self.num_tokens[slot] += num_tokens
+        if len(entries) == 1:
+            self._new_head(slot, now)
+
+    def leave(self, slot: int, request_id: str, now: float) -> None:
+        """A prefill is done, or will never be."""
+        entries = self._entries[slot]
+        if request_id not in entries:
+            return
+        was_head = next(iter(entries)) == request_id
+        seconds, num_tokens = entries.pop(request_id)
+        self._pending[slot] -= seconds
+        self.num_requests[slot] -= 1
+        self.num_tokens[slot] -= num_tokens
+        if was_head or not entries:
+            self._new_head(slot, now)
+
+    def clear(self, slot: int) -> None:
+        """Nothing is queued there any more."""
+        self._entries[slot].clear()
+        for column in (self.num_requests, self.num_tokens, self._pending, self._head):
+            column[slot] = 0.0
+
+    def _new_head(self, slot: int, now: float) -> None:
+        entries = self._entries[slot]
+        if not entries:
+            self._pending[slot] = 0.0  # sums of floats leave crumbs
+        self._head[slot] = next(iter(entries.values()))[0] if entries else 0.0
+        self._head_since[slot] = now

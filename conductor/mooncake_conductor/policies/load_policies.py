@@ -1,0 +1,107 @@
+"""Policies that look at load and local prefixes: random to Preble's."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from mooncake_conductor.policies.situation import PrefillChoice, Situation
+
+PREBLE_WINDOW_S = 180.0
+
+
+class RandomPolicy:
+    """Any instance."""
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        return seen.with_local_prefix(seen.rng.randrange(len(seen.slots)))
+
+
+class RoundRobinPolicy:
+    """One after another."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        self._next += 1
+        return seen.with_local_prefix((self._next - 1) % len(seen.slots))
+
+
+class LeastLoadedPolicy:
+    """The shortest queue, in seconds."""
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        return seen.with_local_prefix(seen.least(seen.queue))
+
+
+class CacheLocalPolicy:
+    """The least queue and computation with the instance's own prefix: no transfers."""
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        costs = seen.queue + seen.compute(seen.tokens(seen.local()))
+        return seen.with_local_prefix(seen.least(costs))
+
+
+class LMetricPolicy:
+    """Tokens to compute times batch size (arXiv 2603.15202): no parameter, no seconds."""
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        queues, slots = seen.fleet.queues, seen.slots
+        new = seen.request.num_tokens - seen.tokens(seen.local())
+        costs = (queues.num_tokens[slots] + new) * (queues.num_requests[slots] + 1)
+        return seen.with_local_prefix(seen.least(costs))
+
+
+class DynamoPolicy:
+    """NVIDIA Dynamo's router cost in blocks: those to compute less credits for what is held.
+
+    Args:
+        device, host, disk: credit for a held block of each tier.
+    """
+
+    def __init__(self, device: float = 1.0, host: float = 0.75, disk: float = 0.25) -> None:
+        self._credits = (device, host, disk)
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        match, slots, queues = seen.match, seen.slots, seen.fleet.queues
+        device, host, local = (c[slots] for c in (match.device, match.host, match.local))
+        held = zip(self._credits, (device, host - device, local - host), strict=True)
+        credit = sum((share * blocks for share, blocks in held), start=np.zeros(len(slots)))
+        active = queues.num_tokens[slots] / seen.fleet.chunk_tokens
+        incoming = seen.request.num_tokens / seen.fleet.chunk_tokens
+        costs = np.maximum(active + incoming - credit, 0.0)
+        return seen.with_local_prefix(seen.least(costs))
+
+
+class PreblePolicy:
+    """Preble's E2 (arXiv 2407.00023): exploit where more is cached than missed, else explore.
+
+    Exploring takes the least of recent load, eviction and new prefill, in seconds; what an
+    eviction costs is taken to be the prefill of as many tokens as the prompt brings.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, int, float]] = deque()
+        self._load: dict[int, float] = {}
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        self._forget(seen.now)
+        longest = int(seen.local().max())
+        cached = longest * seen.fleet.chunk_tokens
+        load = np.array([self._load.get(int(slot), 0.0) for slot in seen.slots])
+        if cached > seen.request.num_tokens - cached:
+            costs = np.where(seen.local() == longest, load, np.inf)
+        else:
+            compute = seen.compute(seen.tokens(seen.local()))
+            costs = load + 2 * compute
+        choice = seen.with_local_prefix(seen.least(costs))
+        self._recent.append((seen.now, choice.slot, choice.compute))
+        self._load[choice.slot] = self._load.get(choice.slot, 0.0) + choice.compute
+        return choice
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - PREBLE_WINDOW_S:
+            _, slot, seconds = self._recent.popleft()
+            self._load[slot] = max(self._load[slot] - seconds, 0.0)

@@ -1,0 +1,81 @@
+"""Mooncake's Algorithm 1, as published: arXiv 2407.00079 and FAST'25.
+
+The two forms differ where ``best / own`` equals the threshold: arXiv's estimate transfers then,
+though it does not migrate, FAST's recomputes. A division by an own prefix of 0, which the paper
+leaves open, is infinite if anybody has a prefix, else 1.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+from mooncake_conductor.cost.link_calendar import Fetch
+from mooncake_conductor.fleet import Values
+from mooncake_conductor.index.chunk_index import Counts
+from mooncake_conductor.policies.situation import Plan, PrefillChoice, Situation
+
+
+class Boundary(Enum):
+    """Which published form decides at equality."""
+
+    ARXIV = "arxiv"
+    FAST = "fast"
+
+
+class MooncakePolicy:
+    """Algorithm 1: the least of queue, transfer and prefill, with a threshold for transfers.
+
+    Args:
+        threshold: ``kvcache_balancing_threshold``; the paper gives no value.
+        boundary: the form.
+    """
+
+    def __init__(self, threshold: float = 2.0, boundary: Boundary = Boundary.FAST) -> None:
+        self._threshold = threshold
+        self._boundary = boundary
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        own = seen.local()
+        best, source = self._best_match(seen, own)
+        transfers = self.is_far_behind(best, own)
+        reused = seen.tokens(np.where(transfers, best, own))
+        moved = np.where(transfers, best - own, 0) * seen.fleet.chunk_bytes
+        transfer = self._transfer_seconds(seen, source, moved)
+        ttft = transfer + seen.queue + seen.compute(reused)
+        index = seen.least(ttft)
+        if not transfers[index]:
+            return seen.with_local_prefix(index)
+        return PrefillChoice(
+            int(seen.slots[index]),
+            Plan.FETCH,
+            int(reused[index]),
+            float(ttft[index]),
+            float(seen.queue[index]),
+            float(transfer[index]),
+            float(seen.compute(reused)[index]),
+            (Fetch(int(seen.slots[source]), int(own[index]), best - int(own[index])),),
+            keeps_copy=True,
+        )
+
+    def is_far_behind(self, best: int, own: Counts) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Whether ``best / own`` calls for a transfer."""
+        ratio = np.where(own > 0, best / np.maximum(own, 1), np.inf if best else 1.0)
+        if self._boundary is Boundary.ARXIV:
+            return (ratio >= self._threshold) & (best > own)
+        return (ratio > self._threshold) & (best > own)
+
+    def _best_match(self, seen: Situation, own: Counts) -> tuple[int, int]:
+        """The longest prefix, and the instance that has it and is soonest free to send."""
+        longest = int(own.max())
+        until = seen.fleet.links.sending_until[seen.slots]
+        return longest, int(np.argmin(np.where(own == longest, until, np.inf)))
+
+    def _transfer_seconds(self, seen: Situation, source: int, moved: Values) -> Values:
+        """EstimateKVCacheTransferTime, with the congestion at the sender that the text asks for."""
+        links = seen.fleet.links
+        sender = seen.slots[source]
+        wait = max(float(links.sending_until[sender]) - seen.now, 0.0)
+        rate = np.minimum(links.bytes_per_s[seen.slots], links.bytes_per_s[sender])
+        return np.where(moved > 0, wait + links.setup_s + moved / rate, 0.0)

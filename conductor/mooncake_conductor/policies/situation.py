@@ -1,0 +1,156 @@
+"""What a policy sees of the moment, and what it answers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from mooncake_conductor.cost.link_calendar import Fetch
+from mooncake_conductor.decode_load import DEFAULT_CLASS
+from mooncake_conductor.fleet import Fleet, Slots, Values
+from mooncake_conductor.index.chunk_index import Counts, PrefixMatches
+
+_TIE_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """A request as far as routing cares.
+
+    Args:
+        request_id: unique among those that live.
+        num_tokens: of its prompt.
+        keys: of its prompt's full chunks, in order.
+        num_output_tokens: that are expected.
+        request_class: whose objectives and durations it shares.
+        owner: who answers for its reservations: a proxy.
+    """
+
+    request_id: str
+    num_tokens: int
+    keys: tuple[int, ...]
+    num_output_tokens: float = 256.0
+    request_class: str = DEFAULT_CLASS
+    owner: str = ""
+
+
+class Plan(Enum):
+    """Where the reused prefix comes from."""
+
+    RECOMPUTE = "recompute"
+    LOCAL = "local"
+    FETCH = "fetch"
+    JOIN = "join"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    """Where a request is prefilled, and with what.
+
+    Args:
+        slot: of the prefill instance.
+        plan: where the prefix comes from.
+        num_reused: tokens that are not computed again.
+        fetches: what is read from other instances.
+        keeps_copy: whether what is read stays there.
+        ttft: expected seconds to the first token; parts of it follow.
+        queue, load, compute: seconds.
+    """
+
+    slot: int
+    plan: Plan
+    num_reused: int
+    ttft: float
+    queue: float
+    load: float
+    compute: float
+    fetches: tuple[Fetch, ...] = ()
+    keeps_copy: bool = True
+
+
+@dataclass(slots=True)
+class Situation:
+    """One request, the fleet, and what the index knows; vectors run over the prefill instances.
+
+    Args:
+        fleet: the instances.
+        request: to be placed.
+        match: who holds its prefix.
+        now: the time.
+        rng: breaks ties.
+    """
+
+    fleet: Fleet
+    request: RoutingRequest
+    match: PrefixMatches
+    now: float
+    rng: random.Random
+    slots: Slots = field(init=False)
+    queue: Values = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = self.fleet.prefill_slots
+        self.queue = self.fleet.queues.seconds(self.slots, self.now)
+
+    def tokens(self, num_chunks: Counts) -> Values:
+        """Tokens that so many chunks save: the last one of a prompt is always computed."""
+        held = num_chunks * self.fleet.chunk_tokens
+        return np.minimum(held, self.request.num_tokens - 1).astype(np.float64)
+
+    def compute(self, num_reused: Values) -> Values:
+        """Seconds of computation."""
+        return self.fleet.prefill_seconds(self.slots, self.request.num_tokens, num_reused)
+
+    def local(self) -> Counts:
+        """Leading chunks that each instance has itself."""
+        return self.match.local[self.slots]
+
+    def local_load(self) -> Values:
+        """Seconds to bring a local prefix into device memory."""
+        match, slots, fleet = self.match, self.slots, self.fleet
+        if match.device is match.local:
+            return np.zeros(len(slots))
+        on_host = (match.host - match.device)[slots] * fleet.chunk_bytes
+        on_disk = (match.local - match.host)[slots] * fleet.chunk_bytes
+        return on_host / fleet.host_bytes_per_s[slots] + on_disk / fleet.disk_bytes_per_s[slots]
+
+    def least(self, costs: Values) -> int:
+        """Index of the least cost; of equal ones that with the longest prefix, then by chance."""
+        ties = np.flatnonzero(costs <= costs.min() + _TIE_S)
+        if len(ties) > 1:
+            hinted = self.match.hinted[self.slots][ties]
+            ties = ties[hinted == hinted.max()]
+        return int(ties[0] if len(ties) == 1 else ties[self.rng.randrange(len(ties))])
+
+    def with_local_prefix(self, index: int) -> PrefillChoice:
+        """That instance, with what it has itself."""
+        reused = self.tokens(self.local()[index : index + 1])
+        slots = self.slots[index : index + 1]
+        compute = float(self.fleet.prefill_seconds(slots, self.request.num_tokens, reused)[0])
+        load, queue = float(self.local_load()[index]), float(self.queue[index])
+        return PrefillChoice(
+            int(slots[0]),
+            Plan.LOCAL if reused[0] else Plan.RECOMPUTE,
+            int(reused[0]),
+            behind_queue(queue, load, compute, self.fleet.num_layers),
+            queue,
+            load,
+            compute,
+        )
+
+
+def behind_queue(queue: float, load: float, compute: float, num_layers: int) -> float:
+    """Seconds to the first token: a load hides behind the queue, then behind the layers."""
+    return max(queue + compute, load + compute / num_layers)
+
+
+class PrefillPolicy(Protocol):
+    """Chooses prefill instances. One object per conductor; it may keep what it has seen."""
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        """Where to prefill. There is at least one prefill instance."""
+        ...

@@ -1,0 +1,155 @@
+"""What requests have reserved: prefill time, predicted chunks, a place to decode.
+
+Every reservation has an owner and a deadline, and ends exactly once, in whatever way the request
+does: finished, failed, cancelled, refused late, overdue, its owner or its instance gone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from mooncake_conductor.decode_load import DecodeLedger
+from mooncake_conductor.fleet import Fleet
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest
+
+
+class Stage(Enum):
+    """How far a request has come."""
+
+    PREFILLING = auto()
+    """Queued or running on its prefill instance."""
+    HANDED_OVER = auto()
+    """Prefilled; its KV is on the way."""
+    DECODING = auto()
+
+
+@dataclass(slots=True)
+class Reservation:
+    """One request's.
+
+    Args:
+        request: whose.
+        choice: of its prefill instance.
+        decode_slot: bound to it; may change until it decodes.
+        deadline: when it is taken away.
+    """
+
+    request: RoutingRequest
+    choice: PrefillChoice
+    decode_slot: int
+    deadline: float
+    stage: Stage = Stage.PREFILLING
+
+
+class ReservationBook:
+    """All live reservations.
+
+    Args:
+        fleet: whose queues hold the prefills.
+        index: that predictions go to.
+        ledger: that decodes go to.
+    """
+
+    def __init__(self, fleet: Fleet, index: ChunkIndex, ledger: DecodeLedger) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._ledger = ledger
+        self._live: dict[str, Reservation] = {}
+        self._deadlines: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, request_id: str) -> Reservation | None:
+        """A live one."""
+        return self._live.get(request_id)
+
+    def reserve(self, made: Reservation, now: float) -> None:
+        """Take prefill time and a place to decode, and predict the chunks.
+
+        A request that comes again under the same id has lost what it had.
+        """
+        request, choice = made.request, made.choice
+        self.release(request.request_id, now)
+        self._live[request.request_id] = made
+        heapq.heappush(self._deadlines, (made.deadline, request.request_id))
+        computed = request.num_tokens - choice.num_reused
+        queues = self._fleet.queues
+        queues.enter(choice.slot, request.request_id, choice.compute, computed, now)
+        ready_at = now + choice.ttft
+        self._index.predict(choice.slot, request.keys, ready_at, made.deadline)
+        self._bind(made, ready_at)
+
+    def prefilled(self, request_id: str, now: float) -> Reservation | None:
+        """The prefill is done: its time is free again."""
+        made = self._live.get(request_id)
+        if made is not None and made.stage is Stage.PREFILLING:
+            made.stage = Stage.HANDED_OVER
+            self._fleet.queues.leave(made.choice.slot, request_id, now)
+            self._index.retract(made.choice.slot, made.request.keys)
+        return made
+
+    def rebind(self, request_id: str, decode_slot: int, now: float) -> None:
+        """The request will decode elsewhere."""
+        made = self._live.get(request_id)
+        if made is not None and made.stage is not Stage.DECODING:
+            made.decode_slot = decode_slot
+            self._bind(made, now)
+
+    def joined(self, request_id: str, now: float) -> None:
+        """The request decodes."""
+        made = self.prefilled(request_id, now)
+        if made is not None:
+            made.stage = Stage.DECODING
+            self._ledger.join(request_id, now)
+
+    def finished(self, request_id: str, now: float) -> None:
+        """The request has all its tokens."""
+        self._ledger.finish(request_id, now)
+        self.release(request_id, now)
+
+    def release(self, request_id: str, now: float) -> bool:
+        """The request has ended; returns whether it held anything."""
+        made = self.prefilled(request_id, now)
+        self._ledger.release(request_id)
+        self._live.pop(request_id, None)
+        return made is not None
+
+    def sweep(self, now: float) -> list[str]:
+        """Release what is past its deadline."""
+        overdue = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            made = self._live.get(request_id)
+            if made is not None and made.deadline == deadline:
+                self.release(request_id, now)
+                overdue.append(request_id)
+        return overdue
+
+    def release_owner(self, owner: str, now: float) -> list[str]:
+        """A proxy is gone: release what it had reserved."""
+        return self._release_where(lambda made: made.request.owner == owner, now)
+
+    def release_slot(self, slot: int, now: float) -> list[str]:
+        """An instance is gone: release what still needs it."""
+
+        def needs(made: Reservation) -> bool:
+            prefills = made.stage is Stage.PREFILLING and made.choice.slot == slot
+            return prefills or made.decode_slot == slot
+
+        return self._release_where(needs, now)
+
+    def _release_where(self, is_meant: Callable[[Reservation], bool], now: float) -> list[str]:
+        ended = [request_id for request_id, made in self._live.items() if is_meant(made)]
+        for request_id in ended:
+            self.release(request_id, now)
+        return ended
+
+    def _bind(self, made: Reservation, eta: float) -> None:
+        request = made.request
+        tokens = request.num_tokens + int(request.num_output_tokens / 2)
+        self._ledger.bind(request.request_id, made.decode_slot, eta, tokens, request.request_class)

@@ -1,0 +1,213 @@
+"""Policies: the published algorithm to the letter, and what must hold for every one of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.conductor_fleets import CHUNK, LATENCY, ask, hold, make_conductor, situation
+
+from mooncake_conductor.errors import ConductorConfigError, UnknownInstance
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.policies.heat import HeatMeter, is_worth_keeping
+from mooncake_conductor.policies.mooncake_policy import Boundary, MooncakePolicy
+from mooncake_conductor.policies.policy_names import POLICIES
+from mooncake_conductor.policies.situation import Plan, behind_queue
+
+EVERY = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+def algorithm_1(own, queues, sending, num_chunks, threshold: float, form: Boundary):
+    """The paper's pseudo-code, line by line, with scalars; the TTFT of each instance.
+
+    Own are prefix lengths in chunks; a ratio to 0 is infinite if anybody has a prefix, else 1.
+    """
+    n = num_chunks * CHUNK + 1
+    best_len = max(own)
+    holders = [i for i, length in enumerate(own) if length == best_len]
+    best_instance = min(holders, key=lambda i: sending[i])
+
+    def prefill_time(reused_chunks: int) -> float:
+        reused = min(reused_chunks * CHUNK, n - 1)
+        return LATENCY.prefill_seconds(n, reused)
+
+    def transfer_time(length: int) -> float:
+        return max(sending[best_instance], 0.0) + 0.002 + length * CHUNK * 327_680 / 10e9
+
+    ttft = []
+    for i, prefix_len in enumerate(own):
+        ratio = best_len / prefix_len if prefix_len else (math.inf if best_len else 1.0)
+        if form is Boundary.ARXIV:
+            recomputes = ratio < threshold or best_len == prefix_len
+        else:
+            recomputes = not ratio > threshold or best_len == prefix_len
+        if recomputes:
+            ttft.append(queues[i] + prefill_time(prefix_len))
+        else:
+            transfer_len = best_len - prefix_len
+            ttft.append(transfer_time(transfer_len) + queues[i] + prefill_time(best_len))
+    return ttft
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 16), st.floats(0, 5), st.floats(0, 3)), min_size=1, max_size=6
+    ),
+    st.integers(1, 16),
+    st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+    st.sampled_from(Boundary),
+)
+@settings(deadline=None, max_examples=300)
+def test_mooncake_chooses_as_the_pseudo_code_does(state, num_chunks, threshold, form) -> None:
+    conductor = make_conductor(len(state))
+    own = [min(length, num_chunks) for length, _, _ in state]
+    for slot, (_, queue, sending) in enumerate(state):
+        hold(conductor, slot, own[slot])
+        conductor.fleet.queues.enter(slot, f"before {slot}", queue, 1, now=0.0)
+        conductor.fleet.links.sending_until[slot] = sending
+    seen = situation(conductor, ask("r", num_chunks), now=0.0)
+    choice = MooncakePolicy(threshold, form).choose(seen)
+    queues, sending = ([s[part] for s in state] for part in (1, 2))
+    wanted = algorithm_1(own, queues, sending, num_chunks, threshold, form)
+    assert choice.slot in [i for i, ttft in enumerate(wanted) if ttft <= min(wanted) + 1e-9]
+    if choice.plan is Plan.FETCH:
+        assert choice.ttft == pytest.approx(wanted[choice.slot])
+
+
+def test_the_two_forms_differ_at_equality_only() -> None:
+    import numpy as np
+
+    own = np.array([0, 1, 2, 3, 4])
+    arxiv = MooncakePolicy(2.0, Boundary.ARXIV).is_far_behind(4, own).tolist()
+    fast = MooncakePolicy(2.0, Boundary.FAST).is_far_behind(4, own).tolist()
+    assert arxiv == [True, True, True, False, False]
+    assert fast == [True, True, False, False, False]
+    assert not MooncakePolicy().is_far_behind(0, own * 0).any()
+
+
+@EVERY
+def test_no_prefix_anywhere_divides_by_nothing(policy: str) -> None:
+    conductor = make_conductor(3, policy=policy)
+    decision = conductor.route(ask("r", 4), now=0.0)
+    assert decision.prefill.num_reused == 0
+    assert math.isfinite(decision.prefill.ttft)
+    assert conductor.route(ask("no chunk", 0), now=0.0).verdict.is_admitted
+
+
+@EVERY
+def test_a_prompt_that_is_held_whole_still_computes_its_last_token(policy: str) -> None:
+    conductor = make_conductor(1, policy=policy)
+    hold(conductor, 0, 4)
+    request = ask("r", 4)
+    request = type(request)("r", 4 * CHUNK, request.keys)
+    assert conductor.route(request, now=0.0).prefill.num_reused == 4 * CHUNK - 1
+
+
+@EVERY
+def test_no_herd(policy: str) -> None:
+    """Different prompts at one moment: no instance gets more than three times its part."""
+    conductor = make_conductor(4, policy=policy)
+    hold(conductor, 0, 1)
+    counts = [0] * 4
+    for number in range(400):
+        request = ask(f"r{number}", 8, first=10 + 100 * number)
+        shared = type(request)(request.request_id, request.num_tokens, (0, *request.keys))
+        counts[conductor.route(shared, now=0.0).prefill.slot] += 1
+    assert min(counts) >= 100 / 3
+    assert max(counts) <= 300
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(0, 16),
+    st.integers(0, 16),
+    st.floats(0, 10),
+    st.floats(0.01, 10),
+)
+@settings(deadline=None, max_examples=200)
+@pytest.mark.parametrize("policy", ["mooncake", "cost", "cache-local"])
+def test_more_load_never_lowers_the_expected_time(
+    policy: str, num_chunks: int, own: int, others: int, queue: float, more: float
+) -> None:
+    expected = []
+    for wait in (queue, queue + more):
+        conductor = make_conductor(2, policy=policy)
+        hold(conductor, 0, min(own, num_chunks))
+        hold(conductor, 1, min(others, num_chunks))
+        for slot in (0, 1):
+            conductor.fleet.queues.enter(slot, f"before {slot}", wait, 1, now=0.0)
+        expected.append(conductor.route(ask("r", num_chunks), now=0.0).prefill.ttft)
+    assert expected[0] <= expected[1] + 1e-9
+
+
+def test_cost_fetches_from_a_busy_holder_and_recomputes_what_is_slow_to_fetch() -> None:
+    conductor = make_conductor(2)
+    hold(conductor, 0, 32)
+    conductor.fleet.queues.enter(0, "long", 60.0, 1, now=0.0)
+    choice = conductor.route(ask("r", 32), now=0.0).prefill
+    assert (choice.slot, choice.plan) == (1, Plan.FETCH)
+    assert [(f.source, f.start, f.num_chunks) for f in choice.fetches] == [(0, 0, 32)]
+    conductor.fleet.links.sending_until[0] = 100.0
+    choice = conductor.route(ask("s", 32), now=0.0).prefill
+    assert choice.plan is not Plan.FETCH
+
+
+def test_cost_puts_a_prefix_together_from_several_holders() -> None:
+    conductor = make_conductor(3)
+    conductor.index.stored(0, Tier.DEVICE, range(16))
+    conductor.index.stored(1, Tier.DEVICE, range(16, 32))
+    for slot in (0, 1):
+        conductor.fleet.queues.enter(slot, f"long {slot}", 60.0, 1, now=0.0)
+    choice = conductor.route(ask("r", 32), now=0.0).prefill
+    assert choice.slot == 2
+    assert [(f.source, f.start, f.num_chunks) for f in choice.fetches] == [(0, 0, 16), (1, 16, 16)]
+    assert choice.num_reused == 32 * CHUNK
+
+
+def test_cost_joins_a_sibling_that_is_being_computed() -> None:
+    conductor = make_conductor(2)
+    first = conductor.route(ask("first", 64), now=0.0).prefill
+    conductor.fleet.queues.enter(1 - first.slot, "another", 10.0, 1, now=0.0)
+    second = conductor.route(ask("second", 64), now=0.01).prefill
+    assert (second.slot, second.plan) == (first.slot, Plan.JOIN)
+    assert second.ttft <= first.ttft + 0.5
+
+
+def test_what_lies_on_disk_is_worth_less_than_what_lies_in_memory() -> None:
+    conductor = make_conductor(2)
+    hold(conductor, 0, 32, Tier.DISK)
+    hold(conductor, 1, 32, Tier.HOST)
+    choice = conductor.route(ask("r", 32), now=0.0).prefill
+    assert choice.slot == 1
+
+
+def test_a_copy_is_kept_if_it_is_worth_more_than_what_it_pushes_out() -> None:
+    same = {"victim_heat": 1.0, "victim_copies": 1, "refetch_s": 0.1, "recompute_s": 0.1}
+    assert is_worth_keeping(heat=4.0, num_copies=1, **same)
+    assert not is_worth_keeping(heat=1.0, num_copies=1, **same)
+    assert not is_worth_keeping(heat=4.0, num_copies=1, **{**same, "recompute_s": 1.0})
+
+
+def test_heat_decays_by_half_in_a_half_life() -> None:
+    heat = HeatMeter(half_life_s=10.0)
+    heat.touch([1], now=0.0)
+    heat.touch([1], now=10.0)
+    assert heat.of(1, now=10.0) == pytest.approx(1.5)
+    assert heat.of(1, now=20.0) == pytest.approx(0.75)
+    assert heat.of(2, now=20.0) == 0.0
+
+
+def test_a_load_hides_behind_the_queue_then_behind_the_layers() -> None:
+    assert behind_queue(2.0, 1.0, 1.0, 10) == 3.0
+    assert behind_queue(0.0, 2.0, 1.0, 10) == pytest.approx(2.1)
+
+
+def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
+    with pytest.raises(ConductorConfigError, match="no policy 'best': there are random"):
+        make_conductor(1, policy="best")
+
+
+def test_an_empty_fleet_is_an_error_of_its_own() -> None:
+    with pytest.raises(UnknownInstance, match="no prefill instance"):
+        make_conductor(0).route(ask("r", 1), now=0.0)

@@ -1,0 +1,107 @@
+"""No reservation outlives its request, whatever ends how."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.conductor_fleets import ask, make_conductor
+
+from mooncake_conductor.errors import UnknownInstance
+from mooncake_conductor.fleet import InstanceSpec, Role
+
+ENDINGS = ("finished", "ended", "late", "deadline", "owner", "prefill gone", "decode gone", "again")
+
+
+def follow(conductor, name: str, stage: int, ending: str, now: float) -> None:
+    """Take a request to a stage (0 queued, 1 prefilled, 2 decoding) and let it end."""
+    if stage >= 1:
+        conductor.prefilled(name, now + 1.0)
+    if stage >= 2:
+        conductor.joined(name, now + 2.0)
+    if ending == "finished":
+        conductor.finished(name, now + 3.0)
+    elif ending == "again":
+        conductor.route(ask(name, 3, owner="proxy"), now + 3.0)
+        conductor.ended(name, now + 4.0)
+    elif ending in ("ended", "late"):
+        conductor.ended(name, now + 3.0)
+        conductor.ended(name, now + 3.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(ENDINGS)), max_size=30))
+@settings(deadline=None, max_examples=150)
+def test_nothing_is_left_whatever_ends_how(requests) -> None:
+    conductor = make_conductor(3, 2)
+    for number, (stage, ending) in enumerate(requests):
+        name, now = f"r{number}", 10.0 * number
+        conductor.route(ask(name, 3, first=100 * number, owner="proxy"), now)
+        follow(conductor, name, stage, ending, now)
+        if ending == "owner":
+            conductor.book.release_owner("proxy", now + 3.0)
+        elif ending == "prefill gone":
+            gone = int(conductor.fleet.prefill_slots[0])
+            latency = InstanceSpec("p", Role.PREFILL, _latency(conductor, gone))
+            conductor.remove(gone, now + 3.0)
+            conductor.fleet.add(latency) if "p" not in conductor.fleet.names.values() else None
+            conductor.fleet.add(
+                InstanceSpec(f"new {number}", Role.PREFILL, latency.latency)
+            ) if not len(conductor.fleet.prefill_slots) else None
+        elif ending == "decode gone":
+            conductor.book.release_slot(int(conductor.fleet.decode_slots[0]), now + 3.0)
+    conductor.book.sweep(1e9)
+    queues = conductor.fleet.queues
+    assert (len(conductor.book), len(conductor.ledger)) == (0, 0)
+    assert not queues.num_requests.any()
+    assert not queues.num_tokens.any()
+    assert not queues.seconds(conductor.fleet.prefill_slots, now=1e9).any()
+    assert conductor.ledger.at(1e9).num_sequences.sum() == 0
+    assert not conductor.index._predictions._ready
+    assert not conductor.index._predictions._masks
+
+
+def _latency(conductor, slot: int):
+    from mooncake_conductor.cost.latency_model import LatencyModel
+
+    return LatencyModel(*conductor.fleet.prefill[:, slot], *conductor.fleet.step[:, slot])
+
+
+def test_a_queue_is_what_was_promised_less_what_has_passed() -> None:
+    conductor = make_conductor(1)
+    queues, slots = conductor.fleet.queues, conductor.fleet.prefill_slots
+    queues.enter(0, "a", 2.0, 10, now=0.0)
+    queues.enter(0, "b", 3.0, 20, now=0.5)
+    assert queues.seconds(slots, now=1.0)[0] == pytest.approx(4.0)
+    assert queues.seconds(slots, now=9.0)[0] == pytest.approx(3.0)  # "a" is late, not done
+    queues.leave(0, "a", now=9.0)
+    assert queues.seconds(slots, now=9.0)[0] == pytest.approx(3.0)
+    assert queues.seconds(slots, now=10.0)[0] == pytest.approx(2.0)
+    queues.leave(0, "b", now=10.0)
+    queues.leave(0, "b", now=10.0)
+    assert (queues.seconds(slots, now=10.0)[0], queues.num_tokens[0]) == (0.0, 0.0)
+
+
+def test_a_slot_is_given_again_and_reports_of_none_are_refused() -> None:
+    conductor = make_conductor(2, 1)
+    conductor.remove(0, now=0.0)
+    with pytest.raises(UnknownInstance, match="slot 0"):
+        conductor.measured_prefill(0, 100, 0, 1.0)
+    with pytest.raises(UnknownInstance, match="slot 0"):
+        conductor.fleet.remove(0, now=0.0)
+    spec = InstanceSpec("again", Role.PREFILL, _latency(conductor, 1))
+    assert conductor.add(spec) == 0
+    conductor.measured_prefill(0, 100, 0, 1.0)
+
+
+def test_costs_follow_what_an_instance_reports() -> None:
+    conductor = make_conductor(1)
+    for number in range(200):
+        tokens = 1000 + 137 * (number % 50)
+        conductor.measured_prefill(0, tokens, 0, 0.5 + 3e-4 * tokens)
+    found = conductor.fleet.prefill_seconds(conductor.fleet.prefill_slots, 4000, 0 * slots_like())
+    assert found[0] == pytest.approx(0.5 + 3e-4 * 4000, rel=0.05)
+
+
+def slots_like():
+    import numpy as np
+
+    return np.ones(1)

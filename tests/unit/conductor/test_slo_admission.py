@@ -1,0 +1,135 @@
+"""Refusals: by which load, with which code, and when to come back."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, strategies as st
+from support.conductor_fleets import ask, make_conductor
+
+from mooncake_conductor.errors import ConductorConfigError
+from mooncake_conductor.slo_admission import (
+    ADMITTED,
+    Admission,
+    AdmissionMode,
+    Forecast,
+    Objective,
+    Objectives,
+    Refusal,
+)
+
+WANTED = Objectives(Objective(2.0, 0.1), {"batch": Objective(20.0, 1.0, is_best_effort=True)})
+MODES = tuple(AdmissionMode)
+
+
+def admission(mode: AdmissionMode) -> Admission:
+    return Admission(mode, WANTED, random.Random(1))
+
+
+@pytest.mark.parametrize(
+    ("forecast", "refused"),
+    [
+        (Forecast(1.0, 0.05), (None, None, None, None)),
+        (Forecast(3.0, 0.05), (None, *[Refusal.SLO_TTFT] * 3)),
+        (Forecast(1.0, 0.2), (None, None, Refusal.SLO_TBT, Refusal.SLO_TBT)),
+        (Forecast(3.0, 0.2), (None, *[Refusal.SLO_TTFT] * 3)),
+    ],
+)
+def test_each_mode_looks_at_its_loads(forecast, refused) -> None:
+    found = tuple(admission(mode).at_arrival("default", forecast).refusal for mode in MODES)
+    assert found == refused
+
+
+def test_no_room_at_all_is_its_own_code() -> None:
+    nowhere = Forecast(1.0, math.inf)
+    endless = Admission(AdmissionMode.EARLY, Objectives(), random.Random(1))
+    assert endless.at_arrival("default", nowhere).refusal is Refusal.DECODE_FULL
+    assert admission(AdmissionMode.BASELINE).at_arrival("default", nowhere) == ADMITTED
+    late = admission(AdmissionMode.BASELINE).after_prefill("default", nowhere)
+    assert late.refusal is Refusal.DECODE_FULL
+    assert admission(AdmissionMode.NONE).after_prefill("default", nowhere) == ADMITTED
+
+
+@given(st.floats(0, 1e9), st.integers())
+def test_retry_after_is_1_to_60_seconds_and_near_the_drain(seconds: float, seed: int) -> None:
+    asked = Admission(AdmissionMode.EARLY, WANTED, random.Random(seed)).retry_after(seconds)
+    assert 1 <= asked <= 60
+    if 2 <= seconds <= 40:
+        assert 0.8 * seconds <= asked <= 1.2 * seconds + 1
+
+
+def test_retry_after_is_spread() -> None:
+    asked = admission(AdmissionMode.EARLY)
+    assert len({asked.retry_after(30.0) for _ in range(100)}) > 5
+    assert asked.retry_after(math.inf) == 60
+
+
+def test_a_late_first_token_says_by_how_much() -> None:
+    verdict = admission(AdmissionMode.EARLY).at_arrival("default", Forecast(12.0, 0.05))
+    assert 8 <= verdict.retry_after_s <= 12
+
+
+def test_best_effort_is_shed_smoothly() -> None:
+    asked = admission(AdmissionMode.EARLY)
+
+    def share(load: float) -> float:
+        forecast = Forecast(20.0 * load, 0.01)
+        refused = [asked.at_arrival("batch", forecast).refusal for _ in range(2000)]
+        return refused.count(Refusal.SHED) / len(refused)
+
+    assert share(0.3) < 0.02
+    assert share(0.7) == pytest.approx(0.7**5, abs=0.04)
+    assert share(0.9) == pytest.approx(0.9**5, abs=0.04)
+
+
+def test_an_objective_of_nothing_is_refused() -> None:
+    with pytest.raises(ConductorConfigError, match="above 0 seconds"):
+        Objective(ttft_s=0.0)
+
+
+def test_baseline_refuses_after_the_prefill_and_leaves_nothing() -> None:
+    """Two requests are prefilled for one place to decode: the second one's prefill was in vain."""
+    modes = {}
+    for mode in (AdmissionMode.BASELINE, AdmissionMode.PREDICTIVE):
+        conductor = make_conductor(2, 1, admission=mode)
+        conductor.fleet.max_batch[2] = 1
+        first, second = (conductor.route(ask(n, 4, first=9 * i), 0.0) for i, n in enumerate("ab"))
+        assert first.verdict.is_admitted
+        assert conductor.prefilled("a", 1.0) == (ADMITTED, 2)
+        conductor.joined("a", 1.0)
+        late = conductor.prefilled("b", 1.5)[0].refusal if second.verdict.is_admitted else None
+        modes[mode] = (second.verdict.refusal, late)
+        assert len(conductor.book) == 1
+    assert modes == {
+        AdmissionMode.BASELINE: (None, Refusal.DECODE_FULL),
+        AdmissionMode.PREDICTIVE: (Refusal.DECODE_FULL, None),
+    }
+
+
+def test_predictive_admits_what_will_have_room_by_then() -> None:
+    """The place is taken now and free when the prefill ends: early refuses, predictive does not."""
+    refused = {}
+    for mode in (AdmissionMode.EARLY, AdmissionMode.PREDICTIVE):
+        conductor = make_conductor(1, 1, admission=mode)
+        conductor.fleet.max_batch[1] = 1
+        for number in range(20):  # requests of this class decode for half a second
+            conductor.route(ask(f"past {number}", 1), float(number))
+            conductor.prefilled(f"past {number}", number + 0.3)
+            conductor.joined(f"past {number}", number + 0.3)
+            conductor.finished(f"past {number}", number + 0.8)
+        conductor.route(ask("a", 1), 100.0)
+        conductor.prefilled("a", 100.2)
+        conductor.joined("a", 100.2)
+        refused[mode] = conductor.route(ask("b", 64, first=7), 100.3).verdict.refusal
+    assert refused == {AdmissionMode.EARLY: Refusal.DECODE_FULL, AdmissionMode.PREDICTIVE: None}
+
+
+def test_a_decision_is_explained_in_plain_data() -> None:
+    conductor = make_conductor(2, 1)
+    decision = conductor.route(ask("r", 4), now=3.0)
+    told = decision.explain(conductor.fleet.names)
+    assert told["prefill"]["instance"] in ("p0", "p1")
+    assert told["prefill"]["plan"] == "recompute"
+    assert (told["request"], told["refusal"], told["decode"]["instance"]) == ("r", None, "d0")
