@@ -4,7 +4,7 @@ ARGS ?=
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
-    test-faults test-proxy test-proxy-vllm bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
+    test-faults test-abuse test-proxy test-proxy-vllm bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
 
@@ -53,6 +53,10 @@ test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connector
 test-faults:  ## fault injection and soak; prints requests, faults, wrong answers, leaks, hangs
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_faults.py $(ARGS)
+
+test-abuse:  ## attacks on a running deployment beside ordinary traffic; ARGS: --list --only --short --soak
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_abuse.py $(ARGS)
 
 test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
 	@ci/install dev

@@ -433,7 +433,7 @@ async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
 def _announce(line: str) -> None:
     """Print the address. A full disk under standard output is no reason not to serve."""
     try:
-        print(line, flush=True)
+        print(f"{line}\n", end="", flush=True)  # one write: workers share the output
     except OSError as exc:
         log.warning("can't write to standard output: %s", exc)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # it is flushed again at the end

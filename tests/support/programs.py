@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -19,24 +19,29 @@ END_S = 60.0
 
 
 class Program:
-    """A running program whose output is read line by line."""
+    """A running program whose output is read line by line.
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+    Args:
+        argv: module and arguments.
+        log: takes standard error; without it ``errors`` does.
+    """
+
+    def __init__(self, argv: Sequence[str], log: Path | None = None) -> None:
+        with nullcontext(subprocess.PIPE) if log is None else log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *argv],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
         self.lines: list[str] = []
         self.errors: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
-        self._readers = [
-            threading.Thread(target=self._read_output),
-            threading.Thread(target=self._read_errors),
-        ]
+        self._readers = [threading.Thread(target=self._read_output)]
+        if log is None:
+            self._readers.append(threading.Thread(target=self._read_errors))
         for reader in self._readers:
             reader.start()
 
@@ -68,8 +73,8 @@ class Program:
         for reader in self._readers:
             reader.join()
         for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
+            if pipe is not None:
+                pipe.close()
 
     @property
     def error_text(self) -> str:
@@ -86,6 +91,25 @@ class Program:
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
         self.errors.extend(iter(self.process.stderr.readline, ""))
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Processes that this one has started, by id, with their command lines."""
+    found = {}
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            found |= {int(child): command} | descendants(int(child))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether this process exists, and not only until somebody waits for it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import hmac
 import importlib.metadata
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -49,6 +49,7 @@ from mooncake_engine.server.openai_protocol import (
     decode_request,
     to_api_error,
 )
+from mooncake_engine.server.openapi_schema import openapi_schema
 from mooncake_engine.server.request_metrics import LatencyObjectives, ServerMetrics
 from mooncake_engine.server.request_tracing import Tracing
 from mooncake_engine.server.response_builders import (
@@ -96,8 +97,9 @@ def create_app(
     handler = GenerationHandler(engine, tokenizer, metrics, tracing)
     live = LiveRequests() if live is None else live
     plain = PlainEndpoints(processor, handler, live, started=int(time.time()))
+    routes = [*_generation_routes(processor, handler, live), *_plain_routes(plain)]
     return Starlette(
-        routes=[*_generation_routes(processor, handler, live), *_plain_routes(plain)],
+        routes=[*routes, _schema_route(routes)],
         middleware=_middleware(options, metrics),
         exception_handlers={EngineError: _engine_error, HTTPException: _http_error},
     )
@@ -170,6 +172,15 @@ def _plain_routes(plain: PlainEndpoints) -> list[Route]:
         Route("/tokenize", plain.tokenize, methods=["POST"]),
         Route("/detokenize", plain.detokenize, methods=["POST"]),
     ]
+
+
+def _schema_route(routes: Sequence[Route]) -> Route:
+    schema = msgspec.json.encode(openapi_schema(routes))
+
+    async def published(_: Request) -> Response:
+        return Response(schema, media_type="application/json")
+
+    return Route("/openapi.json", published, methods=["GET"])
 
 
 async def _engine_error(_: Request, exc: Exception) -> Response:

@@ -9,10 +9,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from support.programs import TINY_LLAMA, Program, running
+from support.programs import TINY_LLAMA, Program, descendants, is_running, running
 
 OPTIONS = ("--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "256")
 
@@ -26,15 +25,6 @@ def up() -> Iterator[Program]:
         program.close()
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Processes that this one has started, by id, with their command lines."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        found |= {int(child): command} | descendants(int(child))
-    return found
-
-
 def are_gone(pids: dict[int, str], timeout_s: float = 15.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(is_running(pid) for pid in pids):
@@ -42,14 +32,6 @@ def are_gone(pids: dict[int, str], timeout_s: float = 15.0) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

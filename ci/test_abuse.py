@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Attacks on a running deployment: two instances of each role and a proxy with two workers.
+
+Beside each attack runs ordinary traffic, whose answers are compared token for token. One line per
+attack: tries, processes lost, wrong answers to others, ordinary requests that failed or were right,
+peak memory growth and the longest silence of /health, each beside its bound. Exits 1 if any bound
+fails, with the reason. Everything stays on loopback, and ends by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from support.abuse.campaign import Plan, run_each, soak  # noqa: E402  # the path is set above
+from support.abuse.catalogue import ATTACKS, BY_NAME  # noqa: E402
+from support.abuse.verdicts import Outcome, head, problems, row, summary  # noqa: E402
+
+SHORT_S, EACH_S, ROUND_S = 2.0, 10.0, 20.0
+SOAK_MINUTES = 30.0
+
+
+def main() -> int:
+    """Run what was asked for; the exit status."""
+    args = parse_args()
+    if args.list:
+        for attack in ATTACKS:
+            print(f"{attack.name:<26}{attack.about}")
+        return 0
+    chosen = [BY_NAME[name] for name in args.only] if args.only else list(ATTACKS)
+    if args.short:
+        chosen = [attack for attack in chosen if attack.is_short]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = args.log_dir or Path(directory)
+        scratch.mkdir(parents=True, exist_ok=True)
+        default_s = SHORT_S if args.short else ROUND_S if args.soak else EACH_S
+        plan = Plan(args.seconds or default_s, args.seed, args.slack, scratch)
+        print(f"seed {args.seed}\n{head()}", flush=True)
+        if args.soak:
+            outcomes = soak(chosen, args.soak, plan, show)
+        else:
+            outcomes = run_each(chosen, plan, show)
+    print(f"{summary(outcomes)}, {time.monotonic() - began:.0f} s", flush=True)
+    return int(any(problems(outcome) for outcome in outcomes))
+
+
+def show(outcome: Outcome) -> None:
+    """One row, as soon as it is known."""
+    print(row(outcome), flush=True)
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--list", action="store_true", help="name the attacks and end")
+    add("--only", nargs="+", choices=tuple(BY_NAME), metavar="NAME", help="these attacks")
+    add("--short", action="store_true", help=f"the short form: {SHORT_S:g} s each, not all")
+    add("--seconds", type=float, help=f"of each attack (default: {EACH_S:g})")
+    add(
+        "--soak",
+        type=float,
+        nargs="?",
+        const=SOAK_MINUTES,
+        metavar="MINUTES",
+        help=f"several attacks at once for so long (default: {SOAK_MINUTES:g})",
+    )
+    add("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    add("--slack", type=float, default=1.0, help="times are longer by this factor: a busy machine")
+    add("--log-dir", type=Path, help="keep the logs of all processes there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

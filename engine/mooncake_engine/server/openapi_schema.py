@@ -1,0 +1,96 @@
+"""``GET /openapi.json``: the API as OpenAPI 3.1, made from its routes and the types of its bodies.
+
+Ranges of values that the types don't have are in the documentation; a value beyond them is a 400.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from starlette.routing import Route
+
+from mooncake_engine.server.openai_protocol import (
+    AbortBody,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+Json = dict[str, Any]
+
+BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+    "/abort": AbortBody,
+}
+"""What is posted where; other paths read no body."""
+
+_COMPONENT = "#/components/schemas/{name}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_RESPONSES: Json = {
+    "200": {"description": "An answer; a stream of events where the request asks for one."},
+    "default": {
+        "description": "An error.",
+        "content": {"application/json": {"schema": {"$ref": _COMPONENT.format(name="Error")}}},
+    },
+}
+
+
+def openapi_schema(routes: Sequence[Route]) -> Json:
+    """What an application with these routes serves."""
+    _, components = msgspec.json.schema_components(BODIES.values(), ref_template=_COMPONENT)
+    # Keys are token ids, which JSON has as text; msgspec leaves their form out.
+    for name in ("CompletionRequest", "ChatRequest"):
+        biases, _null = components[name]["properties"]["logit_bias"]["anyOf"]
+        biases["propertyNames"] = {"pattern": "^-?[0-9]+$"}
+    paths: dict[str, Json] = {}
+    for route in routes:
+        path = route.path_format
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            paths.setdefault(path, {})[method.lower()] = _operation(route, path)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "mooncake-engine",
+            "version": importlib.metadata.version("mooncake-engine"),
+        },
+        "paths": paths,
+        "components": {"schemas": {**components, "Error": _ERROR}},
+    }
+
+
+def _operation(route: Route, path: str) -> Json:
+    found: Json = {"responses": _RESPONSES}
+    if route.param_convertors:
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ]
+    if path in BODIES:
+        schema = {"$ref": _COMPONENT.format(name=BODIES[path].__name__)}
+        found["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return found

@@ -1,0 +1,158 @@
+"""Runs attacks against a deployment while others use it, one after the other or mixed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.abuse.attack import Attack, Running
+from support.abuse.bystanders import Bystanders, Case, make_cases
+from support.abuse.deployment import Deployment, PeakMemory, deployment
+from support.abuse.verdicts import Bounds, Largest, Outcome
+
+POLL_S = 0.05
+MIXED = 3
+"""Attacks at once in a soak."""
+Report = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is the same for all attacks.
+
+    Args:
+        seconds: of each.
+        seed: of everything that is random.
+        slack: how much longer things may take than on a quiet machine.
+        scratch: takes logs.
+    """
+
+    seconds: float
+    seed: int
+    slack: float
+    scratch: Path
+
+
+class Field:
+    """A deployment that is started when it is first attacked, and again after it lost a part."""
+
+    def __init__(self, connector: str, plan: Plan) -> None:
+        self._connector = connector
+        self._plan = plan
+        self._stack = ExitStack()
+        self._running: tuple[Deployment, list[Case]] | None = None
+
+    def __enter__(self) -> Field:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def ready(self) -> tuple[Deployment, list[Case]]:
+        """A whole deployment, and what to ask it."""
+        if self._running is not None and self._running[0].lost():
+            self._stack.close()
+            self._running = None
+        if self._running is None:
+            opened = deployment(self._connector, self._plan.scratch, self._plan.slack)
+            started = self._stack.enter_context(opened)
+            cases = asyncio.run(make_cases(started.target))
+            asyncio.run(_warm_up(started, cases))
+            self._running = started, cases
+        return self._running
+
+
+async def _warm_up(started: Deployment, cases: Sequence[Case]) -> None:
+    """What is allocated once is no growth."""
+    async with Bystanders(started.target, cases).around():
+        await asyncio.sleep(2.0)
+
+
+def run_each(attacks: Sequence[Attack], plan: Plan, report: Report) -> list[Outcome]:
+    """One attack after the other, those on one kind of deployment together."""
+    outcomes = []
+    for connector in sorted({attack.connectors[0] for attack in attacks}):
+        with Field(connector, plan) as field:
+            for attack in attacks:
+                if attack.connectors[0] == connector:
+                    outcomes.append(attack_once([attack], plan.seconds, field, plan))
+                    report(outcomes[-1])
+    return outcomes
+
+
+def soak(attacks: Sequence[Attack], minutes: float, plan: Plan, report: Report) -> list[Outcome]:
+    """Several attacks at once, others in every round, until the time is over."""
+    numbers = random.Random(plan.seed)
+    outcomes, ends = [], time.monotonic() + 60 * minutes
+    with ExitStack() as stack:
+        connectors = sorted({attack.connectors[0] for attack in attacks})
+        fields = {name: stack.enter_context(Field(name, plan)) for name in connectors}
+        for connector in _alternating(connectors):
+            if time.monotonic() > ends:
+                return outcomes
+            able = [attack for attack in attacks if connector in attack.connectors]
+            mixed = numbers.sample(able, min(MIXED, len(able)))
+            outcomes.append(attack_once(mixed, plan.seconds, fields[connector], plan))
+            report(outcomes[-1])
+    raise AssertionError("not reached")
+
+
+def _alternating(connectors: Sequence[str]) -> Iterator[str]:
+    while True:
+        yield from connectors
+
+
+def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: Plan) -> Outcome:
+    """Attacks at once, with bystanders; what came of it."""
+    running, cases = field.ready()
+    target = running.target
+    stopped = tuple(name for attack in attacks for name in attack.stops)
+    bystanders = Bystanders(target, cases, stopped)
+    memory = PeakMemory(running.pids())
+    under_way = [Running(attack, target, seconds, plan.seed) for attack in attacks]
+    try:
+        asyncio.run(_watch(under_way, bystanders))
+        complaints = [about for each in under_way for about in each.finish()]
+    finally:
+        for each in under_way:
+            each.kill()
+    bounds = [attack.bounds for attack in attacks]
+    return Outcome(
+        "+".join(attack.name for attack in attacks),
+        sum(each.tries for each in under_way),
+        running.lost(),
+        bystanders.right,
+        tuple(bystanders.wrong),
+        tuple(bystanders.unanswered),
+        _largest(memory),
+        bystanders.silence_s,
+        tuple(complaints),
+        _together(bounds).slacken(plan.slack),
+    )
+
+
+async def _watch(under_way: Sequence[Running], bystanders: Bystanders) -> None:
+    async with bystanders.around():
+        while not all(each.is_over for each in under_way):  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(POLL_S)
+
+
+def _together(bounds: Sequence[Bounds]) -> Bounds:
+    """Of several attacks at once: each may take its share of memory, and fail its requests."""
+    return Bounds(
+        sum(each.growth_mib for each in bounds),
+        sum(each.silence_s for each in bounds),
+        sum(each.unanswered for each in bounds),
+    )
+
+
+def _largest(memory: PeakMemory) -> Largest:
+    found = Largest()
+    for name, mib in memory.growth_mib().items():
+        found = found.or_larger(mib, name)
+    return found

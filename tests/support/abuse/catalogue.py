@@ -1,0 +1,14 @@
+"""All attacks, in the order of the table."""
+
+from __future__ import annotations
+
+from support.abuse import bodies, connections, faults, fuzzing, strangers
+
+ATTACKS = (
+    *bodies.ATTACKS,
+    *connections.ATTACKS,
+    *strangers.ATTACKS,
+    *fuzzing.ATTACKS,
+    *faults.ATTACKS,
+)
+BY_NAME = {attack.name: attack for attack in ATTACKS}

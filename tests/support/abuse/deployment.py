@@ -1,0 +1,146 @@
+"""The deployment that is attacked: two instances of each role and a proxy with two workers."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from support.abuse.attack import Target
+from support.abuse.verdicts import MIB
+from support.programs import TINY_LLAMA, Program, descendants, is_running
+
+CONNECTORS = {"pull": "MooncakeConnector", "push": "MooncakeLayerwiseConnector"}
+PER_ROLE = 2
+WORKERS = 2
+START_S = 300.0
+INSTANCE_OPTIONS = (
+    *("--model", str(TINY_LLAMA), "--served-model-name", "tiny-llama", "--port", "0"),
+    *("--num-kv-blocks", "1024", "--threads", "1", "--lease-seconds", "10"),
+    *("--transport", "tcp", "--transport", "shm"),
+)
+
+
+@dataclass
+class Deployment:
+    """Its processes, and what they were when it was whole.
+
+    Args:
+        target: as attackers know it.
+        programs: instances by name, and the proxy.
+    """
+
+    target: Target
+    programs: dict[str, Program]
+
+    def __post_init__(self) -> None:
+        self._pids = self.pids()
+
+    def pids(self) -> dict[int, str]:
+        """Processes by id, children of the programs included."""
+        found = {program.process.pid: name for name, program in self.programs.items()}
+        for pid, name in list(found.items()):
+            children = descendants(pid)
+            found |= {child: f"{name}.{number}" for number, child in enumerate(children, 1)}
+        return found
+
+    def lost(self) -> tuple[str, ...]:
+        """Names of processes that are no more, even where others have taken their place."""
+        return tuple(name for pid, name in self._pids.items() if not is_running(pid))
+
+
+@contextmanager
+def deployment(connector: str, scratch: Path, slack: float) -> Iterator[Deployment]:
+    """A fresh deployment, ready.
+
+    Args:
+        connector: ``pull`` or ``push``.
+        scratch: takes keys and logs.
+        slack: of its target.
+    """
+    key, secret = "a-clients-key", secrets.token_hex(32)
+    (scratch / "keys").write_text(key + "\n")
+    (scratch / "secret").write_text(secret)
+    common = ["--api-key-file", str(scratch / "keys")]
+    with ExitStack() as stack:
+
+        def start(name: str, argv: Sequence[str]) -> Program:
+            program = Program(argv, scratch / f"{connector}-{name}.log")
+            stack.callback(program.close)
+            return program
+
+        programs = {}
+        for role in ("prefill", "decode"):
+            for number in range(PER_ROLE):
+                argv = ["mooncake_engine.cli", "serve", "--role", role, *INSTANCE_OPTIONS, *common]
+                argv += ["--kv-secret-file", str(scratch / "secret")]
+                argv += ["--kv-connector", CONNECTORS[connector]]
+                programs[f"{role}-{number}"] = start(f"{role}-{number}", argv)
+        urls = {
+            name: program.wait_for("ready ", START_S).split()[1]
+            for name, program in programs.items()
+        }
+        argv = ["mooncake_proxy", "--port", "0", "--workers", str(WORKERS), "--flow", connector]
+        for name, url in urls.items():
+            argv += [f"--{name.partition('-')[0]}", url]
+        programs["proxy"] = start("proxy", [*argv, *common])
+        proxy = "http://" + programs["proxy"].wait_for("http://").partition("http://")[2].split()[0]
+        target = Target(
+            proxy,
+            tuple(url for name, url in urls.items() if name.startswith("prefill")),
+            tuple(url for name, url in urls.items() if name.startswith("decode")),
+            {name: program.process.pid for name, program in programs.items()},
+            {url: _when_ready(f"{url}/kv/topology") for url in urls.values()},
+            key,
+            secret.encode(),
+            slack,
+        )
+        _when_ready(f"{proxy}/ready")
+        yield Deployment(target, programs)
+
+
+def _when_ready(url: str) -> object:
+    """The JSON behind a URL, once it answers 200."""
+    deadline = time.monotonic() + START_S
+    while True:
+        response = httpx.get(url, timeout=30.0, trust_env=False)
+        if response.status_code == 200:
+            return response.json()
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{url} answers {response.status_code}: {response.text}")
+        time.sleep(0.1)
+
+
+class PeakMemory:
+    """Peak resident memory of processes since it was made."""
+
+    def __init__(self, pids: dict[int, str]) -> None:
+        self._before = {}
+        self._names = pids
+        for pid in pids:
+            if (resident := _mib_of(pid, "VmRSS")) is not None:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
+                self._before[pid] = resident
+
+    def growth_mib(self) -> dict[str, float]:
+        """By name; processes that have ended are left out."""
+        found = {}
+        for pid, before in self._before.items():
+            if (peak := _mib_of(pid, "VmHWM")) is not None:
+                found[self._names[pid]] = peak - before
+        return found
+
+
+def _mib_of(pid: int, name: str) -> float | None:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024 / MIB
+    return None  # nobody has waited for it yet
