@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.config_file import CONFIG_FILE, with_config
@@ -46,7 +47,13 @@ _INSTANCE_OPTIONS = (
     _LOG_LEVEL,
     *options_of(ServerOptions, without=("api_keys",)),
 )
-"""What every instance of a deployment is given alike."""
+"""What every instance of a deployment is given alike, unless ``--prefill-args`` or
+``--decode-args`` say otherwise for a role."""
+ROLE_OPTIONS = (
+    *_INSTANCE_OPTIONS,
+    *options_of(KVTransferConfig, without=("connector", "transports", "secret")),
+)
+"""What may differ between the roles of a deployment."""
 
 
 def _address_options(of_what: str) -> tuple[Option, ...]:
@@ -98,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # KeyboardInterrupt would get lost when it meets a foreign import or a finaliser.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        argv = with_config(sys.argv[1:] if argv is None else argv, OPTIONS)
+        argv = with_config(sys.argv[1:] if argv is None else argv, OPTIONS, SECTIONS)
     except ConfigError as exc:
         return _refuse(exc)
     parser = build_parser()
@@ -198,18 +205,53 @@ def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(argv)
 
 
+def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
+    """What the instances of one role are given beside ``engine_argv``, and after it.
+
+    Raises:
+        ConfigError: with the option of ``serve`` that can't be.
+    """
+    flag = f"--{role.value}-args"
+    try:
+        words = shlex.split(getattr(args, f"{role.value}_args"))
+    except ValueError as exc:
+        raise ConfigError(f"{flag}: {exc}") from exc
+    parser = _RoleParser(flag)
+    add_to_parser(parser, ROLE_OPTIONS)
+    parsed = parser.parse_args([*engine_argv(args), *words])
+    try:
+        engine_config(parsed, None)
+        from_arguments(ServerOptions, parsed)
+    except ConfigError as exc:
+        raise ConfigError(f"{flag}: {exc}") from exc
+    return tuple(words)
+
+
+class _RoleParser(argparse.ArgumentParser):
+    """Raises where others end the process."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self._flag = flag
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self._flag}: {message}; these are options of mooncake-engine serve")
+
+
 def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
     """How KV moves; None for an instance that works alone.
 
     Raises:
-        ConfigError: the secret can't be read.
+        ConfigError: the secret can't be read, or there is no such connector.
     """
-    from mooncake_engine.kv_connector import engine_errors
+    from mooncake_engine.kv_connector import engine_errors, find_connector
 
     if args.kv_connector is None and args.role == Role.BOTH.value:
         return None
     with engine_errors():
-        return from_arguments(KVTransferConfig, args)
+        config = from_arguments(KVTransferConfig, args)
+    find_connector(config.connector)
+    return config
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -258,6 +300,8 @@ def _up(args: argparse.Namespace) -> int:
             num_prefill=args.prefill,
             num_decode=args.decode,
             engine_argv=engine_argv(args),
+            prefill_argv=role_argv(args, Role.PREFILL),
+            decode_argv=role_argv(args, Role.DECODE),
             transports=tuple(args.transport),
             connector=args.kv_connector or KVTransferConfig().connector,
             log_dir=args.log_dir,
@@ -363,6 +407,16 @@ COMMANDS = (
                 metavar="N",
                 help="number of decode instances",
             ),
+            *(
+                Option(
+                    flag=f"--{role}-args",
+                    default="",
+                    metavar="OPTIONS",
+                    help=f"options of serve for {role} instances only, in one argument: "
+                    f'--{role}-args="--tp-size 2"; in a file a section of that name',
+                )
+                for role in ("prefill", "decode")
+            ),
             Option(
                 flag="--log-dir",
                 parse=Path,
@@ -405,6 +459,8 @@ COMMANDS = (
 )
 OPTIONS = {command.name: command.options for command in COMMANDS}
 """The options of each command, by its name."""
+SECTIONS = {f"{role}_args": ROLE_OPTIONS for role in ("prefill", "decode")}
+"""Options whose value in a file is a section with options of its own."""
 
 
 if __name__ == "__main__":

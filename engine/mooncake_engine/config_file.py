@@ -4,13 +4,17 @@ model: /models/Qwen3-0.6B
 kv-cache-bytes: 8G
 served-model-name: [qwen, Qwen3-0.6B]
 enforce-eager: true
+prefill-args:
+  tp-size: 2
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -26,12 +30,20 @@ CONFIG_FILE = Option(
 )
 
 
-def with_config(argv: Sequence[str], commands: Mapping[str, Sequence[Option]]) -> list[str]:
+NO_SECTIONS: Mapping[str, Sequence[Option]] = MappingProxyType({})
+
+
+def with_config(
+    argv: Sequence[str],
+    commands: Mapping[str, Sequence[Option]],
+    sections: Mapping[str, Sequence[Option]] = NO_SECTIONS,
+) -> list[str]:
     """A command line with the options of its files, each before those that were written by hand.
 
     Args:
         argv: the command and its options.
         commands: the options of each command.
+        sections: names of options whose value is a command line of its own, and what it may hold.
 
     Raises:
         ConfigError: a file can't be read, or holds what is no option of the command.
@@ -46,16 +58,30 @@ def with_config(argv: Sequence[str], commands: Mapping[str, Sequence[Option]]) -
     except SystemExit:  # --config without a file: the command's own parser says so
         return list(argv)
     by_name = {option.name: option for option in options if option is not CONFIG_FILE}
-    written = [word for path in found.config for word in _words_of(path, by_name)]
+    written: list[str] = []
+    for path in found.config:
+        values = _read(path)
+        for name, value in list(values.items()):
+            key = name.replace("-", "_")
+            if key in by_name and key in sections and isinstance(value, dict):
+                held = {option.name: option for option in sections[key]}
+                words = shlex.join(_words_of(path, values.pop(name), held))
+                written.append(f"{by_name[key].flag}={words}")
+        written += _words_of(path, values, by_name)
     return [argv[0], *written, *argv[1:]]
 
 
-def _words_of(path: Path, options: Mapping[str, Option]) -> Iterator[str]:
+def _read(path: Path) -> dict[str, Any]:
     decode = msgspec.json.decode if path.suffix == ".json" else msgspec.yaml.decode
     try:
-        values: dict[str, Any] = decode(path.read_bytes(), type=dict[str, Any])
+        return decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as exc:
         raise ConfigError(f"can't read --config {path}: {exc}") from exc
+
+
+def _words_of(
+    path: Path, values: Mapping[str, Any], options: Mapping[str, Option]
+) -> Iterator[str]:
     for name, value in values.items():
         option = options.get(name.replace("-", "_"))
         if option is None:

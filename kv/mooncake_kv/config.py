@@ -47,7 +47,8 @@ class KVTransferConfig:
             is_unset_by_default=True,
             metavar="NAME",
             help="how KV moves between prefill and decode instances: MooncakeConnector (decode "
-            "pulls) or MooncakeLayerwiseConnector (prefill pushes layer by layer)",
+            "pulls), MooncakeLayerwiseConnector (prefill pushes layer by layer), or another one's "
+            "class as package.module:Class",
         ),
     )
     host: str = field(

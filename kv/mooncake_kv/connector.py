@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol, cast
 
 import msgspec
@@ -209,6 +209,9 @@ class Connector(Protocol):
         ...
 
 
+_METHODS = tuple(name for name in vars(Connector) if not name.startswith("_"))
+
+
 class ConnectorType(Protocol):
     """A connector's class, as ``find_connector`` returns it."""
 
@@ -223,17 +226,43 @@ class ConnectorType(Protocol):
 
 
 def find_connector(name: str) -> ConnectorType:
-    """The connector of that name; connectors are entry points of the group CONNECTOR_GROUP.
+    """A connector by its name, an entry point of the group CONNECTOR_GROUP, or by where its class
+    is: ``package.module:Class``.
 
     Raises:
-        KVConfigError: there is none, or its module can't be loaded; lists those there are.
+        KVConfigError: there is none, its module can't be loaded, or it is no connector.
     """
     known = {point.name: point for point in entry_points(group=CONNECTOR_GROUP)}
-    if name not in known:
-        raise KVConfigError(f"KV connector {name!r} is not known; known are {sorted(known)}")
-    try:
-        return cast(ConnectorType, known[name].load())
-    except (ImportError, AttributeError) as exc:
+    point = known.get(name)
+    if point is None and ":" in name:
+        point = EntryPoint(name, name, CONNECTOR_GROUP)
+    if point is None:
         raise KVConfigError(
-            f"KV connector {name!r} can't be loaded from {known[name].value}: {exc}"
+            f"KV connector {name!r} is not known; known are {sorted(known)}, and classes as "
+            "package.module:Class"
+        )
+    try:
+        found = point.load()
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise KVConfigError(
+            f"KV connector {name!r} can't be loaded from {point.value}: {exc}"
         ) from exc
+    return _checked(name, found)
+
+
+def _checked(name: str, found: object) -> ConnectorType:
+    """Now, and not when a rank or the first request asks for what it has not."""
+    missing = [part for part in ("mode", "worker") if not hasattr(found, part)]
+    missing += [part for part in _METHODS if not callable(getattr(found, part, None))]
+    if not callable(found) or missing:
+        raise KVConfigError(
+            f"KV connector {name!r} is no connector: wanted a class with the methods of "
+            f"mooncake_kv.connector.Connector, a mode and a worker; {found!r} lacks "
+            f"{', '.join(missing) or 'a constructor'}"
+        )
+    connector = cast(ConnectorType, found)
+    if not isinstance(connector.mode, TransferMode):
+        raise KVConfigError(
+            f"KV connector {name!r}: its mode must be one of TransferMode's, got {connector.mode!r}"
+        )
+    return connector

@@ -47,6 +47,7 @@ class LocalDeployment:
         host, port: where the proxy listens; port 0 takes a free one.
         num_prefill, num_decode: instances.
         engine_argv: options of ``mooncake-engine serve``, the same for every instance.
+        prefill_argv, decode_argv: more of them for the instances of one role, which come after.
         transports: names for KV transfer, in order of preference.
         connector: how KV moves; the proxy's flow follows from it.
         log_dir: where logs go; None for standard error.
@@ -69,6 +70,8 @@ class LocalDeployment:
     otlp_endpoint: str | None = None
     shutdown_timeout_s: float = ServerOptions().shutdown_timeout_s
     max_restarts: int = 0
+    prefill_argv: tuple[str, ...] = ()
+    decode_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
@@ -76,6 +79,7 @@ class LocalDeployment:
                 raise ConfigError(f"--{name} must be at least 1, got {count}")
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts must not be negative, got {self.max_restarts}")
+        find_connector(self.connector)
 
 
 def up(deployment: LocalDeployment) -> None:
@@ -145,7 +149,7 @@ def _instance_argv(deployment: LocalDeployment, role: str, secret_file: Path) ->
     argv += ["--kv-connector", deployment.connector]
     for name in deployment.transports:
         argv += ["--transport", name]
-    return argv
+    return [*argv, *(deployment.prefill_argv if role == "prefill" else deployment.decode_argv)]
 
 
 def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list[str]:

@@ -51,6 +51,18 @@ def test_answers_and_leaves_nothing_behind(up: Program, number: signal.Signals) 
     assert are_gone(children)
 
 
+def test_roles_differ() -> None:
+    by_role = ("--prefill-args=--block-size 8 --tp-size 2", "--decode-args=--enforce-eager")
+    with running("mooncake_engine.cli", "up", *OPTIONS, *by_role) as program:
+        program.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
+        commands = [c for c in descendants(program.process.pid).values() if "cli serve" in c]
+        program.close()
+    [prefill] = [command for command in commands if "--role prefill" in command]
+    [decode] = [command for command in commands if "--role decode" in command]
+    assert ("--tp-size 2" in prefill, "--tp-size 2" in decode) == (True, False)
+    assert ("--enforce-eager" in prefill, "--enforce-eager" in decode) == (False, True)
+
+
 def test_a_dead_part_ends_the_rest_with_its_reason(up: Program) -> None:
     children = descendants(up.process.pid)
     victim = next(pid for pid, command in children.items() if "--role decode" in command)

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 import mooncake_engine
-from mooncake_engine.cli import build_parser, engine_argv, engine_config, kv_transfer_config, main
+from mooncake_engine.cli import (
+    build_parser,
+    engine_argv,
+    engine_config,
+    kv_transfer_config,
+    main,
+    role_argv,
+)
 from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.local_deployment import LocalDeployment
@@ -79,14 +86,22 @@ def test_every_engine_option_reaches_the_config(model: Path) -> None:
 def test_every_transfer_option_reaches_the_config(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("open sesame\n")
     args = parse(
-        *("serve", "--model", "m", "--role", "decode", "--kv-connector", "Another"),
+        *(
+            "serve",
+            "--model",
+            "m",
+            "--role",
+            "decode",
+            "--kv-connector",
+            "MooncakeLayerwiseConnector",
+        ),
         *("--kv-host", "10.0.0.1", "--kv-port", "5", "--transport", "shm", "--transport", "tcp"),
         *("--kv-secret-file", str(tmp_path / "secret"), "--lease-seconds", "3"),
         *("--transfer-timeout-seconds", "4", "--kv-load-failure", "fail"),
         *("--kv-advertise-host", "10.9.9.9", "--kv-port-range", "21000-21099"),
     )
     assert kv_transfer_config(args) == KVTransferConfig(
-        connector="Another",
+        connector="MooncakeLayerwiseConnector",
         host="10.0.0.1",
         port=5,
         advertise_host="10.9.9.9",
@@ -138,6 +153,49 @@ def test_instances_get_what_differs_from_the_defaults(model: Path) -> None:
         model=model, block_size=32, prefix_caching=False, threads=3, kv_cache_bytes=64 << 20
     )
     assert "--max-num-seqs" not in argv
+
+
+def test_roles_differ_in_one_command(model: Path) -> None:
+    args = parse(
+        *("up", "--model", str(model), "--threads", "1", "--tp-size", "1"),
+        *("--prefill-args", "--tp-size 2 --kv-port-range 14000-14009"),
+        *("--decode-args=--enforce-eager",),
+    )
+    found = {
+        role: parse("serve", "--role", role.value, *engine_argv(args), *role_argv(args, role))
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    assert [serve.tp_size for serve in found.values()] == [2, 1]
+    assert [serve.enforce_eager for serve in found.values()] == [False, True]
+    assert all(serve.threads == 1 for serve in found.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--tp-size two", "argument --tp-size: invalid int value: 'two'; these are options of"),
+        ("--role decode", "unrecognized arguments: --role decode"),
+        ("--port 80", "unrecognized arguments: --port 80"),
+        ("--kv-connector x", "unrecognized arguments: --kv-connector x"),
+        ("--block-size 0", "block_size must be at least 1, got 0"),
+        ("--shutdown-timeout -1", "unrecognized|--shutdown-timeout must be|expected one argument"),
+        ("--model 'x", "No closing quotation"),
+    ],
+)
+def test_what_a_role_can_not_be_given_is_refused_before_anything_starts(
+    words: str, problem: str, model: Path
+) -> None:
+    args = parse("up", "--model", str(model), f"--decode-args={words}")
+    with pytest.raises(ConfigError, match=f"^--decode-args: .*({problem})"):
+        role_argv(args, Role.DECODE)
+
+
+def test_a_connector_that_is_none_is_refused_before_anything_starts(model: Path) -> None:
+    with pytest.raises(ConfigError, match="can't be loaded from json:Nothing"):
+        LocalDeployment("127.0.0.1", 0, 1, 1, (), connector="json:Nothing")
+    args = parse("serve", "--model", str(model), "--role", "decode", "--kv-connector", "no.such:C")
+    with pytest.raises(ConfigError, match="No module named 'no'"):
+        kv_transfer_config(args)
 
 
 def test_instances_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mooncake_engine.cli import OPTIONS, build_parser, engine_argv, main
+from mooncake_engine.cli import OPTIONS, SECTIONS, build_parser, engine_argv, main
 from mooncake_engine.config_file import with_config
 from mooncake_engine.errors import ConfigError
 
@@ -46,6 +46,33 @@ def test_a_file_holds_options(file: Path, form: str) -> None:
     assert (args.enforce_eager, args.async_scheduling) == (True, False)
     assert (args.max_model_len, args.memory_utilization) == (4096, 0.5)
     assert args.tool_call_parser == "auto"
+
+
+def test_a_role_has_a_section(tmp_path: Path) -> None:
+    path = tmp_path / "up.yaml"
+    path.write_text(
+        "model: m\nprefill: 2\nprefill-args:\n  tp-size: 2\n  enforce-eager: true\n"
+        "decode_args: {max-num-seqs: 64}\n"
+    )
+    args = build_parser().parse_args(with_config(("up", "--config", str(path)), OPTIONS, SECTIONS))
+    assert args.prefill == 2
+    assert args.prefill_args == "--tp-size 2 --enforce-eager"
+    assert args.decode_args == "--max-num-seqs 64"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("prefill: {tp-size: 2}", "prefill can't be {'tp-size': 2}"),
+        ("prefill-args: {port: 80}", "'port' is no option"),
+        ("prefill-args: {tp-size: {a: 1}}", "tp-size can't be"),
+    ],
+)
+def test_what_is_no_section_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "up.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        with_config(("up", "--config", str(path)), OPTIONS, SECTIONS)
 
 
 def test_the_command_line_has_the_last_word(file: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -38,6 +40,42 @@ def test_errors_are_the_engines(raised: Exception, error: type[EngineError]) -> 
 def test_an_unknown_connector_is_a_wrong_configuration() -> None:
     with pytest.raises(ConfigError, match=r"'Nothing' is not known; known are .*MooncakeConnector"):
         find_connector("Nothing")
+
+
+class HalfAConnector:
+    """Has neither ``start`` nor a mode."""
+
+    worker = object
+
+
+def test_a_connector_is_found_by_where_its_class_is() -> None:
+    found = find_connector("mooncake_kv.pull_connector:MooncakeConnector")
+    assert found is find_connector("MooncakeConnector")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no.such.module:Class", "can't be loaded from no.such.module:Class: No module named 'no'"),
+        ("json:Nothing", "module 'json' has no attribute 'Nothing'"),
+        ("json:loads", "is no connector: wanted a class .* lacks mode, worker, on_rank_message"),
+        (f"{__name__}:HalfAConnector", "lacks mode, on_rank_message, start"),
+        ("json:", "can't be loaded|is no connector"),
+        (":Class", "can't be loaded"),
+    ],
+)
+def test_what_is_no_connector_is_refused(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or _this_module())
+    with pytest.raises(ConfigError, match=words):
+        find_connector(name)
+
+
+def _this_module() -> ModuleType:
+    module = ModuleType(__name__)
+    module.HalfAConnector = HalfAConnector  # type: ignore[attr-defined]
+    return module
 
 
 def test_a_worker_needs_a_kv_transfer_configuration() -> None:
