@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import importlib.metadata
 import sys
@@ -32,8 +31,7 @@ from mooncake_engine.server.generation_handler import (
 from mooncake_engine.server.input_processor import (
     InputProcessor,
     check_chat_size,
-    encode,
-    render_chat,
+    tokenize_chat,
 )
 from mooncake_engine.server.live_requests import (
     LiveRequests,
@@ -58,6 +56,7 @@ from mooncake_engine.server.response_builders import (
 )
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.server.tool_choice import shown_tools
+from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN
 from mooncake_engine.text.completion_output import EngineClient
 from mooncake_engine.text.limits import check_text_size
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -65,8 +64,6 @@ from mooncake_engine.text.tokenizer import Tokenizer
 _DEFAULTS = ServerOptions()
 _MODEL_PATH = "/v1/models/"
 _MAX_DETOKENIZED = 1 << 20
-_LONG_DETOKENIZED = 10_000
-"""More ids take milliseconds to decode: other requests should not wait for them."""
 _COUNTED = frozenset(
     {
         "/v1/completions",
@@ -268,8 +265,8 @@ class PlainEndpoints:
         wanted = decode_request(await read_body(request), TokenizeRequest)
         self.processor.check_model(wanted.model)
         tokenizer = self.processor.tokenizer
-        text, adds_special = await self._text(wanted)
-        ids = await encode(tokenizer, text, add_special_tokens=adds_special)
+        num_characters, tokenise = self._tokenising(wanted)
+        ids = await self.processor.work.on_text(num_characters, tokenise)
         body: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self.processor.info.max_model_len,
@@ -295,9 +292,9 @@ class PlainEndpoints:
                 raise InvalidRequest(
                     f"tokens must be in [0, {size}), got {token_id}", param="tokens"
                 )
-        decode = partial(self.processor.tokenizer.decode, skip_special_tokens=False)
-        is_long = len(wanted.tokens) > _LONG_DETOKENIZED
-        text = await asyncio.to_thread(decode, wanted.tokens) if is_long else decode(wanted.tokens)
+        processor, cost = self.processor, CHARACTERS_PER_TOKEN * len(wanted.tokens)
+        decode = partial(processor.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
+        text = await processor.work.on_text(cost, decode)
         return _json({"prompt": text})
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -309,20 +306,20 @@ class PlainEndpoints:
             "max_model_len": self.processor.info.max_model_len,
         }
 
-    async def _text(self, wanted: TokenizeRequest) -> tuple[str, bool]:
-        """Text, and whether special tokens are added by default: not around a chat template."""
-        adds_special = wanted.add_special_tokens
+    def _tokenising(self, wanted: TokenizeRequest) -> tuple[int, Callable[[], tuple[int, ...]]]:
+        """How many characters there are, and what turns them into tokens. Special tokens are added
+        by default, but not around a chat template."""
         if (wanted.prompt is None) == (wanted.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
-        info = self.processor.info
-        if wanted.prompt is not None:
-            check_text_size(len(wanted.prompt), info, param="prompt")
-            return wanted.prompt, adds_special is not False
-        check_chat_size(wanted, info)
+        tokenizer, info = self.processor.tokenizer, self.processor.info
+        prompt = wanted.prompt
+        if prompt is not None:
+            check_text_size(len(prompt), info, param="prompt")
+            adds_special = wanted.add_special_tokens is not False
+            return len(prompt), partial(tokenizer.encode, prompt, add_special_tokens=adds_special)
         tools = shown_tools(wanted.tools or ())
-        text = await render_chat(wanted, self.processor.tokenizer, tools)
-        check_text_size(len(text), info, param="messages")
-        return text, bool(adds_special)
+        num_characters = check_chat_size(wanted, info)
+        return num_characters, lambda: tokenize_chat(wanted, tokenizer, info, tools).token_ids
 
 
 def _json(body: dict[str, Any]) -> Response:

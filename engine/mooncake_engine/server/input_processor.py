@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -35,13 +34,16 @@ from mooncake_engine.server.request_context import GeneratedChoice, Prompt, Requ
 from mooncake_engine.server.sampling_fields import (
     chat_sampling,
     check_grammar,
+    check_grammar_size,
     completion_sampling,
     grammar_of,
     is_prompt_only,
     structure_field,
 )
 from mooncake_engine.server.tool_choice import offered_tools, template_calls
+from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN, BackgroundWork
 from mooncake_engine.text.detokenizer import text_offsets
+from mooncake_engine.text.grammars import is_compiled
 from mooncake_engine.text.limits import check_prompt, check_text_size, choice_sampling
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -57,12 +59,14 @@ class InputProcessor:
         info: of the engine.
         tokenizer: the model's.
         tool_format: in which the model calls tools; None if it can't.
+        work: where what takes long is done.
     """
 
     model_names: tuple[str, ...]
     info: EngineInfo
     tokenizer: Tokenizer
     tool_format: str | None = None
+    work: BackgroundWork = field(default_factory=BackgroundWork)
 
     async def completion(
         self, request: CompletionRequest, request_id: str, headers: Mapping[str, str]
@@ -75,15 +79,16 @@ class InputProcessor:
 
         Raises:
             InvalidRequest: for whatever is wrong with it.
+            Overloaded: it takes long, and too much that does waits already.
         """
         self.check_model(request.model)
         sampling = completion_sampling(request, self.info)
         sampling = await self._structured(sampling, grammar_of(request), structure_field(request))
-        prompts = await completion_prompts(request, self.tokenizer, self.info)
+        prompts = await completion_prompts(request, self.tokenizer, self.info, self.work)
         if request.echo:
-            prompts = await asyncio.to_thread(  # long prompts take milliseconds
-                self._echoed, prompts, with_offsets=request.logprobs is not None
-            )
+            num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            echoed = partial(self._echoed, prompts, with_offsets=request.logprobs is not None)
+            prompts = await self.work.on_text(CHARACTERS_PER_TOKEN * num_tokens, echoed)
         context = self._context(request, request_id, headers, sampling, prompts)
         return replace(context, echoes=bool(request.echo), is_prompt_only=is_prompt_only(request))
 
@@ -92,13 +97,15 @@ class InputProcessor:
     ) -> RequestContext:
         """The context of a chat completion; arguments and errors as of ``completion``."""
         self.check_model(request.model)
-        check_chat_size(request, self.info)
+        num_characters = check_chat_size(request, self.info)
         sampling = chat_sampling(request, self.info)
         structure = grammar_of(request)
         tools = offered_tools(request, self.tool_format, structure)
         field = structure_field(request) if tools.grammar is structure else "tools"
         sampling = await self._structured(sampling, tools.grammar, field)
-        prompt = await chat_prompt(request, self.tokenizer, self.info, tools.shown)
+        tokenise = partial(tokenize_chat, request, self.tokenizer, self.info, tools.shown)
+        prompt = await self.work.on_text(num_characters, tokenise)
+        check_prompt(prompt.token_ids, self.info, param="messages")
         context = self._context(request, request_id, headers, sampling, [prompt])
         return replace(
             context, is_chat=True, tool_format=tools.tool_format, tool_schemas=tools.schemas
@@ -120,7 +127,11 @@ class InputProcessor:
         if grammar is None:
             return sampling
         structured = replace(sampling, grammar=grammar)
-        await check_grammar(grammar, field, self.tokenizer, self.info)
+        info = self.info
+        if not is_compiled(grammar, self.tokenizer, info.vocab_size, info.eos_token_ids):
+            check_grammar_size(grammar, field)
+            check = partial(check_grammar, grammar, field, self.tokenizer, info)
+            await self.work.grammars.run(check)
         return structured
 
     def _echoed(self, prompts: Sequence[Prompt], *, with_offsets: bool) -> list[Prompt]:
@@ -241,62 +252,53 @@ def _stream_options(request: GenerationFields) -> StreamOptions:
     return request.stream_options
 
 
-_LONG_TEXT = 20_000
-"""Characters; longer texts take milliseconds to encode: other requests should not wait for them."""
 _MAX_PROMPTS = 1024
 _MAX_CHOICES = 4096
 _CHARACTERS_PER_MESSAGE = 16
 
 
 async def completion_prompts(
-    request: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo
+    request: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, work: BackgroundWork
 ) -> list[Prompt]:
     """One prompt per string or list of token ids.
 
     Raises:
         InvalidRequest: an empty or mixed list, or token ids outside the vocabulary.
         PromptTooLong: no room for output tokens.
+        Overloaded: they are long, and too many long texts wait already.
     """
     add_special_tokens = request.add_special_tokens is not False
-    prompts = []
-    for prompt in _separate(request.prompt):
-        if isinstance(prompt, str):
-            check_text_size(len(prompt), info, param="prompt")
-            ids = await encode(tokenizer, prompt, add_special_tokens=add_special_tokens)
-            checked = Prompt(ids, prompt)
-        else:
-            checked = Prompt(tuple(prompt))
-        check_prompt(checked.token_ids, info, param="prompt")
-        prompts.append(checked)
-    return prompts
+    separate = _separate(request.prompt)
+    num_characters = sum(len(prompt) for prompt in separate if isinstance(prompt, str))
+
+    def tokenise() -> list[Prompt]:
+        prompts = []
+        for prompt in separate:
+            if isinstance(prompt, str):
+                check_text_size(len(prompt), info, param="prompt")
+                ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+                checked = Prompt(ids, prompt)
+            else:
+                checked = Prompt(tuple(prompt))
+            check_prompt(checked.token_ids, info, param="prompt")
+            prompts.append(checked)
+        return prompts
+
+    return await work.on_text(num_characters, tokenise)
 
 
-async def chat_prompt(
-    request: ChatRequest,
-    tokenizer: Tokenizer,
-    info: EngineInfo,
-    tools: Sequence[dict[str, Any]] = (),
-) -> Prompt:
-    """The conversation as the chat template lays it out, with the tools that are offered.
+def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) -> int:
+    """How many characters messages and tools have together; each message has some tokens beside
+    its text.
 
     Raises:
-        InvalidRequest: no messages, no template, or the template refuses them.
-        PromptTooLong: no room for output tokens.
+        PromptTooLong: they fit into no context, before they are laid out.
     """
-    text = await render_chat(request, tokenizer, tools)
-    check_text_size(len(text), info, param="messages")
-    ids = await encode(tokenizer, text, add_special_tokens=bool(request.add_special_tokens))
-    check_prompt(ids, info, param="messages")
-    return Prompt(ids, text)
-
-
-def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) -> None:
-    """Raises PromptTooLong for messages or tools that fit into no context, before they are laid
-    out. Each message has some tokens beside its text."""
-    if request.tools:
-        check_text_size(len(msgspec.json.encode(request.tools)), info, param="tools")
-    num_characters = sum(map(_num_characters, request.messages or ()))
-    check_text_size(num_characters, info, param="messages")
+    num_in_tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
+    check_text_size(num_in_tools, info, param="tools")
+    num_in_messages = sum(map(_num_characters, request.messages or ()))
+    check_text_size(num_in_messages, info, param="messages")
+    return num_in_tools + num_in_messages
 
 
 def _num_characters(message: ChatMessage) -> int:
@@ -306,7 +308,7 @@ def _num_characters(message: ChatMessage) -> int:
     return _CHARACTERS_PER_MESSAGE + sum(map(len, parts)) + len(message.reasoning_content or "")
 
 
-async def render_chat(
+def render_chat(
     request: ChatRequest | TokenizeRequest,
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] = (),
@@ -325,23 +327,31 @@ async def render_chat(
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
-    render = partial(
-        tokenizer.render_chat,
+    return tokenizer.render_chat(
         [_template_message(message) for message in request.messages],
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         tools=tools,
         template_kwargs=request.chat_template_kwargs,
     )
-    is_long = sum(map(_num_characters, request.messages)) > _LONG_TEXT
-    return await asyncio.to_thread(render) if is_long else render()
 
 
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-    """Token ids of a text, without holding up the event loop."""
-    if len(text) < _LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+def tokenize_chat(
+    request: ChatRequest | TokenizeRequest,
+    tokenizer: Tokenizer,
+    info: EngineInfo,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Prompt:
+    """The conversation as the chat template lays it out, and its tokens.
+
+    Raises:
+        InvalidRequest: see ``render_chat``.
+        PromptTooLong: laid out, it fits into no context.
+    """
+    text = render_chat(request, tokenizer, tools)
+    check_text_size(len(text), info, param="messages")
+    adds_special = bool(request.add_special_tokens)  # the template has them
+    return Prompt(tokenizer.encode(text, add_special_tokens=adds_special), text)
 
 
 def _separate(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import msgspec
@@ -187,17 +186,8 @@ def grammar_of(request: GenerationFields) -> Grammar | None:
     return grammars[0] if grammars else None
 
 
-async def check_grammar(
-    grammar: Grammar, field: str, tokenizer: Tokenizer, info: EngineInfo
-) -> None:
-    """Compile a grammar, on another thread; the engine will find it compiled.
-
-    Args:
-        field: of the request, which asked for it.
-
-    Raises:
-        InvalidRequest: it is wrong or too large, or the library is not installed.
-    """
+def check_grammar_size(grammar: Grammar, field: str) -> None:
+    """Raises InvalidRequest for a grammar that is too large to look at."""
     if len(grammar.source) > _MAX_CHARACTERS:
         raise InvalidRequest(
             f"the {grammar.kind.value} has {len(grammar.source)} characters, more than "
@@ -205,12 +195,19 @@ async def check_grammar(
             param=field,
         )
 
-    def compile_grammar() -> None:
-        vocabulary = vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids)
-        vocabulary.matcher(grammar)
 
+def check_grammar(grammar: Grammar, field: str, tokenizer: Tokenizer, info: EngineInfo) -> None:
+    """Compile a grammar, on another thread than the server's; the engine will find it compiled.
+
+    Args:
+        field: of the request, which asked for it.
+
+    Raises:
+        InvalidRequest: it is wrong, costs too much, or the library is not installed.
+        RequestFailed: it can't be compiled now.
+    """
     try:
-        await asyncio.to_thread(compile_grammar)
+        vocabulary_of(tokenizer, info.vocab_size, info.eos_token_ids).check(grammar)
     except InvalidRequest as exc:
         raise InvalidRequest(str(exc), param=field) from exc
 

@@ -15,7 +15,7 @@ from mooncake_engine.sampling_params import Grammar, GrammarKind
 from mooncake_engine.server.openai_protocol import ChatRequest, NamedToolChoice, Tool, ToolCall
 from mooncake_engine.text.argument_types import types_of
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
-from mooncake_engine.text.grammars import JSON_STYLE
+from mooncake_engine.text.grammar_compiler import JSON_STYLE
 from mooncake_engine.text.tool_call_parsers import PARSERS, Schemas
 
 

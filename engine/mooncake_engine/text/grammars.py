@@ -1,29 +1,34 @@
-"""Grammars that outputs follow, through llguidance (an extra: ``mooncake-engine[structured]``).
+"""Grammars that outputs follow, one vocabulary per tokenizer and process.
 
-A ``Vocabulary`` knows the bytes of every token; it is built once per tokenizer and process, which
-takes a second for 150,000 tokens. Compiled grammars are kept, and copied for each request. Both
-release the interpreter lock, so that they may be built on any thread.
+Compiled grammars are kept, and copied for each request. Compiling releases the interpreter lock, so
+that it may happen on any thread.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mooncake_engine.errors import InvalidRequest, RequestFailed
 from mooncake_engine.sampling_params import Grammar, GrammarKind
+from mooncake_engine.text.grammar_compiler import (
+    PARAM,
+    GrammarCompiler,
+    TokenTable,
+    find_library,
+    first_line,
+)
+from mooncake_engine.text.grammar_process import GrammarProcess
 from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
 
-_PARAM = "response_format"
 _NUM_KEPT = 64
-JSON_STYLE = {"whitespace_pattern": r"[ \t\n]{0,20}"}
-"""Room for indentation, and an end: a model may otherwise write spaces until its limit."""
+_KEPT_CHARACTERS = 2 << 20
 
 
 class GrammarMatcher:
@@ -49,7 +54,7 @@ class GrammarMatcher:
         """
         mask: bytes = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            words = _first_line(self._matcher.get_error())
+            words = first_line(self._matcher.get_error())
             raise RequestFailed(f"the grammar can't go on: {words}")
         return mask
 
@@ -67,13 +72,39 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> None:
-        self._library = _library()
+        find_library()
+        if not eos_token_ids:
+            raise InvalidRequest(
+                "the model has no end-of-sequence token: an answer in a grammar could not end",
+                param=PARAM,
+            )
+        table = TokenTable(
+            tuple(tokenizer.token_bytes(token_id) for token_id in range(size)),
+            tuple(sorted(id for id in tokenizer.special_ids if id < size)),
+            tuple(eos_token_ids),
+        )
+        self._compiler = GrammarCompiler(table, partial(tokenizer.encode, add_special_tokens=False))
+        self._process = GrammarProcess(table)
+        atexit.register(self._process.close)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
-        wrapper = self._library.TokenizerWrapper(_Tokens(tokenizer, size, eos_token_ids))
-        self._tokens = self._library.LLTokenizer(
-            wrapper, n_vocab=size, eos_token=list(eos_token_ids)
-        )
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether it is compiled."""
+        with self._lock:
+            return grammar in self._compiled
+
+    def check(self, grammar: Grammar) -> None:
+        """Compile a client's grammar, in a process of its own first: for later calls of
+        ``matcher`` it is compiled.
+
+        Raises:
+            InvalidRequest: the grammar is wrong, or costs too much to compile.
+            RequestFailed: that process can't be had now.
+        """
+        if not self.knows(grammar):
+            self._process.check(grammar)
+            self.matcher(grammar)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of an output.
@@ -86,49 +117,20 @@ class Vocabulary:
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
                 return GrammarMatcher(compiled.deep_copy())
-        compiled = self._compile(grammar)
+        compiled = self._compiler.compile(grammar)
         with self._lock:
             self._compiled[grammar] = compiled
-            if len(self._compiled) > _NUM_KEPT:
-                self._compiled.popitem(last=False)
+            self._forget_old()
             return GrammarMatcher(compiled.deep_copy())
 
-    def _compile(self, grammar: Grammar) -> Any:
-        kind = self._library.LLMatcher
-        try:
-            if grammar.kind is GrammarKind.JSON_SCHEMA:
-                text = kind.grammar_from_json_schema(grammar.source, overrides=JSON_STYLE)
-            elif grammar.kind is GrammarKind.REGEX:
-                text = kind.grammar_from_regex(grammar.source)
-            else:
-                text = kind.grammar_from_lark(grammar.source)
-            matcher = kind(self._tokens, text, log_level=0)
-        except ValueError as exc:  # a schema that is no JSON
-            raise InvalidRequest(f"the grammar is wrong: {exc}", param=_PARAM) from exc
-        if matcher.is_error():
-            words = _first_line(matcher.get_error())
-            raise InvalidRequest(f"the {grammar.kind.value} is refused: {words}", param=_PARAM)
-        return matcher
-
-
-class _Tokens:
-    """A tokenizer as llguidance wants it."""
-
-    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> None:
-        if not eos_token_ids:
-            raise InvalidRequest(
-                "the model has no end-of-sequence token: an answer in a grammar could not end",
-                param=_PARAM,
-            )
-        self._tokenizer = tokenizer
-        self.eos_token_id = eos_token_ids[0]
-        self.bos_token_id = None
-        self.special_token_ids = sorted(id for id in tokenizer.special_ids if id < size)
-        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(size)]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        decoded = text if isinstance(text, str) else text.decode()
-        return list(self._tokenizer.encode(decoded, add_special_tokens=False))
+    def _forget_old(self) -> None:
+        """What was compiled takes some hundred bytes per character of its grammar."""
+        num_characters = sum(len(grammar.source) for grammar in self._compiled)
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > _NUM_KEPT or num_characters > _KEPT_CHARACTERS
+        ):
+            oldest, _ = self._compiled.popitem(last=False)
+            num_characters -= len(oldest.source)
 
 
 _vocabularies: dict[tuple[str, int, tuple[int, ...]], Vocabulary] = {}
@@ -142,6 +144,14 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int])
         if key not in _vocabularies:
             _vocabularies[key] = Vocabulary(tokenizer, size, eos_token_ids)
         return _vocabularies[key]
+
+
+def is_compiled(
+    grammar: Grammar, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]
+) -> bool:
+    """Whether the process has a grammar ready; waits for nothing."""
+    known = _vocabularies.get((tokenizer.fingerprint, size, tuple(eos_token_ids)))
+    return known is not None and known.knows(grammar)
 
 
 @lru_cache(maxsize=8)
@@ -162,22 +172,3 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
     """A grammar for one of these texts and nothing else."""
     options = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return Grammar(GrammarKind.LARK, f"start: {options}")
-
-
-def _library() -> ModuleType:
-    try:
-        import llguidance
-    except ModuleNotFoundError as exc:
-        if exc.name != "llguidance":
-            raise
-        raise InvalidRequest(
-            "structured outputs need llguidance, which is not installed on the server: "
-            "pip install 'mooncake-engine[structured]'",
-            param=_PARAM,
-        ) from exc
-    module: ModuleType = llguidance
-    return module
-
-
-def _first_line(words: str) -> str:
-    return words.strip().split("\n", 1)[0][:500]

@@ -52,8 +52,10 @@ def check_others_are_answered(app: Any, held: Held, path: str, body: dict[str, A
     [
         ("/v1/completions", {"prompt": LONG}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/completions", {"prompt": ["tea " * 1000] * 10}),
         ("/tokenize", {"prompt": LONG}),
     ],
+    ids=["one prompt", "messages", "many prompts", "tokenize"],
 )
 def test_long_texts_are_tokenised_aside(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
@@ -73,6 +75,6 @@ def test_grammars_are_compiled_aside(
 ) -> None:
     held = Held(Vocabulary.matcher)
     monkeypatch.setattr(Vocabulary, "matcher", lambda *args: held(*args))
-    body = {"prompt": "tea", "response_format": {"type": "json_object"}}
+    body = {"prompt": "tea", "structured_outputs": {"regex": "(not known|to anybody)"}}
     app = create_app(FakeEngine(), byte_tokenizer)
     check_others_are_answered(app, held, "/v1/completions", body)

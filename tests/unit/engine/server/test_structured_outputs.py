@@ -112,6 +112,25 @@ def test_a_missing_library_is_named_with_its_command(
     assert "pip install 'mooncake-engine[structured]'" in response.json()["error"]["message"]
 
 
+@pytest.mark.timeout(300)
+def test_a_schema_that_compiles_for_ever_is_refused(client: AsgiClient, engine: FakeEngine) -> None:
+    endless = {"allOf": [{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949, 9941)]}
+    for _ in range(2):
+        response = client.post(CHAT[0], **CHAT[1], **as_schema(endless))
+        assert response.status_code == 400
+        assert "compiling it takes more than 1 s" in response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == "response_format"
+    assert not engine.seen
+
+
+@pytest.mark.parametrize("depth", [200, 900, 5000])
+def test_a_deep_schema_is_refused_or_served(client: AsgiClient, depth: int) -> None:
+    schema = '{"type":"array","items":' * depth + "true" + "}" * depth
+    wanted = f'{{"prompt": "tea", "structured_outputs": {{"json": {schema}}}}}'
+    response = client.request("POST", "/v1/completions", content=wanted)
+    assert response.status_code in (200, 400), response.text
+
+
 def allowed_ids(allowed: bytes, size: int = 258) -> set[int]:
     return {i for i in range(size) if allowed[i // 8] >> i % 8 & 1}
 

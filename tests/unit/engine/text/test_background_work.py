@@ -1,0 +1,89 @@
+"""Lines of work: bounded, and what is short does not wait behind what is long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from mooncake_engine.errors import InvalidRequest, Overloaded
+from mooncake_engine.text.background_work import LONG_TEXT, LONGEST_TEXTS, BackgroundWork, WorkLine
+
+
+def waiting_for(event: threading.Event) -> Callable[[], str]:
+    def work() -> str:
+        assert event.wait(30), "nobody let it go on"
+        return threading.current_thread().name
+
+    return work
+
+
+def test_a_short_text_is_done_at_once_and_here() -> None:
+    async def scenario() -> None:
+        name = await BackgroundWork().on_text(LONG_TEXT, lambda: threading.current_thread().name)
+        assert name == threading.current_thread().name
+
+    asyncio.run(scenario())
+
+
+def test_each_size_has_its_own_line() -> None:
+    async def scenario() -> None:
+        work, event = BackgroundWork(), threading.Event()
+        longest = asyncio.create_task(work.on_text(LONGEST_TEXTS + 1, waiting_for(event)))
+        compiling = asyncio.create_task(work.grammars.run(waiting_for(event)))
+        await asyncio.sleep(0)  # both lines are taken
+        name = await work.on_text(LONG_TEXT + 1, lambda: threading.current_thread().name)
+        assert name.startswith("long-texts")
+        event.set()
+        assert (await longest).startswith("very-long-texts")
+        assert (await compiling).startswith("grammars")
+
+    asyncio.run(scenario())
+
+
+def test_a_full_line_refuses_until_something_has_left_it() -> None:
+    async def scenario() -> None:
+        line, event = WorkLine("long texts", 1, 2), threading.Event()
+        tasks = [asyncio.create_task(line.run(waiting_for(event))) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"too many long texts are waiting \(3\)"):
+            await line.run(lambda: None)
+        event.set()
+        await asyncio.gather(*tasks)
+        assert await line.run(lambda: 7) == 7
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_before_its_turn_makes_room_and_costs_nothing() -> None:
+    async def scenario() -> None:
+        line, event = WorkLine("long texts", 1, 1), threading.Event()
+        done: list[int] = []
+        first = asyncio.create_task(line.run(waiting_for(event)))
+        second = asyncio.create_task(line.run(lambda: done.append(2)))
+        await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        third = asyncio.create_task(line.run(lambda: done.append(3)))
+        await asyncio.sleep(0)
+        event.set()
+        await asyncio.gather(first, third)
+        assert done == [3]
+
+    asyncio.run(scenario())
+
+
+def test_errors_come_through() -> None:
+    def refuse() -> None:
+        raise InvalidRequest("no")
+
+    async def scenario() -> None:
+        line = WorkLine("long texts", 1, 0)
+        for _ in range(3):
+            with pytest.raises(InvalidRequest, match="no"):
+                await line.run(refuse)
+
+    asyncio.run(scenario())

@@ -1,0 +1,152 @@
+"""Grammars that would take for ever, or the process with them, end their own process only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.sampling_params import Grammar, GrammarKind
+from mooncake_engine.text.grammar_compiler import TokenTable
+from mooncake_engine.text.grammar_process import CompileLimits, GrammarProcess
+from mooncake_engine.text.grammars import Vocabulary, json_schema_grammar
+from mooncake_engine.text.tokenizer import Tokenizer
+
+TABLE = TokenTable((*(bytes([i]) for i in range(256)), b""), (256,), (256,))
+PATIENT = CompileLimits(wall_s=120.0, start_s=120.0)
+"""Of wall time: other work on the machine must not end a test."""
+FINE = Grammar(GrammarKind.REGEX, "[a-c]+")
+NESTED = 20_000
+
+
+ENDLESS = json_schema_grammar(
+    {"allOf": [{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949, 9941)]}
+)
+"""145 characters that compile for minutes."""
+CRASHING = Grammar(
+    GrammarKind.LARK,
+    "start: r0\n"
+    + "\n".join(f"r{i}: r{i + 1} | r{i + 2} r{i + 1}" for i in range(9000))
+    + '\nr9000: "a"\nr9001: "b"\n',
+)
+"""Overflows the compiler's stack."""
+BOMBS = {
+    "divisors": ENDLESS,
+    "rules": CRASHING,
+    "options": Grammar(GrammarKind.REGEX, "(a?)" * 20_000 + "a" * 20_000),
+    "classes": Grammar(GrammarKind.REGEX, r"(\p{L}|\w|\W)*" * 8000),
+    "patterns": json_schema_grammar(
+        {
+            "allOf": [
+                {"type": "string", "pattern": f"(a|b)*{chr(97 + i % 26)}(a|b){{{i}}}"}
+                for i in range(60)
+            ]
+        }
+    ),
+}
+HARMLESS = {
+    "nested groups": Grammar(GrammarKind.REGEX, "(" * NESTED + "a" + ")" * NESTED),
+    "nested Lark": Grammar(GrammarKind.LARK, "start: " + "(" * NESTED + '"a"' + ")" * NESTED),
+    "nested schema": Grammar(
+        GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * NESTED + "true" + "}" * NESTED
+    ),
+    "repetitions": Grammar(GrammarKind.REGEX, "(" * 6 + "a" + "{1,1000}){1,1000}" * 6),
+    "states": Grammar(GrammarKind.LARK, "start: T\nT: ~/(a|b)*a(a|b){25}/\n"),
+}
+"""The library's own limits are enough."""
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[GrammarProcess]:
+    process = GrammarProcess(TABLE, PATIENT)
+    yield process
+    process.close()
+
+
+def child_of(process: GrammarProcess) -> int:
+    process.check(FINE)
+    assert process._child is not None
+    return process._child.pid
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_ends_its_own_process_and_the_next_grammar_compiles(
+    process: GrammarProcess, name: str
+) -> None:
+    before = child_of(process)
+    with pytest.raises(InvalidRequest, match=r"takes more than 1 s, or more memory or nesting"):
+        process.check(BOMBS[name])
+    with pytest.raises(ProcessLookupError):
+        os.kill(before, 0)
+    assert child_of(process) != before
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_looks_like_a_bomb_ends_nothing(process: GrammarProcess, name: str) -> None:
+    before = child_of(process)
+    with suppress(InvalidRequest):
+        process.check(HARMLESS[name])
+    assert child_of(process) == before
+
+
+@pytest.mark.timeout(300)
+def test_a_child_that_says_nothing_is_ended() -> None:
+    process = GrammarProcess(TABLE, CompileLimits(cpu_s=600, wall_s=0.5, start_s=120.0))
+    with pytest.raises(InvalidRequest, match="SIGKILL"):
+        process.check(ENDLESS)
+    assert process._child is None
+
+
+@pytest.mark.timeout(300)
+def test_who_sends_a_bomb_again_costs_nothing(process: GrammarProcess) -> None:
+    with pytest.raises(InvalidRequest) as first:
+        process.check(ENDLESS)
+    before = child_of(process)
+    with pytest.raises(InvalidRequest) as second:
+        process.check(ENDLESS)
+    assert str(second.value) == str(first.value)
+    assert child_of(process) == before
+
+
+@pytest.mark.timeout(300)
+def test_a_child_that_was_killed_is_replaced(process: GrammarProcess) -> None:
+    before = child_of(process)
+    os.kill(before, signal.SIGKILL)
+    assert process._child is not None
+    process._child.wait(60)
+    assert child_of(process) != before
+
+
+@pytest.mark.timeout(300)
+def test_a_wrong_grammar_is_refused_with_the_librarys_words(process: GrammarProcess) -> None:
+    before = child_of(process)
+    with pytest.raises(InvalidRequest, match="regular expression is refused"):
+        process.check(Grammar(GrammarKind.REGEX, "("))
+    assert child_of(process) == before
+
+
+@pytest.mark.timeout(300)
+def test_a_child_ends_with_its_owner() -> None:
+    process = GrammarProcess(TABLE, PATIENT)
+    process.check(FINE)
+    child = process._child
+    assert child is not None
+    process.close()
+    assert child.returncode is not None
+    process.close()
+
+
+def test_what_is_kept_is_bounded_by_its_size(byte_tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(byte_tokenizer, 258, (256,))
+    large = [Grammar(GrammarKind.REGEX, f"{i}" + "a" * 400_000) for i in range(6)]
+    for grammar in [FINE, *large]:
+        vocabulary.matcher(grammar)
+    assert vocabulary.knows(large[-1])
+    assert not vocabulary.knows(FINE)
+    assert sum(map(vocabulary.knows, large)) == 5
