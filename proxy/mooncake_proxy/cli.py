@@ -154,6 +154,14 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         help='decode instances may answer stop_reason "recomputed" (vLLM-Ascend)',
     )
     pools.add_argument(
+        "--short-prompt-tokens",
+        type=_tokens_or_auto,
+        default=0,
+        metavar="TOKENS",
+        help="prompts of up to so many uncached tokens are computed by decode instances, without "
+        "a hand-over; auto: as long as that takes no longer than the hand-over, as measured",
+    )
+    pools.add_argument(
         "--no-local-prefill",
         action="store_true",
         help="fail requests that no prefill instance can take; do not prefill on decode instances",
@@ -330,6 +338,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         kubernetes=args.kubernetes,
         kubernetes_api=args.kubernetes_api,
         local_prefill=not args.no_local_prefill,
+        short_prompt_tokens=args.short_prompt_tokens,
         max_attempts=args.max_attempts,
         retry_ratio=args.retry_ratio,
         eject_after=args.eject_after,
@@ -349,6 +358,10 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
         tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
     )
+
+
+def _tokens_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
 
 
 def _in_seconds(milliseconds: float | None) -> float | None:

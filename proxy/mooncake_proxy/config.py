@@ -59,6 +59,8 @@ class ProxyConfig:
     slo_ttft_s: float | None = None
     slo_tbt_s: float | None = None
     local_prefill: bool = True
+    # Prompts of up to so many uncached tokens are computed by D; 0: none, None: learnt.
+    short_prompt_tokens: int | None = 0
     max_attempts: int = 3
     retry_ratio: float = 0.2
     retry_reserve: int = 10
@@ -124,6 +126,10 @@ class ProxyConfig:
             raise ConfigError(f"--workers {self.workers}: wanted 1 or more")
         if not 0.0 <= self.shutdown_timeout_s < math.inf:
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout_s:g}: wanted 0 or more")
+        if self.short_prompt_tokens is not None and self.short_prompt_tokens < 0:
+            raise ConfigError(
+                f"--short-prompt-tokens {self.short_prompt_tokens}: wanted 0 or more, or auto"
+            )
         for flag, limit in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
             if limit is not None and not 0.0 < limit < math.inf:
                 raise ConfigError(f"{flag} {1000 * limit:g}: wanted more than 0 ms")

@@ -115,6 +115,8 @@ class RequestContext:
     session: str | None = None
     prefix_blocks: tuple[int, ...] = ()
     cached_tokens: Mapping[str, int] | None = None
+    # Of a short prompt that D computes: its uncached tokens, until the first token.
+    num_short_tokens: int = 0
     timing: StreamTiming = field(default_factory=StreamTiming)
     # Its spans, where requests are traced.
     trace: RequestTrace | None = None

@@ -13,7 +13,10 @@ from mooncake_proxy.routing.router import RequestRouter
 
 async def plain(router: RequestRouter, context: RequestContext, role: Role) -> None:
     """Answer `call` from one instance of `role`."""
-    await router.attempt(role, context, _ask)
+    try:
+        await router.attempt(role, context, _ask)
+    finally:
+        router.end_short_prompt(context)
 
 
 async def _ask(router: RequestRouter, context: RequestContext, instance: Instance) -> None:
@@ -64,6 +67,10 @@ def _note_first(
     router: RequestRouter, context: RequestContext, instance: Instance, started: float
 ) -> None:
     """The first event, or the whole answer, has come."""
-    router.metrics.stage_seconds.observe(router.now() - started, "decode", instance.name)
+    elapsed_s = router.now() - started
+    router.metrics.stage_seconds.observe(elapsed_s, "decode", instance.name)
+    if context.prefiller and context.streams:
+        router.short_prompts.note_handover(elapsed_s)
+    router.end_short_prompt(context)
     if not context.request.has_started:
         router.note_first_token(context)

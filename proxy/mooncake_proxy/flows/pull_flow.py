@@ -146,7 +146,9 @@ def role_without_disaggregation(router: RequestRouter, context: RequestContext) 
     obstacle = context.disaggregation_obstacle()
     if obstacle is None and pool.can_disaggregate:
         limit = context.parsed.token_limit
-        return Role.PREFILL if limit is not None and limit <= 1 else None
+        if limit is not None and limit <= 1:
+            return Role.PREFILL
+        return Role.DECODE if router.takes_short_prompt(context) else None
     whole = pool.undisaggregated_role()
     if whole is None:
         pool.require(Role.DECODE)
@@ -192,8 +194,13 @@ async def _prefill(
     """One attempt: P's answer, parsed."""
     if instance.bootstrap is not None:
         return await _prefill_with_bootstrap(router, context, instance, instance.bootstrap)
+    began, was_idle = router.now(), instance.total_running == 1
     body = await _send_prefill(router, context, instance, HOLD_KV_PARAMS)
     prefill = parse_prefill_answer(instance, body)
+    if was_idle:
+        kv = prefill.kv_params
+        num_uncached = (kv.num_prompt_tokens or 0) - (kv.remote_cached_tokens or 0)
+        router.short_prompts.note_prefill(num_uncached, router.now() - began)
     metrics = router.metrics
     metrics.prompt_tokens.values[()] += prefill.kv_params.num_prompt_tokens or 0
     metrics.cached_tokens.values[()] += prefill.kv_params.remote_cached_tokens or 0

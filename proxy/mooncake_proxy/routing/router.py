@@ -40,6 +40,7 @@ from mooncake_proxy.routing.prefix_index import (
     token_hashes,
 )
 from mooncake_proxy.routing.retries import MAX_LOSSES, RetryBudget, SuspectBodies
+from mooncake_proxy.routing.short_prompts import ShortPrompts
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class RequestRouter:
         self.suspects = SuspectBodies()
         self.passive = PassiveHealth(config.eject_after)
         self.prefixes = PrefixIndex()
+        self.short_prompts = ShortPrompts(config.short_prompt_tokens)
         self.metaserver = Metaserver()
         # Where D reaches this very process; set once it listens.
         self.metaserver_url = ""
@@ -150,6 +152,24 @@ class RequestRouter:
     def _expect_hits(self, context: RequestContext, hashes: tuple[int, ...]) -> None:
         context.prefix_blocks = hashes
         context.cached_tokens = self.prefixes.cached_tokens(hashes)
+
+    def takes_short_prompt(self, context: RequestContext) -> bool:
+        """Whether D computes this prompt; it counts as in flight there until `end_short_prompt`."""
+        decodes = self.pool.live(Role.DECODE)
+        hits = context.cached_tokens or NOTHING_CACHED
+        num_cached = max((hits.get(instance.name, 0) for instance in decodes), default=0)
+        num_uncached = max(context.prompt_tokens - num_cached, 1)
+        if not self.short_prompts.is_short(num_uncached, len(decodes)):
+            return False
+        self.metrics.fallbacks.add("short_prompt")
+        context.num_short_tokens = num_uncached
+        self.short_prompts.num_tokens_in_flight += num_uncached
+        return True
+
+    def end_short_prompt(self, context: RequestContext) -> None:
+        """Its first token is there, or never will be. Idempotent."""
+        self.short_prompts.num_tokens_in_flight -= context.num_short_tokens
+        context.num_short_tokens = 0
 
     def note_first_token(self, context: RequestContext) -> None:
         """The first token, or the whole answer, goes to the client now."""

@@ -170,3 +170,24 @@ def test_models_metrics_health() -> None:
             assert "mooncake_proxy_stage_seconds_bucket" in text
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_short_prompts_go_straight_to_a_decode_instance(flow: str) -> None:
+    async def main() -> None:
+        async with stand(flow=flow, short_prompt_tokens=40) as s:
+            answer = await post(s, BODY | {"prompt": [7] * 40})
+            assert answer.json()["choices"][0]["text"] == text_of(5)
+            assert not s.prefill.generated
+            assert "kv_transfer_params" not in s.decode.generated[0].body
+            await post(s, BODY | {"prompt": [7] * 41})
+            assert len(s.prefill.generated) == 1
+            rule = s.app.router.short_prompts
+            assert rule.num_tokens_in_flight == 0
+            s.decode.behaviour.status = 400
+            assert (await post(s, BODY | {"prompt": [7]})).status_code == 400
+            assert rule.num_tokens_in_flight == 0, "whatever the end"
+            fallbacks = s.app.router.metrics.fallbacks.values
+            assert fallbacks == {("short_prompt",): 2}
+
+    uvloop.run(main())
