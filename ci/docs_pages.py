@@ -19,7 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 MARK = "<!-- below this line: written by ci/docs_pages.py -->\n"
-PRODUCT = ["mooncake_hal", "backends", "kv", "conductor", "engine", "proxy", "testing"]
+PRODUCT = [
+    "mooncake_hal",
+    "backends",
+    "kv",
+    "conductor",
+    "engine",
+    "proxy",
+    "testing",
+    "integrations",
+]
 
 
 def first_sentence(path: Path) -> str:

@@ -45,7 +45,8 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
 
     Args:
         engine_id: name of this epoch.
-        model_fingerprint, tokenizer_fingerprint: equal for equal files.
+        model_fingerprint: equal for equal files.
+        tokenizer_fingerprint: the same; empty where the instance is given token ids.
         model_settings: what else the KV of equal tokens depends on, by name: see
             ``ModelFingerprint``.
         geometry: of the whole model's KV.
@@ -143,7 +144,9 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
         *(prefill.model_fingerprint, decode.model_fingerprint),
         "serve the same weights: one with an adapter merged into it is another model",
     )
-    yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
+    if prefill.tokenizer_fingerprint and decode.tokenizer_fingerprint:
+        # Where one of the two gets token ids from elsewhere, requests' prompt_digest has to do.
+        yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
     yield _Check("KV geometry", prefill.geometry, decode.geometry)
 
 
@@ -183,7 +186,8 @@ def _is_sound(rank: RankMetadata, instance: InstanceMetadata) -> bool:
     return (
         0 <= shard.layer_start < shard.layer_stop <= geometry.layers
         and 0 <= shard.head_start < shard.head_stop <= geometry.kv_heads
-        and layout.block_size == instance.block_size >= 1
+        and layout.block_size == instance.block_size >= geometry.unit >= 1
+        and layout.block_size % geometry.unit == 0
         and [len(bases) for bases in layout.bases] == [shard.layers] * geometry.planes
         and all(len(plane_strides) == geometry.planes for plane_strides in strides)
         and all(

@@ -196,6 +196,21 @@ def parse_kv_transfer_params(
     return found
 
 
+def parse_remote_address(params: KVTransferDict) -> RemoteKV | None:
+    """Who holds KV for a request that does not run here after all, so that it can be told.
+
+    Whatever else is wrong with the parameters does not matter; None if they name nobody.
+    """
+    try:
+        wire = msgspec.convert(params, _Wire, strict=True)
+        if not wire.do_remote_prefill:
+            return None
+        _check_address(wire, ADDRESS_FIELDS, "do_remote_prefill", "name the holder")
+        return _remote(wire, num_tokens=0)
+    except (msgspec.ValidationError, InvalidKVParams):
+        return None
+
+
 def _parse_target(wire: _Wire, num_prompt_tokens: int) -> PushTarget | None:
     """Where a prefill is to write; None if it is to be fetched."""
     if wire.remote_engine_id is None:

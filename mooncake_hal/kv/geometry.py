@@ -29,6 +29,10 @@ class KVGeometry:
             V, ``(512, 64)`` for latent and rope.
         dtype: name of the element type, such as ``"bfloat16"``.
         element_bytes: its size.
+        unit: tokens that lie in one piece and are moved as one. Above 1, ``plane_dims`` counts the
+            elements of such a piece, and the strides and offsets of tokens are those of pieces.
+        format: how elements are ordered inside a piece, where that is not token after token; only
+            instances of one format understand each other's.
     """
 
     kind: AttentionKind
@@ -37,6 +41,8 @@ class KVGeometry:
     plane_dims: tuple[int, ...]
     dtype: str
     element_bytes: int
+    unit: int = 1
+    format: str = "linear"
 
     @property
     def planes(self) -> int:
@@ -46,7 +52,7 @@ class KVGeometry:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV over all layers and heads."""
-        return self.layers * self.kv_heads * sum(self.plane_dims) * self.element_bytes
+        return self.layers * self.kv_heads * sum(self.plane_dims) * self.element_bytes // self.unit
 
 
 @dataclass(frozen=True, slots=True)

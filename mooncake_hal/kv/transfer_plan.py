@@ -9,7 +9,7 @@ where it is contiguous on both sides. Pure and vectorised; nothing here looks at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +82,8 @@ def plan_transfer(
     Raises:
         PlanError: the block tables are too short, or the remotes don't cover ``local`` exactly.
     """
+    if geometry.unit > 1:
+        return _plan_units(geometry, local, remotes, transfer)
     start, stop = transfer.tokens
     _check_table("local", local.layout, transfer.local_blocks, stop)
     for remote in remotes:
@@ -102,6 +104,33 @@ def plan_transfer(
         plans.append(PeerSpans(peer, pair.spans(start, stop)))
     _check_coverage(geometry, wanted, stop - start, plans)
     return plans
+
+
+def _plan_units(
+    geometry: KVGeometry,
+    local: KVShardSpec,
+    remotes: Sequence[KVShardSpec],
+    transfer: BlockTransfer,
+) -> list[PeerSpans]:
+    """A plan for tokens that are moved several at a time: to the formula such a piece is a token.
+
+    A piece that the range only touches is moved whole.
+    """
+    unit = geometry.unit
+    start, stop = transfer.tokens
+
+    def in_units(rank: KVShardSpec) -> KVShardSpec:
+        layout = rank.layout
+        if layout.block_size % unit:
+            raise PlanError(f"blocks of {layout.block_size} tokens hold no whole pieces of {unit}")
+        return KVShardSpec(rank.shard, replace(layout, block_size=layout.block_size // unit))
+
+    return plan_transfer(
+        replace(geometry, unit=1),
+        in_units(local),
+        [in_units(remote) for remote in remotes],
+        replace(transfer, tokens=(start // unit, -(-stop // unit))),
+    )
 
 
 def intersect(a: KVShard, b: KVShard) -> KVShard:

@@ -191,3 +191,21 @@ def test_only_the_latest_refusals_are_remembered_and_all_are_counted() -> None:
     assert "1" in refusals
     assert len(refusals.engine_ids) == MAX_INCOMPATIBLE_PEERS
     assert refusals.num_peers == MAX_INCOMPATIBLE_PEERS + 1
+
+
+def test_token_ids_from_elsewhere_need_no_tokenizer() -> None:
+    check_compatible(facts(), msgspec.structs.replace(facts(), tokenizer_fingerprint=""))
+
+
+def test_another_packing_is_refused_with_both() -> None:
+    packed = replace(GEOMETRY, unit=16, format="packed")
+    words = refusal(msgspec.structs.replace(facts(), geometry=packed), facts())
+    assert "KV geometry differs" in words
+    assert "format='packed'" in words
+    assert "format='linear'" in words
+
+
+@pytest.mark.parametrize("unit", [0, 5, 32])
+def test_blocks_hold_whole_units(unit: int) -> None:
+    torn = msgspec.structs.replace(facts(), geometry=replace(GEOMETRY, unit=unit))
+    assert "contradicts itself" in refusal(torn, torn)

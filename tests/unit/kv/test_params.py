@@ -17,6 +17,7 @@ from mooncake_kv.params import (
     KVTransferParams,
     build_params,
     parse_kv_transfer_params,
+    parse_remote_address,
     prompt_digest,
 )
 
@@ -152,3 +153,23 @@ def test_no_value_of_any_field_is_worse_than_a_refusal(field: str, value: object
     if kv_params.remote is not None:
         assert 1 <= kv_params.remote.port <= 65_535
         assert all(0 <= block < 2**31 for block in kv_params.remote.block_ids)
+
+
+def test_a_holder_is_found_in_parameters_that_are_wrong_otherwise() -> None:
+    wrong = golden(num_prompt_tokens=1, prompt_digest="another", last_token_id=None)
+    with pytest.raises(InvalidKVParams):
+        parse_kv_transfer_params(wrong, PROMPT)
+    holder = parse_remote_address(wrong)
+    assert holder is not None
+    assert (holder.engine_id, holder.request_id) == (
+        wrong["remote_engine_id"],
+        wrong["remote_request_id"],
+    )
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"do_remote_decode": True}, {"do_remote_prefill": True}, golden(remote_port="x")],
+)
+def test_who_names_no_holder_has_none(params: dict[str, Any]) -> None:
+    assert parse_remote_address(params) is None

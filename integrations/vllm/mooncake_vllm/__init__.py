@@ -1,0 +1,1 @@
+"""Connectors of mooncake_kv inside vLLM."""

@@ -1,0 +1,96 @@
+"""What a connector counts, as vLLM collects, logs and publishes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+PREFIX = "vllm:mooncake_hal_"
+GAUGES = {
+    "leases_held": "Finished prompts whose blocks are kept for a peer.",
+    "reservations": "Requests whose blocks are reserved for a peer's writes.",
+}
+COUNTERS = {
+    "leases_expired": "Prompts that were kept for a peer that did not read them in time.",
+    "loads": "Prompts whose KV was to come from a peer.",
+    "load_failures": "Those whose KV did not come across.",
+    "refused_loads": "Those of the failures whose peer can't exchange KV with this instance.",
+    "refused_peers": "Instances whose handshake was refused.",
+    "refused_requests": "Requests whose kv_transfer_params could not be honoured.",
+    "bytes_received": "KV read from peers.",
+    "load_seconds": "Time that loads took.",
+    "pushes": "Prompts whose KV was to be sent to a peer.",
+    "push_failures": "Those whose KV did not come across.",
+    "bytes_sent": "KV written to peers.",
+    "push_seconds": "Time that pushes took.",
+    "hook_errors": "Calls of vLLM that ended in an error of the connector.",
+}
+
+
+class Differences:
+    """Turns figures since the start into what came since the last time."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, float] = {}
+
+    def take(self, figures: dict[str, float]) -> dict[str, float]:
+        """Counters by what they grew, gauges as they are; empty if nothing has changed."""
+        changed = {name: value for name, value in figures.items() if self._seen.get(name) != value}
+        grown = {
+            name: value if name in GAUGES else value - self._seen.get(name, 0.0)
+            for name, value in changed.items()
+        }
+        self._seen.update(changed)
+        return {name: value for name, value in grown.items() if value or name in GAUGES}
+
+
+class HalStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are
+    """Figures of one interval: ``data`` is name to number."""
+
+    def reset(self) -> None:
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = value if name in GAUGES else self.data.get(name, 0.0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
+    """The same for Prometheus, per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {
+            name: metric_types[kind](
+                name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames
+            )
+            for kind, table in ((Gauge, GAUGES), (Counter, COUNTERS))
+            for name, text in table.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name].labels(*labels)
+            if name in GAUGES:
+                metric.set(value)
+            else:
+                metric.inc(value)

@@ -1,0 +1,264 @@
+"""The connectors that vLLM's configuration names: vLLM's interface, and a guard on every hook.
+
+What vLLM calls must not raise: in its scheduler an exception would end the engine for everybody,
+in a worker, too. So an unexpected error is logged with its trace and counted, and the request
+goes on without a hand-over. Only a connector that can't go on at all is allowed to end the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.platforms import current_platform
+
+from mooncake_kv.config import KVTransferConfig
+from mooncake_vllm.errors import ConnectorDied
+from mooncake_vllm.transfer_stats import Differences, HalPromMetrics, HalStats
+from mooncake_vllm.vllm_instance import (
+    check_supported,
+    describe_device,
+    describe_instance,
+    model_kv,
+    page_format,
+    rank_position,
+    worker_sockets,
+)
+from mooncake_vllm.vllm_interface import KVCacheBlocks, Request
+from mooncake_vllm.vllm_memory import view_caches
+from mooncake_vllm.vllm_scheduler_side import SchedulerSide
+from mooncake_vllm.vllm_settings import read_settings, wanted_layout
+from mooncake_vllm.vllm_worker_side import WorkerSide
+
+logger = logging.getLogger(__name__)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def guarded(instead: Callable[[], Any]) -> Callable[[Hook], Hook]:
+    """A hook whose errors are logged and counted.
+
+    Args:
+        instead: makes what the hook returns then.
+    """
+
+    def guard(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def call(self: HalConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except ConnectorDied:
+                raise
+            except Exception:
+                self.num_errors += 1
+                logger.exception("%s.%s failed", type(self).__name__, hook.__name__)
+                return instead()
+
+        return cast(Hook, call)
+
+    return guard
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM sets its own logger up and no other: what ours say below WARNING would be lost."""
+    vllm = logging.getLogger("vllm")
+    for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm"):
+        ours = logging.getLogger(name)
+        if not ours.handlers:
+            ours.handlers, ours.propagate = list(vllm.handlers), False
+            ours.setLevel(vllm.level)
+
+
+def _nothing() -> None:
+    """What most hooks return."""
+
+
+@dataclass
+class HalStepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is Any where types are
+    """Scheduler to workers, with a step: the loads whose blocks it allocated."""
+
+    loads: tuple[str, ...] = ()
+
+
+class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
+    """What both connectors have in common. One class, two kinds of objects: ``role`` says which."""
+
+    connector_name: str
+    """The connector of ``mooncake_kv``."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm_does()
+        self.num_errors = 0
+        self._differences = Differences()
+        self._config = self._read_settings(vllm_config)
+        check_supported(vllm_config, kv_cache_config)
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                self._config, describe_instance(vllm_config), worker_sockets(vllm_config)
+            )
+
+    @classmethod
+    def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        offset = vllm_config.parallel_config.data_parallel_rank
+        return read_settings(extra, cls.connector_name, offset)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return wanted_layout(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+    # ------------------------------------------------------------- scheduler
+
+    @guarded(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        self._at_scheduler.on_new_request(request)
+
+    @guarded(lambda: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        count = self._at_scheduler.num_to_load(request, num_computed_tokens)
+        return count, bool(count)
+
+    @guarded(_nothing)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._at_scheduler.blocks_allocated(request, blocks, num_external_tokens)
+
+    @guarded(HalStepMetadata)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return HalStepMetadata(self._at_scheduler.take_started())
+
+    @guarded(lambda: (False, None))
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._at_scheduler.request_finished(request, block_ids)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return (0,)
+
+    # ------------------------------------------------------------- workers
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Errors are let out: an instance that can't hand its KV over doesn't start."""
+        [group] = self._kv_cache_config.kv_cache_groups
+        spec, model = group.kv_cache_spec, self._vllm_config.model_config
+        stage, ranks = get_pp_group(), get_tp_group()
+        first = next(iter(kv_caches.values()))
+        device = describe_device(current_platform, first.device.index)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        view = view_caches(
+            kv_caches,
+            model_kv(model, spec),
+            rank_position(ranks.rank_in_group, ranks.world_size, device, first.device.index),
+            self._kv_cache_config.num_blocks,
+            page_format(device.kind, [layers[name] for name in kv_caches], first.shape[2]),
+        )
+        rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
+        path = worker_sockets(self._vllm_config)[rank]
+        self._worker = WorkerSide(self._config, rank, path, view, device)
+
+    @guarded(_nothing)
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Loads begin here, before the step's forward, unless the step zeroes new blocks first."""
+        super().bind_connector_metadata(connector_metadata)
+        if not self._zeroes_blocks:
+            self._release(connector_metadata)
+
+    @guarded(_nothing)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._zeroes_blocks and self.has_connector_metadata():
+            self._release(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: what a step reads is there before it is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: the peer reads."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: a finished request's blocks stay until the peer has read them."""
+
+    @guarded(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        results = self._worker.take_results()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent,
+            finished_recving=results.received,
+            failed_recving=results.failed,
+        )
+
+    # ------------------------------------------------------------- both
+
+    @guarded(_nothing)
+    def get_kv_connector_stats(self) -> HalStats | None:
+        if self._scheduler is None:
+            return None
+        figures = self._scheduler.stats() | {"hook_errors": float(self.num_errors)}
+        changed = self._differences.take(figures)
+        return HalStats(data=changed) if changed else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HalStats:
+        return HalStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> HalPromMetrics:
+        return HalPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Registered memory can't be moved under peers that know where it is."""
+        return False
+
+    @guarded(_nothing)
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    @property
+    def _at_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "vLLM calls a worker's connector as a scheduler's"
+        return self._scheduler
+
+    @property
+    def _zeroes_blocks(self) -> bool:
+        return bool(self._kv_cache_config.needs_kv_cache_zeroing)
+
+    def _release(self, metadata: KVConnectorMetadata) -> None:
+        """Other connectors' metadata come while a graph is captured."""
+        loads: Iterable[str] = getattr(metadata, "loads", ())
+        if self._worker is not None:
+            self._worker.release_loads(loads)
+
+
+class HalPullConnector(HalConnector):
+    """D reads a finished prompt's KV from P, under a lease; see ``mooncake_kv.pull_connector``."""
+
+    connector_name = "MooncakeConnector"

@@ -1,0 +1,194 @@
+"""What vLLM's configuration says of an instance; what can't be handed over is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+import uuid
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
+from mooncake_vllm.errors import UnsupportedByVllmConnector
+from mooncake_vllm.rank_link import socket_paths
+from mooncake_vllm.vllm_memory import LINEAR, ModelKV, RankPosition
+from mooncake_vllm.vllm_scheduler_side import Instance
+from mooncake_vllm.vllm_worker_side import Device
+
+logger = logging.getLogger(__name__)
+
+KINDS = {"FullAttentionSpec": AttentionKind.GQA, "MLAAttentionSpec": AttentionKind.MLA}
+"""Kinds of KV cache that can be handed over, by the name of vLLM's class."""
+
+
+def describe_instance(vllm_config: Any) -> Instance:
+    """What the scheduler side needs to know."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    return Instance(
+        f"{transfer.engine_id}-{uuid.uuid4().hex[:8]}",  # users fix the first part, over restarts
+        fingerprint(vllm_config.model_config),
+        parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
+        sends=transfer.is_kv_producer,
+        loads=transfer.is_kv_consumer,
+    )
+
+
+def worker_sockets(vllm_config: Any) -> list[Path]:
+    """Where the workers listen, by rank: stage after stage, and within one by TP rank.
+
+    Raises:
+        KVConfigError: the folder for them belongs to somebody else.
+    """
+    parallel = vllm_config.parallel_config
+    names = (vllm_config.kv_transfer_config.engine_id, vllm_config.instance_id)
+    return socket_paths(names, parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
+
+
+def fingerprint(model_config: Any) -> ModelFingerprint:
+    """What tells the model from others: as mooncake-engine does it, where its files are here."""
+    dtype = str(model_config.dtype).removeprefix("torch.")
+    try:
+        found = model_fingerprint(_checkpoint_folder(model_config), dtype)
+    except (KVConfigError, OSError) as exc:
+        logger.warning(
+            "peers tell the model by its name and configuration alone, not by its weights: %s", exc
+        )
+        digest = hashlib.sha256(f"{model_config.model}@{model_config.revision}\n".encode())
+        digest.update(model_config.hf_config.to_json_string().encode())
+        found = ModelFingerprint(digest.hexdigest()[:32], {"dtype": dtype, "told by": "its name"})
+    if model_config.quantization is None:
+        return found
+    return ModelFingerprint(
+        found.weights, found.settings | {"quantization by vLLM": str(model_config.quantization)}
+    )
+
+
+def _checkpoint_folder(model_config: Any) -> Path:
+    """Where the weights are that vLLM has loaded.
+
+    Raises:
+        OSError: not in a folder, nor among those that were fetched from the hub.
+    """
+    folder = Path(model_config.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True)
+    )
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse what can't be handed over yet.
+
+    Raises:
+        UnsupportedByVllmConnector: names it.
+    """
+    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    problems = list(_parallel_problems(parallel))
+    if len(groups) != 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        problems.append(
+            f"a hybrid KV cache of {len(groups)} groups ({', '.join(kinds)}); start vLLM with "
+            "--disable-hybrid-kv-cache-manager where the model allows it"
+        )
+    else:
+        problems += _spec_problems(groups[0].kv_cache_spec)
+    if problems:
+        raise UnsupportedByVllmConnector(f"KV can't be handed over yet with {'; '.join(problems)}")
+
+
+def _parallel_problems(parallel: Any) -> Iterator[str]:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            yield f"{name} {size}"
+    if parallel.nnodes_within_dp > 1:
+        yield "the ranks of one instance on several hosts"
+
+
+def _spec_problems(spec: Any) -> Iterator[str]:
+    if type(spec).__name__ not in KINDS:
+        yield f"a KV cache of {type(spec).__name__} (known are {', '.join(KINDS)})"
+        return
+    for name, plain in (
+        ("tokens_per_state", 1),
+        ("kv_quant_mode", 0),
+        ("page_size_padded", None),
+        ("num_head_slots", None),
+        ("state_content_bytes", None),
+    ):
+        if (found := getattr(spec, name)) != plain:
+            yield f"a KV cache whose {name} is {found} (known is {plain})"
+
+
+def model_kv(model_config: Any, spec: Any) -> ModelKV:
+    """What the model keeps of each token."""
+    kind = KINDS[type(spec).__name__]
+    if kind is AttentionKind.MLA:
+        text = model_config.hf_text_config
+        heads, dims = 1, (text.kv_lora_rank, text.qk_rope_head_dim)
+    else:
+        heads, dims = model_config.get_total_num_kv_heads(), (spec.head_size, spec.head_size_v)
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return ModelKV(kind, model_config.get_total_num_hidden_layers(), heads, dims, dtype)
+
+
+def page_format(device_kind: str, layers: Iterable[Any], block_size: int) -> str:
+    """How a block's content is ordered: on a CPU, vLLM packs K for the instructions it found."""
+    if device_kind != "cpu":
+        return LINEAR
+    packings = "+".join(sorted({str(getattr(layer, "isa", "unknown")) for layer in layers}))
+    return f"vllm-cpu/{packings}/{block_size}"
+
+
+class _Now:
+    """An event where work is done when the call returns."""
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def describe_device(platform_of_vllm: Any, index: int | None) -> Device:
+    """What a rank runs on.
+
+    Args:
+        platform_of_vllm: ``vllm.platforms.current_platform``.
+        index: of the device; None for the host's memory.
+    """
+    kind = platform_of_vllm.device_type
+    if index is None:
+        return Device(kind, Hardware(kind, platform.machine()), _Now, _bind_nothing)
+    capability = platform_of_vllm.get_device_capability()
+    generation = f"sm_{capability.major}{capability.minor}" if capability else ""
+    return Device(
+        kind,
+        Hardware(kind, generation),
+        partial(torch.Event, device=f"{kind}:{index}"),
+        partial(torch.accelerator.set_device_index, index),
+    )
+
+
+def rank_position(tp_rank: int, tp_size: int, device: Device, index: int | None) -> RankPosition:
+    """Which rank this is, and where its memory is."""
+    return RankPosition(
+        tp_rank, tp_size, device.kind if index is None else f"{device.kind}:{index}"
+    )
+
+
+def _bind_nothing() -> None:
+    """The host is current in every thread."""

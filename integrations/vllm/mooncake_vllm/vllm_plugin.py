@@ -1,0 +1,40 @@
+"""What vLLM calls in each of its processes: names the connectors, without loading them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from importlib.metadata import version
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 30)
+"""The first vLLM whose interface has all that the connectors need."""
+NEWEST = (0, 33)
+"""The last one that they were checked against, by ``tests/contract/vllm``."""
+MODULE = "mooncake_vllm.vllm_connectors"
+CONNECTORS = ("HalPullConnector",)
+
+
+def register() -> None:
+    """Name the connectors for ``--kv-transfer-config``. Entry point of ``vllm.general_plugins``.
+
+    An older vLLM goes on without them, because an exception here would end it for everybody.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found = version("vllm")
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if release < OLDEST:
+        logger.warning(
+            "mooncake-vllm needs vLLM 0.30 or newer, this is %s: %s are not available",
+            found,
+            " and ".join(CONNECTORS),
+        )
+        return
+    if release > NEWEST:
+        logger.warning(
+            "mooncake-vllm was checked against vLLM up to %d.%d, this is %s", *NEWEST, found
+        )
+    for name in CONNECTORS:
+        KVConnectorFactory.register_connector(name, MODULE, name)

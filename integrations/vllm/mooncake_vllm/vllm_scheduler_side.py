@@ -1,0 +1,298 @@
+"""The half of a connector beside vLLM's scheduler: vLLM's hooks in, calls of ``mooncake_kv`` out.
+
+vLLM calls from its scheduler's thread; what the connector has to say comes on the connector's own,
+and goes straight to the ranks, who tell vLLM with their next step: vLLM takes it from nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector import (
+    Connector,
+    ConnectorFailed,
+    Event,
+    LeaseEnded,
+    LoadEnded,
+    find_connector,
+)
+from mooncake_kv.errors import InvalidKVParams, KVConfigError
+from mooncake_kv.handshake import InstanceMetadata
+from mooncake_kv.model_fingerprint import ModelFingerprint
+from mooncake_kv.params import (
+    NO_KV_TRANSFER,
+    FirstToken,
+    KVTransferDict,
+    KVTransferParams,
+    TransferMode,
+    parse_kv_transfer_params,
+    parse_remote_address,
+)
+from mooncake_vllm.errors import ConnectorDied
+from mooncake_vllm.rank_link import (
+    CONNECT_S,
+    FromWorker,
+    RankInfo,
+    RankMessage,
+    ReportLoad,
+    ReportSend,
+    SchedulerLink,
+    ToWorker,
+)
+from mooncake_vllm.remote_prompts import RemotePrompts
+from mooncake_vllm.vllm_interface import KVCacheBlocks, Request
+from mooncake_vllm.vllm_memory import expand_blocks
+
+logger = logging.getLogger(__name__)
+
+HANDED_OVER = "FINISHED_LENGTH_CAPPED"
+"""The ending of a prefill that another instance continues. One that stopped by itself (its first
+token ends the answer) leaves nothing to continue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """What the scheduler side knows before it has met the ranks.
+
+    Args:
+        engine_id: name of this epoch.
+        model: what tells it from others.
+        num_ranks: of all pipeline stages.
+        sends, loads: what its role allows.
+    """
+
+    engine_id: str
+    model: ModelFingerprint
+    num_ranks: int
+    sends: bool
+    loads: bool
+
+
+class SchedulerSide:
+    """Hands prompts over, and takes them.
+
+    Args:
+        config: of the connector.
+        instance: this one.
+        paths: where the workers listen.
+
+    Raises:
+        KVConfigError: the ranks did not come up or differ, or a port is taken.
+    """
+
+    def __init__(self, config: KVTransferConfig, instance: Instance, paths: Sequence[Path]) -> None:
+        entry = find_connector(config.connector)
+        self._mode: TransferMode = entry.mode
+        self._connector: Connector = entry(config, instance.num_ranks)
+        self._instance = instance
+        self._prompts = RemotePrompts()
+        self._sending: set[str] = set()  # asked to be kept, still running
+        self._held: set[str] = set()  # finished, and their blocks are kept
+        self._started: list[str] = []
+        self._death: BaseException | None = None
+        self._infos: dict[int, RankInfo] = {}
+        self._all_known = threading.Event()
+        self.num_refused = 0
+        self._link = SchedulerLink(paths, self._on_rank_message)
+        try:
+            self._start()
+        except BaseException:
+            self._link.close()
+            raise
+
+    def _start(self) -> None:
+        num_ranks = self._instance.num_ranks
+        if not self._all_known.wait(CONNECT_S):
+            raise KVConfigError(f"{len(self._infos)} of {num_ranks} ranks have described their KV")
+        infos = [self._infos[rank] for rank in range(num_ranks)]
+        if len(set(infos)) > 1:
+            raise KVConfigError(f"the ranks of this instance differ in their KV: {infos}")
+        self._pages = infos[0].blocks_per_page
+        self._page_tokens = infos[0].block_size * self._pages
+        self._connector.start(
+            InstanceMetadata(
+                self._instance.engine_id,
+                self._instance.model.weights,
+                "",  # vLLM is given token ids
+                infos[0].geometry,
+                infos[0].block_size,
+                infos[0].hardware,
+                model_settings=self._instance.model.settings,
+            ),
+            send=lambda rank, message: self._link.send(rank, ToWorker(message)),
+            post=self._on_event,
+        )
+
+    # ------------------------------------------------------------- vLLM's hooks
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come: read once what its parameters ask for."""
+        self.check_alive()
+        raw = request.kv_transfer_params
+        if not raw:
+            return
+        params = self._read(request, raw)
+        if params.remote is not None:
+            if self._prompts.expect(request.request_id, params.remote):
+                self._connector.on_new_request(request.request_id, params)
+        elif params.keeps_kv:
+            self._sending.add(request.request_id)
+
+    def num_to_load(self, request: Request, num_computed: int) -> int | None:
+        """Tokens that a request can load beyond those; None: ask again. No side effects."""
+        self.check_alive()
+        return self._prompts.num_to_load(request.request_id, num_computed)
+
+    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+        """A request has blocks: load that many tokens; with 0 it does without the peer's KV."""
+        request_id, prompt = request.request_id, request.prompt_token_ids or []
+        if num_tokens:
+            self._start_load(request_id, blocks, prompt, len(prompt) - num_tokens)
+        elif name := self._prompts.skip(request_id):
+            # Nothing is left to load, and the peer learns that it may free its blocks.
+            self._connector.start_load_kv(name, (), prompt, len(prompt))
+
+    def take_started(self) -> tuple[str, ...]:
+        """The loads that were started since the last call, for the next step's metadata."""
+        self.check_alive()
+        started, self._started = tuple(self._started), []
+        return started
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, KVTransferDict | None]:
+        """A request has ended: whether its blocks stay until a report, and what its answer says."""
+        self.check_alive()
+        request_id = request.request_id
+        if name := self._prompts.leave(request_id):
+            self._connector.cancel_load(name)
+        if request_id not in self._sending:
+            return False, None
+        self._sending.remove(request_id)
+        prompt = request.prompt_token_ids or []
+        needed = -(-len(prompt) // self._page_tokens)
+        is_whole = request.num_computed_tokens >= len(prompt) and len(block_ids) >= needed
+        if request.status.name != HANDED_OVER or not is_whole:
+            return False, None
+        self._held.add(request_id)
+        try:
+            params = self._connector.request_finished(
+                request_id,
+                expand_blocks(block_ids[:needed], self._pages),
+                prompt,
+                FirstToken(request.output_token_ids[0]),
+            )
+        except BaseException:
+            self._held.discard(request_id)  # its blocks are freed now: nothing is reported later
+            raise
+        return True, params
+
+    def check_alive(self) -> None:
+        """Raise what has killed the connector.
+
+        Raises:
+            ConnectorDied: it can't go on.
+        """
+        if self._death is not None:
+            raise ConnectorDied(f"the KV connector has died: {self._death!r}") from self._death
+
+    def stats(self) -> dict[str, float]:
+        """Figures by name, since the start."""
+        return self._connector.stats() | {"refused_requests": float(self.num_refused)}
+
+    def close(self) -> None:
+        """Give up what is held or loading. Idempotent."""
+        self._connector.close()
+        self._link.close()
+
+    # ------------------------------------------------------------- the rest
+
+    def _start_load(
+        self, request_id: str, blocks: KVCacheBlocks, prompt: Sequence[int], start: int
+    ) -> None:
+        """From here on vLLM waits for a report, whatever happens."""
+        name = self._prompts.begin(request_id)
+        if name is None:  # the peer has lost it since vLLM asked
+            self._link.broadcast(ReportLoad(request_id, "", is_failed=True))
+            return
+        try:
+            [table] = blocks.get_block_ids()
+            self._connector.start_load_kv(name, expand_blocks(table, self._pages), prompt, start)
+        except BaseException:
+            self._prompts.end(name)
+            self._link.broadcast(ReportLoad(request_id, name, is_failed=True))
+            raise
+        self._started.append(name)
+
+    def _read(self, request: Request, raw: KVTransferDict) -> KVTransferParams:
+        """What a request asks for that can be done; the rest is computed here, and said once."""
+        try:
+            params = parse_kv_transfer_params(raw, request.prompt_token_ids or [])
+            self._check_possible(request, params)
+        except InvalidKVParams as exc:
+            # The front end submits and aborts a request that it refused, so that P is told.
+            level = logging.INFO if request.abort_immediately else logging.WARNING
+            logger.log(level, "%s runs without hand-over: %s", request.request_id, exc)
+            self.num_refused += not request.abort_immediately
+            self._release(request.request_id, raw)
+            return NO_KV_TRANSFER
+        return params
+
+    def _check_possible(self, request: Request, params: KVTransferParams) -> None:
+        if params.mode is TransferMode.NONE:
+            return
+        wants = "do_remote_decode" if params.keeps_kv else "do_remote_prefill"
+        if not (self._instance.sends if params.keeps_kv else self._instance.loads):
+            raise InvalidKVParams(f"{wants}: this instance's kv_role does not allow it")
+        if params.mode is not self._mode:
+            raise InvalidKVParams(
+                f"{wants}: the request wants KV to be handed over by {params.mode.value}, this "
+                f"instance's connector does it by {self._mode.value}"
+            )
+        for what, found in (
+            ("a LoRA adapter", request.lora_request),
+            ("pictures or other media", request.mm_features),
+            ("embeddings for a prompt", request.prompt_embeds),
+        ):
+            if found is not None and found != []:
+                raise InvalidKVParams(
+                    f"{wants}: the request has {what}, of which token ids say nothing; its KV is "
+                    "not handed over"
+                )
+
+    def _release(self, request_id: str, raw: KVTransferDict) -> None:
+        """Tell the holder, if there is one, that nobody will read it."""
+        remote = parse_remote_address(raw)
+        if remote is not None:
+            self._connector.on_new_request(request_id, KVTransferParams(remote=remote))
+            self._connector.cancel_load(request_id)
+
+    def _on_event(self, event: Event) -> None:
+        """What the connector has to say. Its own thread."""
+        if isinstance(event, ConnectorFailed):
+            self._death = event.cause
+        elif isinstance(event, LeaseEnded):
+            if event.request_id in self._held:
+                self._held.discard(event.request_id)
+                self._link.broadcast(ReportSend(event.request_id))
+        elif isinstance(event, LoadEnded) and event.is_drained:
+            request_id = self._prompts.end(event.request_id)
+            if request_id is not None:
+                is_failed = event.error is not None
+                self._link.broadcast(ReportLoad(request_id, event.request_id, is_failed))
+
+    def _on_rank_message(self, rank: int, message: RankMessage) -> None:
+        """What a rank has to say. Any thread."""
+        if isinstance(message, FromWorker):
+            self._connector.on_rank_message(rank, message.payload)
+        elif isinstance(message, RankInfo):
+            self._infos[rank] = message
+            if len(self._infos) == self._instance.num_ranks:
+                self._all_known.set()
+        else:
+            self._death = ConnectorDied(f"rank {rank}: {message.reason}")

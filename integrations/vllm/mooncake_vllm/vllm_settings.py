@@ -1,0 +1,82 @@
+"""Reads ``kv_connector_extra_config``: what ``mooncake-engine serve`` takes on its command line.
+
+A key is the option without ``--`` and ``kv-``, with underscores: ``host``, ``advertise_host``,
+``port``, ``port_range``, ``transport`` (a list), ``secret_file``, ``lease_seconds``,
+``transfer_timeout_seconds``. vLLM logs the whole configuration, so that a secret is named by file.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NoReturn
+
+from mooncake_hal.options import Option, add_to_parser, from_arguments, options_of
+from mooncake_kv.addresses import settle_addresses
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import KVConfigError
+
+VLLM_DECIDES = ("connector", "load_failure")
+"""Fields that vLLM's own configuration has: ``kv_connector`` and ``kv_load_failure_policy``."""
+LAYOUT = "layout"
+"""Key of the KV cache layout that vLLM is asked for."""
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where a command line would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise KVConfigError(f"kv_connector_extra_config: {message}")
+
+
+def read_settings(
+    extra: Mapping[str, object], connector: str, port_offset: int = 0
+) -> KVTransferConfig:
+    """The connector's configuration.
+
+    Args:
+        extra: ``kv_connector_extra_config``.
+        connector: name of the connector of ``mooncake_kv``.
+        port_offset: added to ``port``: instances that share a configuration, as data-parallel
+            ranks do, take neighbouring ones.
+
+    Raises:
+        KVConfigError: a key is not known, or its value makes no sense.
+    """
+    options = {
+        _key(option): option for option in options_of(KVTransferConfig, without=VLLM_DECIDES)
+    }
+    unknown = sorted({*extra} - {*options, LAYOUT})
+    if unknown:
+        raise KVConfigError(
+            f"kv_connector_extra_config has {', '.join(unknown)}, which the connector does not "
+            f"know; it knows {', '.join(sorted([*options, LAYOUT]))}"
+        )
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_to_parser(parser, options.values())
+    words = [word for key, option in options.items() for word in option.words(extra.get(key))]
+    config = from_arguments(KVTransferConfig, parser.parse_args(words), connector=connector)
+    if config.port and port_offset:
+        config = replace(config, port=config.port + port_offset)
+    return settle_addresses(config)
+
+
+def wanted_layout(extra: Mapping[str, object]) -> str | None:
+    """The KV cache layout to ask vLLM for; None leaves the choice to vLLM.
+
+    Raises:
+        KVConfigError: there is none of that name.
+    """
+    layout = extra.get(LAYOUT)
+    if layout is not None and layout not in LAYOUTS:
+        raise KVConfigError(
+            f"kv_connector_extra_config: layout {layout!r} is not known; use one of "
+            f"{', '.join(LAYOUTS)}"
+        )
+    return None if layout is None else str(layout)
+
+
+def _key(option: Option) -> str:
+    return option.name.removeprefix("kv_")

@@ -1,0 +1,192 @@
+"""The half of a connector beside a rank's KV memory: takes orders, and tells vLLM what is over."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake_hal.backend import Event
+from mooncake_hal.deployment import Hardware
+from mooncake_hal.registry import Registry
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector import find_connector
+from mooncake_kv.connector_worker import RankContext, RankMemory
+from mooncake_kv.ranks import Load, decode_to_rank
+from mooncake_vllm.rank_link import (
+    FromWorker,
+    RankInfo,
+    ReportLoad,
+    SchedulerMessage,
+    ToWorker,
+    WorkerDied,
+    WorkerLink,
+)
+from mooncake_vllm.vllm_memory import TRANSPORTS, CacheView
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a rank runs on.
+
+    Args:
+        kind: ``"cpu"``, ``"cuda"``, ...; a key of ``TRANSPORTS``.
+        hardware: as peers are told.
+        make_event: a new event on it; see ``RankContext``.
+        bind_thread: makes it current in the calling thread.
+    """
+
+    kind: str
+    hardware: Hardware
+    make_event: Callable[[], Event]
+    bind_thread: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What is over since the last step; a load that failed is in ``received``, too."""
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
+
+
+class Reports:
+    """What vLLM is to be told with the next step. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results = Results(set(), set(), set())
+
+    def add_load(self, request_id: str, is_failed: bool) -> None:
+        """A load is over."""
+        with self._lock:
+            self._results.received.add(request_id)
+            if is_failed:
+                self._results.failed.add(request_id)
+
+    def add_send(self, request_id: str) -> None:
+        """Blocks are free again."""
+        with self._lock:
+            self._results.sent.add(request_id)
+
+    def take(self) -> Results:
+        """Everything that has not been taken yet."""
+        with self._lock:
+            taken, self._results = self._results, Results(set(), set(), set())
+        return taken
+
+
+class HeldLoads:
+    """Orders to load wait for the step that gave them their blocks.
+
+    What that step or an earlier one still does to those blocks, it has done or enqueued before:
+    it zeroes new ones, copies some, and may write for whoever had them last.
+
+    Args:
+        receive: takes each order, once its time has come.
+    """
+
+    def __init__(self, receive: Callable[[bytes], None]) -> None:
+        self._receive = receive
+        self._lock = threading.Lock()
+        self._held: dict[str, bytes] = {}
+        self._released: set[str] = set()
+
+    def take(self, order: bytes) -> None:
+        """An order has come: any one. Any thread."""
+        message = decode_to_rank(order)
+        with self._lock:
+            if isinstance(message, Load):
+                if message.request_id not in self._released:
+                    self._held[message.request_id] = order
+                    return
+                self._released.discard(message.request_id)
+        self._receive(order)
+
+    def release(self, names: Iterable[str]) -> None:
+        """The step that gave these loads their blocks is here."""
+        for name in names:
+            with self._lock:
+                order = self._held.pop(name, None)
+                if order is None:
+                    self._released.add(name)
+            if order is not None:
+                self._receive(order)
+
+    def forget(self, name: str) -> None:
+        """That load ended before there was an order for it."""
+        with self._lock:
+            self._released.discard(name)
+
+
+class WorkerSide:
+    """Moves the KV of one rank.
+
+    Args:
+        config: of the connector.
+        rank: which of the instance.
+        path: where to listen for the scheduler side.
+        view: the rank's memory.
+        device: what it is on.
+
+    Raises:
+        KVConfigError: the memory can't be moved as asked.
+    """
+
+    def __init__(
+        self, config: KVTransferConfig, rank: int, path: Path, view: CacheView, device: Device
+    ) -> None:
+        self._reports = Reports()
+        self._loads = HeldLoads(lambda order: self._worker.receive(order))
+        self._link = WorkerLink(path)
+        self._link.send(
+            RankInfo(view.geometry, view.layout.block_size, view.blocks_per_page, device.hardware)
+        )
+        memory = RankMemory(
+            view.geometry, view.shard, view.layout, view.region, TRANSPORTS.get(device.kind, ())
+        )
+        try:
+            self._worker = find_connector(config.connector).worker(
+                RankContext(
+                    rank,
+                    config,
+                    memory,
+                    Registry.discover(),
+                    make_event=device.make_event,
+                    bind_thread=device.bind_thread,
+                    emit=lambda message: self._link.send(FromWorker(message)),
+                    fail=lambda exc: self._link.send(WorkerDied(repr(exc))),
+                )
+            )
+        except BaseException:
+            self._link.close()
+            raise
+        self._link.listen(self._obey)
+
+    def release_loads(self, names: Iterable[str]) -> None:
+        """Loads that may begin: see ``HeldLoads``. The step's thread."""
+        self._loads.release(names)
+
+    def take_results(self) -> Results:
+        """What vLLM is to be told. The step's thread."""
+        return self._reports.take()
+
+    def close(self) -> None:
+        """Stop what moves, and let the memory go. Idempotent."""
+        self._worker.close()
+        self._link.close()
+
+    def _obey(self, message: SchedulerMessage) -> None:
+        """An order of the scheduler side. The link's thread."""
+        if isinstance(message, ToWorker):
+            self._loads.take(message.payload)
+        elif isinstance(message, ReportLoad):
+            self._loads.forget(message.load)
+            self._reports.add_load(message.request_id, message.is_failed)
+        else:
+            self._reports.add_send(message.request_id)

@@ -1,0 +1,245 @@
+"""A prompt goes from one instance's memory into another's by the connector's two sides, without
+vLLM: over real sockets and transports, whatever the layouts, and however requests end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.vllm_caches import Caches, make_caches
+from support.vllm_instance import Asked, FakeVllm, running
+
+from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import KVConfigError
+from mooncake_vllm.vllm_memory import LINEAR, ModelKV
+
+MODEL = ModelKV(AttentionKind.GQA, 2, 4, (8, 8), "float32")
+CONFIG = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1")
+PROMPT = list(range(100, 114))
+P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
+SEND = {"do_remote_decode": True}
+
+
+def caches(tp_size: int, order: str, format: str = LINEAR, seed: int = 0) -> list[Caches]:
+    ranks = [
+        make_caches(MODEL, order, 8, 4, tp=(r, tp_size), format=format) for r in range(tp_size)
+    ]
+    random = np.random.default_rng(seed)
+    for rank in ranks:
+        rank.fill(random.random(rank.stacked().shape, dtype=np.float32))
+    return ranks
+
+
+def whole(instance: FakeVllm, blocks: list[int]) -> Any:
+    parts = [rank.stacked()[:, blocks] for rank in instance.caches]
+    joined = np.concatenate(parts, axis=2).swapaxes(1, 2)
+    layers, heads, num_blocks, tokens, content = joined.shape
+    return joined.reshape(layers, heads, num_blocks * tokens, content)
+
+
+Pair = tuple[FakeVllm, FakeVllm]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def start(
+    stack: ExitStack,
+    folder: Path,
+    tps: tuple[int, int] = (1, 1),
+    orders: tuple[str, str] = ("LBHNC", "LBHNC"),
+    config: KVTransferConfig = CONFIG,
+    formats: tuple[str, str] = (LINEAR, LINEAR),
+) -> Pair:
+    first = caches(tps[0], orders[0], formats[0], 1)
+    second = caches(tps[1], orders[1], formats[1], 2)
+    return (
+        stack.enter_context(running("p", folder, first, config)),
+        stack.enter_context(running("d", folder, second, config)),
+    )
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
+def test_a_prompt_arrives_and_each_side_is_told_once(
+    stack: ExitStack, tmp_path: Path, transport: str, tps: tuple[int, int]
+) -> None:
+    config = replace(CONFIG, transports=(transport,))
+    prefill, decode = start(stack, tmp_path, tps, ("LBNHC", "BHLNC"), config)
+    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
+    request = Asked("two", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS) == len(PROMPT)
+    decode.step_until(decode.told.received, "two")
+    prefill.step_until(prefill.told.sent, "one")
+    assert not decode.told.failed
+    found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
+    assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
+    assert decode.scheduler.num_to_load(request, 0) == 0  # after a preemption
+    assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
+
+
+def test_nothing_moves_before_the_step_that_allocated_the_blocks(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    for number in range(3):  # the first one shakes hands; then orders come before the steps do
+        params = prefill.prefill(Asked(f"p{number}", PROMPT, SEND), P_BLOCKS)
+        request = Asked(f"d{number}", PROMPT, params)
+        decode.scheduler.on_new_request(request)
+        decode.admit(request, D_BLOCKS)
+        prefill.step()
+        assert not decode.told.received.get(f"d{number}")
+        decode.step_until(decode.told.received, f"d{number}")
+        prefill.step_until(prefill.told.sent, f"p{number}")
+
+
+def test_a_prefix_that_is_here_is_not_loaded_and_a_whole_one_frees_the_peer(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    request = Asked("d", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    before = whole(decode, D_BLOCKS)
+    assert decode.admit(request, D_BLOCKS, num_computed=8) == 6
+    decode.step_until(decode.told.received, "d")
+    assert (whole(decode, D_BLOCKS)[:, :, :8] == before[:, :, :8]).all()
+
+    params = prefill.prefill(Asked("p2", PROMPT, SEND), P_BLOCKS)
+    request = Asked("d2", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS, num_computed=13) == 0
+    prefill.step_until(prefill.told.sent, "p2")
+    decode.step()
+    assert "d2" not in decode.told.received
+
+
+def test_children_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    children = [Asked(f"{number}_d", PROMPT, params) for number in range(3)]
+    for child in children:
+        decode.scheduler.on_new_request(child)
+    assert [decode.admit(child, D_BLOCKS) for child in children] == [len(PROMPT), None, None]
+    decode.step_until(decode.told.received, "0_d")
+    assert [decode.admit(child, D_BLOCKS) for child in children[1:]] == [0, 0]
+    assert list(decode.told.received) == ["0_d"]
+    assert not decode.told.failed
+
+
+def test_a_second_reader_fails_and_is_told_once(stack: ExitStack, tmp_path: Path) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    for name in ("d", "again"):
+        request = Asked(name, PROMPT, params)
+        decode.scheduler.on_new_request(request)
+        decode.admit(request, D_BLOCKS)
+        decode.step_until(decode.told.received, name)
+        decode.scheduler.request_finished(request, D_BLOCKS)
+    assert decode.told.failed == {"again"}
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_request_that_ends_early_frees_the_peer(
+    stack: ExitStack, tmp_path: Path, is_loading: bool
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    request = Asked("d", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    if is_loading:
+        decode.admit(request, D_BLOCKS)
+    assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
+    prefill.step_until(prefill.told.sent, "p")
+    if is_loading:  # vLLM keeps the blocks until it is told
+        decode.step_until(decode.told.received, "d")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"abort_immediately": True, "prompt_token_ids": [0]},
+        {"prompt_token_ids": [*PROMPT[:-1], 1]},
+        {"lora_request": object()},
+        {"mm_features": [object()]},
+    ],
+)
+def test_one_that_is_refused_runs_alone_and_frees_the_peer(
+    stack: ExitStack, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    request = replace(Asked("d", PROMPT, params), **change)
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS) == 0
+    assert decode.scheduler.request_finished(request, D_BLOCKS) == (False, None)
+    prefill.step_until(prefill.told.sent, "p")
+
+
+def test_parameters_that_name_nobody_hurt_nobody(stack: ExitStack, tmp_path: Path) -> None:
+    _, decode = start(stack, tmp_path)
+    for number, params in enumerate(
+        ({"do_remote_prefill": True, "remote_port": "x"}, {"do_remote_prefill": True}, {"other": 1})
+    ):
+        request = Asked(f"d{number}", PROMPT, params)
+        decode.scheduler.on_new_request(request)
+        assert decode.admit(request, D_BLOCKS) == 0
+    assert decode.scheduler.stats()["refused_requests"] == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "num_computed"),
+    [("FINISHED_ABORTED", 14), ("FINISHED_STOPPED", 14), ("FINISHED_LENGTH_CAPPED", 13)],
+)
+def test_a_prefill_that_leaves_nothing_to_continue_keeps_no_blocks(
+    stack: ExitStack, tmp_path: Path, status: str, num_computed: int
+) -> None:
+    prefill, _ = start(stack, tmp_path)
+    request = Asked("p", PROMPT, SEND, num_computed, [7])
+    prefill.scheduler.on_new_request(request)
+    request.status.name = status
+    assert prefill.scheduler.request_finished(request, P_BLOCKS) == (False, None)
+
+
+def test_a_lease_that_nobody_wants_ends(stack: ExitStack, tmp_path: Path) -> None:
+    prefill, decode = start(stack, tmp_path, config=replace(CONFIG, lease_s=0.5))
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    prefill.step_until(prefill.told.sent, "p")
+    request = Asked("d", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    if decode.admit(request, D_BLOCKS):
+        decode.step_until(decode.told.received, "d")
+        assert decode.told.failed == {"d"}
+
+
+def test_pages_of_another_packing_are_refused_by_name(
+    stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    formats = ("vllm-cpu/amx/4", "vllm-cpu/vec/4")
+    prefill, decode = start(stack, tmp_path, formats=formats)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    request = Asked("d", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    decode.admit(request, D_BLOCKS)
+    decode.step_until(decode.told.received, "d")
+    assert decode.told.failed == {"d"}
+    assert all(name in caplog.text for name in (*formats, "KV geometry differs"))
+
+
+def test_ranks_that_differ_are_no_instance(tmp_path: Path) -> None:
+    ranks = [caches(2, "LBHNC")[0], caches(2, "LBHNC", "vllm-cpu/vec/4")[1]]
+    with (
+        pytest.raises(KVConfigError, match="the ranks of this instance differ"),
+        running("p", tmp_path, ranks, CONFIG),
+    ):
+        pass

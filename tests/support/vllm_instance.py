@@ -1,0 +1,127 @@
+"""An instance as vLLM would run it, without vLLM: the connector's two sides, memory, requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from support.vllm_caches import Caches
+
+from mooncake_hal.deployment import Hardware
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.model_fingerprint import ModelFingerprint
+from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerSide
+from mooncake_vllm.vllm_worker_side import Device, WorkerSide
+
+HOST = Device("cpu", Hardware("cpu", "test"), object, lambda: None)  # type: ignore[arg-type]
+MODEL = ModelFingerprint("weights", {"dtype": "float32"})
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Asked:
+    """What vLLM's Request says, as far as the connector reads it."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None = None
+    num_computed_tokens: int = 0
+    output_token_ids: Sequence[int] = ()
+    status: Any = field(default_factory=lambda: SimpleNamespace(name="WAITING"))
+    prompt_embeds: Any = None
+    mm_features: Sequence[Any] = field(default_factory=list)
+    lora_request: Any = None
+    abort_immediately: bool = False
+
+
+@dataclass
+class Told:
+    """What the ranks have told vLLM: each id by the ranks that named it."""
+
+    sent: dict[str, set[int]] = field(default_factory=dict)
+    received: dict[str, set[int]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+
+class FakeVllm:
+    """Steps an instance's connector as vLLM does; an id that is named twice fails.
+
+    Args:
+        scheduler, workers: the connector's sides.
+        caches: the ranks' memory.
+    """
+
+    def __init__(
+        self, scheduler: SchedulerSide, workers: list[WorkerSide], caches: list[Caches]
+    ) -> None:
+        self.scheduler, self.workers, self.caches = scheduler, workers, caches
+        self.told = Told()
+
+    def step(self) -> None:
+        """One step without tokens."""
+        started = self.scheduler.take_started()
+        for rank, worker in enumerate(self.workers):
+            worker.release_loads(started)
+            results = worker.take_results()
+            for ids, told in (
+                (results.sent, self.told.sent),
+                (results.received, self.told.received),
+            ):
+                for name in ids:
+                    assert rank not in told.setdefault(name, set()), f"{name} was reported twice"
+                    told[name].add(rank)
+            self.told.failed |= results.failed
+            assert results.failed <= results.received
+
+    def step_until(self, told: dict[str, set[int]], request_id: str) -> None:
+        """Step until every rank has named a request."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(told.get(request_id, ())) < len(self.workers):
+            assert time.monotonic() < deadline, f"{request_id} was never reported: {self.told}"
+            self.step()
+            time.sleep(0.001)  # vLLM's own pause between empty steps
+
+    def prefill(self, request: Asked, blocks: list[int]) -> dict[str, Any]:
+        """Finish a prefill; returns its answer's parameters."""
+        self.scheduler.on_new_request(request)
+        assert request.prompt_token_ids is not None
+        request.num_computed_tokens = len(request.prompt_token_ids)
+        request.output_token_ids = [7]
+        request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+        is_kept, params = self.scheduler.request_finished(request, blocks)
+        assert is_kept
+        assert params is not None
+        return params
+
+    def admit(self, request: Asked, blocks: list[int], num_computed: int = 0) -> int | None:
+        """Ask and allocate, as vLLM's scheduler does; returns what the connector said it loads."""
+        count = self.scheduler.num_to_load(request, num_computed)
+        if count is not None:
+            table = SimpleNamespace(get_block_ids=lambda: (blocks,))
+            self.scheduler.blocks_allocated(request, table, count)
+        return count
+
+
+@contextmanager
+def running(
+    name: str, folder: Path, caches: list[Caches], config: KVTransferConfig
+) -> Iterator[FakeVllm]:
+    """An instance with a rank for each of those caches."""
+    paths = [folder / f"{name}-{rank}" for rank in range(len(caches))]
+    workers: list[WorkerSide] = []
+    scheduler = None
+    try:
+        for rank, (path, cache) in enumerate(zip(paths, caches, strict=True)):
+            workers.append(WorkerSide(config, rank, path, cache.view, HOST))
+        instance = Instance(f"{name}-epoch", MODEL, len(caches), sends=True, loads=True)
+        scheduler = SchedulerSide(config, instance, paths)
+        yield FakeVllm(scheduler, workers, caches)
+    finally:
+        for side in (scheduler, *workers):
+            if side is not None:
+                side.close()

@@ -1,0 +1,83 @@
+"""Who loads a prompt that a peer holds: one request, once, whoever comes and goes."""
+
+from __future__ import annotations
+
+from mooncake_kv.params import RemoteKV
+from mooncake_vllm.remote_prompts import RemotePrompts
+
+
+def remote(request_id: str = "lease", num_tokens: int = 100) -> RemoteKV:
+    return RemoteKV("peer", request_id, "127.0.0.1", 1, (0,), num_tokens)
+
+
+def test_the_first_of_a_prompt_is_announced_and_its_siblings_are_not() -> None:
+    prompts = RemotePrompts()
+    assert prompts.expect("a", remote())
+    assert not prompts.expect("b", remote())
+    assert prompts.expect("c", remote("another"))
+
+
+def test_siblings_wait_for_the_one_that_loads_and_then_do_without() -> None:
+    prompts = RemotePrompts()
+    for name in "ab":
+        prompts.expect(name, remote())
+    assert prompts.num_to_load("b", 64) == 36
+    assert prompts.begin("b") == "a"
+    assert prompts.num_to_load("a", 0) is None
+    assert prompts.begin("a") is None
+    assert prompts.end("a") == "b"
+    assert prompts.num_to_load("a", 0) == 0
+    assert prompts.num_to_load("b", 0) == 0  # asked again after a preemption or a failure
+    assert prompts.end("a") is None
+
+
+def test_a_last_token_alone_is_not_worth_a_load() -> None:
+    prompts = RemotePrompts()
+    prompts.expect("a", remote())
+    assert [prompts.num_to_load("a", have) for have in (0, 98, 99, 100)] == [100, 2, 0, 0]
+    assert prompts.skip("a") == "a"
+    assert prompts.skip("a") is None
+    assert prompts.num_to_load("a", 0) == 0
+
+
+def test_what_nobody_knows_loads_nothing() -> None:
+    prompts = RemotePrompts()
+    assert (prompts.num_to_load("x", 0), prompts.begin("x"), prompts.skip("x")) == (0, None, None)
+    assert (prompts.end("x"), prompts.leave("x")) == (None, None)
+
+
+def test_a_lease_that_was_lost_in_the_queue_ends_no_load() -> None:
+    prompts = RemotePrompts()
+    prompts.expect("a", remote())
+    assert prompts.end("a") is None
+    assert prompts.begin("a") is None
+
+
+def test_the_last_to_leave_cancels_what_nobody_took() -> None:
+    prompts = RemotePrompts()
+    for name in "ab":
+        prompts.expect(name, remote())
+    assert prompts.leave("a") is None
+    assert prompts.leave("b") == "a"
+    assert len(prompts) == 0
+
+
+def test_one_that_leaves_while_it_loads_is_still_reported_once() -> None:
+    prompts = RemotePrompts()
+    for name in "ab":
+        prompts.expect(name, remote())
+    prompts.begin("a")
+    assert prompts.leave("a") == "a"
+    assert prompts.leave("b") is None
+    assert prompts.end("a") == "a"
+    assert prompts.end("a") is None
+    assert len(prompts) == 0
+
+
+def test_after_all_have_left_the_name_may_come_again() -> None:
+    prompts = RemotePrompts()
+    prompts.expect("a", remote())
+    prompts.begin("a")
+    prompts.end("a")
+    prompts.leave("a")
+    assert prompts.expect("a", remote())

@@ -1,0 +1,68 @@
+"""``kv_connector_extra_config``: the engine's options, by the same parser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mooncake_hal.port_range import PortRange
+from mooncake_kv.errors import KVConfigError
+from mooncake_vllm.vllm_settings import read_settings, wanted_layout
+
+
+def test_nothing_set_is_the_engines_default() -> None:
+    config = read_settings({}, "MooncakeConnector")
+    assert (config.connector, config.host, config.port) == ("MooncakeConnector", "127.0.0.1", 0)
+    assert (config.lease_s, config.transports, config.secret) == (30.0, (), "")
+
+
+def test_every_option_has_its_key(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hush\n")
+    config = read_settings(
+        {
+            "host": "0.0.0.0",
+            "advertise_host": "127.0.0.1",
+            "port_range": "14000-14099",
+            "transport": ["shm", "tcp"],
+            "secret_file": str(secret),
+            "lease_seconds": 5,
+            "transfer_timeout_seconds": 7.5,
+            "layout": "BHLNC",
+        },
+        "MooncakeConnector",
+    )
+    assert (config.host, config.advertise_host) == ("0.0.0.0", "127.0.0.1")
+    assert config.port_range == PortRange(14000, 14099)
+    assert (config.transports, config.secret) == (("shm", "tcp"), "hush")
+    assert (config.lease_s, config.transfer_timeout_s) == (5.0, 7.5)
+
+
+def test_data_parallel_ranks_take_neighbouring_ports() -> None:
+    assert read_settings({"port": 14000}, "MooncakeConnector", 3).port == 14003
+    assert read_settings({}, "MooncakeConnector", 3).port == 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"lease_second": 5}, "has lease_second, which the connector does not know; it knows"),
+        ({"lease_seconds": "soon"}, "invalid float value: 'soon'"),
+        ({"port_range": "9-1"}, "wanted a range of ports"),
+        ({"secret_file": "/nowhere"}, "can't read --kv-secret-file"),
+        ({"host": "no.such.host.invalid"}, "has no address"),
+        ({"secret": "hush"}, "has secret, which"),
+    ],
+)
+def test_what_makes_no_sense_is_named(extra: dict[str, object], words: str) -> None:
+    with pytest.raises(KVConfigError) as refused:
+        read_settings(extra, "MooncakeConnector")
+    assert words in str(refused.value)
+
+
+def test_a_layout_is_one_of_vllms() -> None:
+    assert wanted_layout({}) is None
+    assert wanted_layout({"layout": "LBHNC"}) == "LBHNC"
+    with pytest.raises(KVConfigError, match="layout 'HND' is not known"):
+        wanted_layout({"layout": "HND"})
