@@ -217,6 +217,7 @@ def _make_scheduler(
         prefill_chunk_size=config.prefill_chunk_size,
         num_stages=config.pp_size,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
+        most_seqs_with_drafts=speculation.disable_by_batch_size if speculation else None,
         uses_async_scheduling=config.uses_async_scheduling,
         reports_received_blocks=info.has_native_latents,
     )
@@ -243,6 +244,7 @@ def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
         info.block_size,
         info.num_blocks * info.block_size,
     )
+    logger.info("swap space: %d blocks of host memory per rank", info.num_host_blocks)
     if config.max_model_len is None and info.max_model_len < info.model.max_positions:
         logger.warning(
             "the KV pool limits prompt and answer together to %d tokens, the model takes %d: "

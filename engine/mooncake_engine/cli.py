@@ -181,7 +181,7 @@ def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
     fields = [option.field for option in given]
     if "model" in fields:
         method = f"--speculative-method {SpeculativeMethod.DRAFT.value}"
-    elif fields == ["num_speculative_tokens"]:
+    elif set(fields) <= {"num_speculative_tokens", "disable_by_batch_size"}:
         method = f"--speculative-method, one of {', '.join(SpeculativeMethod)}"
     else:
         method = f"--speculative-method {SpeculativeMethod.NGRAM.value}"

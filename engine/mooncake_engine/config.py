@@ -83,11 +83,21 @@ class SpeculativeConfig:
         ),
     )
 
+    disable_by_batch_size: int | None = field(
+        default=None,
+        metadata=option(
+            "--speculative-disable-by-batch-size",
+            metavar="N",
+            default_text="where drafts are measured to cost more than they bring",
+            help="no draft tokens in steps of more than this many sequences",
+        ),
+    )
+
     def __post_init__(self) -> None:
-        if self.num_speculative_tokens < 1:
-            raise ConfigError(
-                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}"
-            )
+        for name in ("num_speculative_tokens", "disable_by_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.method == SpeculativeMethod.NGRAM:
             if self.model is not None:
                 raise ConfigError(
@@ -265,14 +275,15 @@ class EngineConfig:
             default_text="0.9; on a host, 1 GiB for KV instead",
         ),
     )
-    swap_space_bytes: int = field(
-        default=1 << 30,
+    swap_space_bytes: int | None = field(
+        default=None,
         metadata=option(
             "--swap-space",
             unit=1 << 30,
             metavar="GIB",
             help="host memory per rank in GiB that preempted groups of sequences are swapped to; "
             "at most as much as the KV cache is used",
+            default_text="4, but no more than a quarter of the host's free memory for all ranks",
         ),
     )
     watermark: float = field(
@@ -413,7 +424,7 @@ class EngineConfig:
             )
 
     def _check_scheduling(self) -> None:
-        if self.swap_space_bytes < 0 or self.scheduler_delay_factor < 0:
+        if (self.swap_space_bytes or 0) < 0 or self.scheduler_delay_factor < 0:
             raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
         if self.target_tbt_ms is not None and self.target_tbt_ms <= 0:
             raise ConfigError(f"target_tbt_ms must be above 0, got {self.target_tbt_ms:g}")

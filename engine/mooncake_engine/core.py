@@ -183,6 +183,7 @@ class EngineCore:
             kv_cache_usage=blocks.pool.usage,
             num_preemptions=self._scheduler.num_preemptions,
             num_swap_outs=self._scheduler.num_swap_outs,
+            num_shared_blocks=blocks.num_shared_blocks,
             prefix_cache_queries=blocks.num_queried_tokens,
             prefix_cache_hits=blocks.num_hit_tokens,
             prompt_tokens=self._num_prompt_tokens,

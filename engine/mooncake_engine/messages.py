@@ -195,6 +195,7 @@ class EngineStats:
         kv_cache_usage: share of the KV blocks in use, 0 to 1.
         num_preemptions: requests that gave their blocks up for older ones, by swap or recompute.
         num_swap_outs: those of them whose KV went to host memory.
+        num_shared_blocks: blocks given back as others had the same content.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found.
         prompt_tokens, generation_tokens: processed and sampled.
         step_sizes: how large the steps were.
@@ -210,6 +211,7 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     num_swap_outs: int = 0
+    num_shared_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0

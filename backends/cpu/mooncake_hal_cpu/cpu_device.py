@@ -17,10 +17,10 @@ import torch
 from mooncake_hal.backend import DeviceInfo, Graph, MemoryInfo
 from mooncake_hal.backend_parts import SynchronousRuntime, TensorAllocation, require_device
 from mooncake_hal.errors import DeviceError, OutOfMemory
+from mooncake_hal.host_memory import memory_bytes
 from mooncake_hal.transport import MemoryRegion
 from mooncake_hal_cpu.cpu_info import (
     cpu_name,
-    memory_bytes,
     peak_resident_bytes,
     reset_peak_resident,
     this_generation,

@@ -24,6 +24,7 @@ from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.parallel_context import share_heads
 from mooncake_hal.backend import Backend, Capabilities, DeviceInfo
 from mooncake_hal.deployment import BlockSize, default_block_size
+from mooncake_hal.host_memory import memory_bytes
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, shards_of
 from mooncake_hal.kv.layout import layout_bytes
 
@@ -61,6 +62,7 @@ class EnginePlan:
         pool_size: blocks per rank; None if the KV cache gets what the loaded model leaves free,
             which each rank measures: see ``with_blocks``.
         draft: what proposes draft tokens; None if no model does.
+        swap_space_bytes: host memory of each rank that preempted groups are swapped to.
         kv_scales, has_native_latents: see ``ParallelContext``.
         graphs: what is captured.
     """
@@ -75,6 +77,7 @@ class EnginePlan:
     max_model_len: int
     pool_size: PoolSize | None = None
     draft: DraftPlan | None = None
+    swap_space_bytes: int = 0
     kv_scales: KVScales = ()
     has_native_latents: bool = False
     graphs: GraphPlan = NO_GRAPHS
@@ -110,7 +113,7 @@ class EnginePlan:
         """
         block_size = self.block_size.tokens
         host_block_bytes = largest_block(self.config, (self.geometry,), block_size)
-        num_host_blocks = min(self.config.swap_space_bytes // host_block_bytes, num_blocks)
+        num_host_blocks = min(self.swap_space_bytes // host_block_bytes, num_blocks)
         return replace(
             self,
             pool_size=PoolSize(num_blocks, block_size, num_host_blocks, self.num_scratch_blocks),
@@ -142,6 +145,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         layout_name=choose_layout(config, capabilities.kv_layouts),
         max_model_len=_choose_length(config, model, model.max_positions),
         draft=_plan_draft(config, model, dtype),
+        swap_space_bytes=choose_swap_space(config, memory_bytes()[0]),
         kv_scales=read_kv_scales(config.model, geometry) if kv_dtype else (),
         has_native_latents=kv_dtype is None
         and _keeps_native_latents(config, geometry, capabilities),
@@ -178,6 +182,34 @@ def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
             f"{possible}; leave it out, or use one of these"
         )
     return BlockSize(config.block_size, "as asked for")
+
+
+def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:
+    """Bytes of host memory per rank that preempted groups are swapped to.
+
+    Args:
+        config: may say.
+        free_bytes: of the host, which is taken for all ranks'; weights pass through it, too.
+    """
+    if config.swap_space_bytes is not None:
+        return config.swap_space_bytes
+    room = int(_SWAP_SHARE * free_bytes) // config.num_ranks
+    if room < DEFAULT_SWAP_BYTES:
+        logger.warning(
+            "swap space is %.1f GiB per rank instead of %d: that is a quarter of the %.1f GiB of "
+            "host memory that are free, for %d ranks; --swap-space says how much to take",
+            room / _GIB,
+            DEFAULT_SWAP_BYTES // _GIB,
+            free_bytes / _GIB,
+            config.num_ranks,
+        )
+    return min(room, DEFAULT_SWAP_BYTES)
+
+
+_GIB = 1 << 30
+DEFAULT_SWAP_BYTES = 4 * _GIB
+"""As vLLM had it."""
+_SWAP_SHARE = 0.25
 
 
 def largest_block(config: EngineConfig, geometries: Sequence[KVGeometry], block_size: int) -> int:

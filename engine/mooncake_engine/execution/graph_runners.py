@@ -93,17 +93,24 @@ class GraphRunner(ABC, Generic[Captured]):
         self._captured: dict[int, Captured] = {}
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture all sizes now, the largest first: the others fit into its memory. Without this a
+    def capture(self, most: int | None = None) -> int:
+        """Capture now, the largest sizes first: the others fit into their memory. Without this a
         size is captured when it is first wanted.
+
+        Args:
+            most: how many sizes; None is all of them.
+
+        Returns:
+            How many sizes are still to be captured.
 
         Raises:
             ConfigError: a step can't be captured, for a reason that the backend did not foresee.
         """
-        for size in reversed(self._sizes):
+        for size in tuple(reversed(self._sizes))[:most]:
             self._of(size)
-        if self._captured:
+        if self._captured and most is None:
             logger.info("captured %s in sizes %s", self.name, list(self._sizes))
+        return len(self._sizes) - len(self._captured) if self._sizes else 0
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, context: ForwardContext

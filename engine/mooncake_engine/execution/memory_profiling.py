@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Protocol
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
@@ -19,71 +21,148 @@ logger = logging.getLogger(__name__)
 _GIB = 1 << 30
 
 
+class CapturesGraphs(Protocol):
+    """What replays steps."""
+
+    def capture(self, most: int | None = None) -> int:
+        """Capture the ``most`` largest graphs, or all; how many are left."""
+        ...
+
+
 def profiling_pool_size(plan: EnginePlan) -> PoolSize:
-    """Just enough blocks for one sequence of the largest step: all sequences write to them."""
-    num_tokens = _largest_share(plan.config) + _tokens_ahead(plan.config)
+    """Just enough blocks for the longest sequence of the largest step: all sequences write to
+    them."""
+    num_tokens = _prompt_lengths(plan)[0] + _tokens_ahead(plan.config)
     block_size = plan.block_size.tokens
     num_scratch_blocks = plan.num_scratch_blocks
     return PoolSize(-(-num_tokens // block_size), block_size, num_scratch_blocks=num_scratch_blocks)
 
 
 def largest_steps(plan: EnginePlan) -> list[StepPlan]:
-    """``max_num_batched_tokens`` over ``max_num_seqs`` sequences, all of which sample; where
-    tokens are drafted, then as many of them with drafts as a step has room for.
+    """Steps that take the most memory, each in its own way: prompts, as many tokens over as many
+    sequences as there may be, all of which sample; as many decodes, one of them behind the longest
+    context, for which attention has the most splits; where tokens are drafted, then as many of
+    these with drafts as a step has room for.
 
-    Their KV goes to the same few blocks, over and over: it is never read.
+    Their KV goes to the same few blocks, over and over: what it holds does not matter.
     """
     prompts = _largest_prompts(plan)
-    config, speculation = plan.config, plan.config.speculation
-    if speculation is None:
-        return [prompts]
-    num_draft_tokens = speculation.num_speculative_tokens
-    num_seqs = max(1, config.max_num_batched_tokens // (1 + num_draft_tokens))
-    drafted = [
-        ScheduledSequence(prompt.request_id, prompt.count, 1, num_draft_tokens=num_draft_tokens)
-        for prompt in prompts.sequences[:num_seqs]
+    decodes = _largest_decodes(plan)
+    if plan.config.speculation is None:
+        return [prompts, decodes]
+    return [
+        prompts,
+        decodes,
+        _largest_drafts(plan, plan.config.speculation.num_speculative_tokens),
     ]
-    return [prompts, StepPlan(1, sequences=tuple(drafted))]
 
 
 def _largest_prompts(plan: EnginePlan) -> StepPlan:
-    config = plan.config
-    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-    ahead = _tokens_ahead(config)
-    length = max(1, min(_largest_share(config), plan.max_model_len - ahead))
-    blocks = tuple(range(-(-(length + ahead) // plan.block_size.tokens)))
-    names = [f"profile-{index}" for index in range(num_seqs)]
-    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    lengths = _prompt_lengths(plan)
     return StepPlan(
         0,
-        new_requests=tuple(
-            NewRequest(name, (token,) * length, length, sampling, 0, blocks)
-            for token, name in enumerate(names)  # different, so that none is spared any work
+        new_requests=_requests(plan, lengths),
+        sequences=tuple(
+            ScheduledSequence(name, 0, length)
+            for name, length in zip(_NAMES, lengths, strict=False)
         ),
-        sequences=tuple(ScheduledSequence(name, 0, length) for name in names),
     )
 
 
-def _largest_share(config: EngineConfig) -> int:
-    """Tokens per sequence where the largest step is spread over as many as there may be."""
-    return max(1, config.max_num_batched_tokens // config.max_num_seqs)
+def _largest_decodes(plan: EnginePlan) -> StepPlan:
+    lengths = [length + 1 for length in _prompt_lengths(plan)]
+    lengths[0] = max(1, plan.max_model_len - _tokens_ahead(plan.config))
+    return StepPlan(
+        1,
+        new_requests=_requests(plan, lengths),
+        sequences=tuple(
+            ScheduledSequence(name, length - 1, 1)
+            for name, length in zip(_NAMES, lengths, strict=False)
+        ),
+    )
+
+
+def _largest_drafts(plan: EnginePlan, most: int) -> StepPlan:
+    """As many sequences with ``most`` draft tokens as fit, and one with what is left."""
+    budget = plan.config.max_num_batched_tokens
+    lengths = [length + 1 for length in _prompt_lengths(plan)][: -(-budget // (1 + most))]
+    sequences = []
+    for name, length in zip(_NAMES, lengths, strict=False):
+        num_draft_tokens = min(most, budget - 1)
+        sequences.append(ScheduledSequence(name, length - 1, 1, num_draft_tokens=num_draft_tokens))
+        budget -= 1 + num_draft_tokens
+    return StepPlan(2, new_requests=_requests(plan, lengths), sequences=tuple(sequences))
+
+
+def _requests(plan: EnginePlan, lengths: Sequence[int]) -> tuple[NewRequest, ...]:
+    """Requests with so many tokens, whose blocks are the few that there are, over and over."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.9)
+    num_blocks, ahead = profiling_pool_size(plan).num_blocks, _tokens_ahead(plan.config)
+    requests = []
+    for token, (name, length) in enumerate(zip(_NAMES, lengths, strict=False)):
+        tokens = (token,) * length  # different, so that none is spared any work
+        table_blocks = -(-(length + ahead) // plan.block_size.tokens)
+        blocks = tuple(index % num_blocks for index in range(min(table_blocks, plan.max_blocks)))
+        requests.append(NewRequest(name, tokens, length, sampling, 0, blocks))
+    return tuple(requests)
+
+
+def _prompt_lengths(plan: EnginePlan) -> list[int]:
+    """The tokens of the largest step over as many sequences as there may be, remainders to the
+    first of them; none is longer than a sequence may be."""
+    config = plan.config
+    num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+    share, rest = divmod(config.max_num_batched_tokens, num_seqs)
+    longest = max(1, plan.max_model_len - _tokens_ahead(config))
+    return [min(share + (index < rest), longest) for index in range(num_seqs)]
 
 
 def _tokens_ahead(config: EngineConfig) -> int:
-    """What a sequence of the largest step runs in another one, to see what drafts take."""
+    """What a sequence runs behind its prompt: one token, and drafts."""
     speculation = config.speculation
-    return 0 if speculation is None else 1 + speculation.num_speculative_tokens
+    return 1 + (0 if speculation is None else speculation.num_speculative_tokens)
+
+
+class _Names:
+    """``profile-0``, ``profile-1``, …: the same in every plan."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"profile-{index}" for index in count())
+
+
+_NAMES = _Names()
 
 
 def measure_peak(
-    runner: ModelRunner, plans: Sequence[StepPlan], runtime: Runtime, index: int
+    runner: ModelRunner,
+    plans: Sequence[StepPlan],
+    graphs: Sequence[CapturesGraphs],
+    runtime: Runtime,
+    index: int,
 ) -> int:
-    """Bytes of the device that are taken at most while the plans run, weights included."""
+    """Bytes of the device that are taken at most while the plans run, weights included, and behind
+    them by captured graphs, whose memory is their own as long as they are there.
+
+    On a device with memory of its own the two largest graphs of each kind are captured: the others
+    fit into the memory of the first, and what each takes besides is what the second has taken.
+    A host's have no memory in common: all are captured.
+    """
     runtime.reset_peak(index)
     for plan in plans:
         runner.run(plan)
     runtime.synchronize(index)
-    return runtime.peak_bytes(index)
+    if runtime.device(index).type == "cpu":
+        for each in graphs:
+            each.capture()
+        return runtime.peak_bytes(index)
+    still_to_come = 0
+    for each in graphs:
+        each.capture(1)
+        before = runtime.memory_info(index).free_bytes
+        num_left = each.capture(2)
+        still_to_come += num_left * max(before - runtime.memory_info(index).free_bytes, 0)
+    runtime.synchronize(index)
+    return runtime.peak_bytes(index) + still_to_come
 
 
 def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes: int) -> int:

@@ -109,7 +109,7 @@ class Worker:
         assert plan.pool_size is not None, "a plan with blocks has a pool size"
         self._plan = plan
         self.pool = self._make_pool(plan, plan.geometry, plan.pool_size)
-        self._graphs = self._make_graph_runners(plan)
+        self._graphs = self._make_graph_runners(plan, self.pool)
         stage = self._graphs[-1] if self._graphs else self._stage
         self._runner = self._make_runner(plan, self.pool, plan.pool_size, stage)
         self.extension: WorkerExtension | None = None
@@ -151,22 +151,25 @@ class Worker:
         return model
 
     def _measure_num_blocks(self, plan: EnginePlan) -> int:
-        """Blocks that fit into what the largest step leaves free, on the rank with the least.
+        """Blocks that fit into what the largest step and captured graphs leave free, on the rank
+        with the least.
 
-        The largest step runs op by op over a pool of just the blocks that it needs: captured graphs
-        share the memory of the steps that they replay.
+        The largest step runs op by op over a pool of just the blocks that it needs; graphs are
+        captured over the same one, and once more over the real one.
         """
         size = profiling_pool_size(plan)
         runtime, index = self._backend.runtime, self._device_index
         pool = self._make_pool(plan, plan.geometry, size)
         runner = self._make_runner(plan, pool, size, self._stage)
+        graphs = self._make_graph_runners(plan, pool)
         try:
-            peak_bytes = measure_peak(runner, largest_steps(plan), runtime, index)
+            peak_bytes = measure_peak(runner, largest_steps(plan), graphs, runtime, index)
+            nbytes = memory_for_kv(plan.config, runtime, index, peak_bytes)
         finally:
             runner.close()
-            del runner
+            del runner, graphs
             pool.close()
-        nbytes = memory_for_kv(plan.config, runtime, index, peak_bytes)
+            runtime.reset_peak(index)  # which gives back what the graphs held
         shards = [self._groups.info.shard(geometry) for geometry in plan.geometries]
         num_blocks = blocks_in(nbytes, block_bytes(plan.geometries, shards, size.block_size))
         return self._groups.least(num_blocks, self._device) - size.num_scratch_blocks
@@ -178,7 +181,7 @@ class Worker:
         return KVPool(self._backend, self._device_index, geometry, shard, size, layout_name=layout)
 
     def _make_graph_runners(
-        self, plan: EnginePlan
+        self, plan: EnginePlan, pool: KVPool
     ) -> list[DecodeGraphRunner | PiecewiseGraphRunner]:
         """What replays steps, each in front of the one before it; the first in front of the
         stage."""
@@ -186,9 +189,7 @@ class Worker:
         runners: list[DecodeGraphRunner | PiecewiseGraphRunner] = []
         stage: StageRunner = self._stage
         if graphs.decode_sizes:
-            decode = DecodeGraphRunner(
-                stage, self.pool, runtime, graphs.decode_sizes, plan.max_blocks
-            )
+            decode = DecodeGraphRunner(stage, pool, runtime, graphs.decode_sizes, plan.max_blocks)
             runners.append(decode)
             stage = decode
         if graphs.piecewise_sizes:
@@ -197,7 +198,7 @@ class Worker:
                     stage,
                     self._model,
                     self._parallel,
-                    self.pool,
+                    pool,
                     runtime,
                     sizes=graphs.piecewise_sizes,
                 )

@@ -40,6 +40,10 @@ class BlockManager:
         block_size: tokens per block.
         prefix_caching: reuse blocks of equal prefixes.
         num_host_blocks: size of the pool in host memory that tables are swapped out to.
+
+    Attributes:
+        num_shared_blocks: blocks whose content turned out to be in another one, and which were
+            given back.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class BlockManager:
         self.prefix_caching = prefix_caching
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_shared_blocks = 0
+        self._replaced: list[int] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold that many tokens."""
@@ -156,8 +162,14 @@ class BlockManager:
             self.pool.release(request.block_ids[kept:])
             del request.block_ids[kept:]
 
-    def publish(self, request: Request) -> None:
-        """Make full blocks whose KV is there known to later requests."""
+    def publish(self, request: Request, *, shares: bool = True) -> None:
+        """Make full blocks whose KV is there known to later requests.
+
+        Args:
+            request: whose blocks.
+            shares: where another block holds the same already, the table takes that one, and its
+                own is among ``take_replaced``. Not while a peer may look for it.
+        """
         if not self.prefix_caching:
             return
         complete = request.num_computed // self.block_size
@@ -165,8 +177,26 @@ class BlockManager:
             return
         extend_chain(request.chain, request.token_ids, self.block_size)
         for index in range(request.num_published, complete):
-            self.pool.publish(request.block_ids[index], request.chain[index])
+            known = self.pool.publish(request.block_ids[index], request.chain[index])
+            if shares and known != request.block_ids[index]:
+                self._share_equal(request, index, known)
         request.num_published = complete
+
+    def _share_equal(self, request: Request, index: int, known: int) -> None:
+        block_id = request.block_ids[index]
+        if request.sends_kv or self.pool.references(block_id) > 1:
+            return  # it is being sent, or is a sibling's, too
+        self.pool.share((known,))
+        request.block_ids[index] = known
+        request.changed_at = index if request.changed_at is None else request.changed_at
+        self._replaced.append(block_id)
+        self.num_shared_blocks += 1
+
+    def take_replaced(self) -> list[int]:
+        """Blocks that a table has given up for others of the same content, told once; they are to
+        be released when no step in flight reads them."""
+        taken, self._replaced = self._replaced, []
+        return taken
 
     def swap_out(self, requests: Sequence[Request]) -> BlockCopies | None:
         """Move tables to host memory, blocks that they share as one; None if there is no room.

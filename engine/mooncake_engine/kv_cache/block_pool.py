@@ -84,11 +84,13 @@ class BlockPool:
             elif count == 0:
                 self._empty.append(block_id)
 
-    def publish(self, block_id: int, digest: bytes) -> None:
-        """Say what an owned, full block holds. The first block of equal content stays the one."""
+    def publish(self, block_id: int, digest: bytes) -> int:
+        """Say what an owned, full block holds; returns the block that stands for such content: the
+        first one."""
         if digest not in self._index and block_id not in self._content:
             self._index[digest] = block_id
             self._content[block_id] = digest
+        return self._index.get(digest, block_id)
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """Blocks of the longest known prefix of a chain of digests; no reference is added."""

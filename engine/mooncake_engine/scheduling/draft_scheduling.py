@@ -1,20 +1,33 @@
-"""How many draft tokens each sequence gets in a step, and how many of them were accepted.
+"""How many draft tokens each sequence gets in a step, how many of them were accepted, and whether
+they are worth what they cost.
 
 The draft length adapts per sequence: two more after all drafts of a step were accepted, one less
 otherwise (the heuristic of Hugging Face's assisted generation). If the last remaining draft is
-rejected too, drafting pauses, each time twice as long. Pure.
+rejected too, drafting pauses, each time twice as long.
+
+A draft token costs next to nothing in a step that waits for the weights to be read, and as much as
+a prompt token in one that computes. Which of them a step is depends on the batch: so steps with and
+without drafts are measured by batch size, and drafting stops where it brings fewer tokens per
+second (after the adaptive speculation of TurboSpec, arXiv 2406.14066). Pure.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import SpeculationStats
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
-from mooncake_engine.scheduling.step_plan import ScheduledSequence, StepBuilder, StepResult
+from mooncake_engine.scheduling.step_plan import (
+    ScheduledSequence,
+    StepBuilder,
+    StepPlan,
+    StepResult,
+)
 
 LONGEST_REST = 16
 """Tokens without draft tokens, at most: where nothing can be drafted, one in so many is computed in
@@ -60,6 +73,48 @@ class DraftLength:
         self._length = min(max(self._length + change, 1), self.limit)
 
 
+_FEW_STEPS = 3
+"""Steps of a kind whose median counts: a single one may have been held up by anything."""
+
+_RARELY = 32
+"""One in so many steps runs without drafts, to know what that takes."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 1024
+"""Steps without drafts, before these are tried again."""
+
+
+class DraftWorth:
+    """Whether drafts pay at one batch size, by tokens per second with and without them."""
+
+    def __init__(self) -> None:
+        self._with: deque[float] = deque(maxlen=2 * _FEW_STEPS - 1)
+        self._without: deque[float] = deque(maxlen=2 * _FEW_STEPS - 1)
+        self._num_steps = 0
+        self._pause = _SHORTEST_PAUSE
+        self._num_paused = 0
+
+    def allows(self) -> bool:
+        """Whether the next step of this size may have drafts."""
+        if self._num_paused:
+            self._num_paused -= 1
+            return False
+        self._num_steps += 1
+        every = _RARELY // 4 if len(self._without) < _FEW_STEPS else _RARELY
+        return self._num_steps % every != 0
+
+    def learn(self, num_tokens: int, num_drafted: int, seconds: float) -> None:
+        """Take in how many tokens came of a step, how many were drafted for it, and its time."""
+        (self._with if num_drafted else self._without).append(num_tokens / max(seconds, 1e-9))
+        if self._num_paused or min(len(self._with), len(self._without)) < _FEW_STEPS:
+            return
+        if median(self._with) < median(self._without):
+            self._num_paused = self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._with.clear()  # what comes after the pause is judged by itself
+        else:
+            self._pause = _SHORTEST_PAUSE
+
+
 class DraftScheduler:
     """Drafts run in what a step has to spare: tokens of its budget, and blocks that are free when
     all requests have had theirs. They never make a request wait or preempt one.
@@ -75,9 +130,12 @@ class DraftScheduler:
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted_at = [0] * limits.num_speculative_tokens
+        self._worth: dict[int, DraftWorth] = {}  # by the batch size's bits
 
     def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> None:
-        """Give the step's decodes draft tokens, by priority."""
+        """Give the step's decodes draft tokens, by priority, where that pays."""
+        if not self._pays(len(step.decodes)):
+            return
         for index, sequence in enumerate(step.decodes):
             request = requests[sequence.request_id]
             room = min(step.budget, self._blocks.num_free_tokens(request))
@@ -99,6 +157,21 @@ class DraftScheduler:
             self._length(request).learn(num_drafted, num_accepted, len(request.token_ids))
         for position in range(num_accepted):
             self._accepted_at[position] += 1
+
+    def learn(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Take in what a step of nothing but decodes took."""
+        num_decodes = len(plan.sequences)
+        if num_decodes and all(sequence.count == 1 for sequence in plan.sequences):
+            num_tokens = sum(map(len, result.tokens.values()))
+            worth = self._worth.setdefault(num_decodes.bit_length(), DraftWorth())
+            worth.learn(num_tokens, sum(result.num_drafted.values()), seconds)
+
+    def _pays(self, num_decodes: int) -> bool:
+        most = self._limits.most_seqs_with_drafts
+        if most is not None and num_decodes > most:
+            return False
+        worth = self._worth.get(num_decodes.bit_length())
+        return worth is None or worth.allows()
 
     def stats(self) -> SpeculationStats | None:
         """What came of it so far; None if nothing is ever drafted."""

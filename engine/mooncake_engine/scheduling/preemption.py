@@ -13,8 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption:
-    """The least urgent group is preempted, all of it: several sequences by a swap to host memory,
-    a single one by starting over, which is cheaper than to copy it twice (after vLLM's v0).
+    """The least urgent group is preempted, all of it: one that several sequences may still run of
+    by a swap to host memory, a single one by starting over, which is cheaper than to copy it twice
+    (after vLLM's v0). How many hold blocks right now says nothing: while a group's prompt is
+    computed it is one of them, for all.
 
     Args:
         queues: where requests stand.
@@ -74,10 +76,10 @@ class Preemption:
         return True
 
     def _preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
-        holders = group.holders()
-        copies = self._blocks.swap_out(holders) if len(holders) > 1 else None
+        holders, num_sequences = group.holders(), len(group.members)
+        copies = self._blocks.swap_out(holders) if num_sequences > 1 else None
         if copies is None:
-            self._note_lack_of_host_memory(len(holders))
+            self._note_lack_of_host_memory(num_sequences)
             for request in holders:
                 self.recompute(request)
             return

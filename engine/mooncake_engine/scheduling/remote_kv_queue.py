@@ -185,7 +185,7 @@ class RemoteKVQueue:
             self.received.note(request)
         request.num_computed = request.num_prompt_tokens
         request.loaded = self._queues.now
-        self._blocks.publish(request)
+        self._blocks.publish(request, shares=False)
         self._queues.wait(request)
         for follower in self._queues.followers(request):
             self._queues.dequeue(follower)

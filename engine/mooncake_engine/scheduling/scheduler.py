@@ -76,6 +76,7 @@ class Scheduler:
         self._in_flight: deque[_InFlightStep] = deque()
         self._last_end = 0.0
         self._waits_for_steps = False
+        self._replaced: deque[tuple[int, list[int]]] = deque()  # step that may still read them
 
     @property
     def num_running(self) -> int:
@@ -117,8 +118,9 @@ class Scheduler:
 
     @property
     def num_held_tables(self) -> int:
-        """Block tables that outlive their requests: see ``OutputProcessor.held_tables``."""
-        return len(self._outputs.held_tables)
+        """Block tables that outlive their requests: see ``OutputProcessor.held_tables``; and blocks
+        that were replaced by equal ones, but for which steps are in flight."""
+        return len(self._outputs.held_tables) + len(self._replaced)
 
     def held_blocks(self) -> HeldBlocks:
         """What blocks are held for now."""
@@ -233,22 +235,34 @@ class Scheduler:
             flight = self._in_flight.popleft()
             assert flight.plan is plan, f"step {plan.step} is over before {flight.plan.step}"
             if now is not None:
-                self._learn(flight, now)
+                self._learn(flight, result, now)
             requests = iter(flight.requests)
             for sequence in plan.sequences:
                 self._complete(next(requests), sequence, result)
                 if sequence.siblings:
                     for _ in sequence.siblings:
                         self._complete(next(requests), sequence, result)
+            self._release_replaced(plan.step)
         return self._outputs.take_updates()
 
-    def _learn(self, flight: _InFlightStep, now: float) -> None:
+    def _learn(self, flight: _InFlightStep, result: StepResult, now: float) -> None:
         """What a step took: a step behind another one began when that was over, but in a pipeline,
         where a token has all stages before it."""
         is_pipeline = self.limits.num_stages > 1
         begun = flight.planned if is_pipeline else max(flight.planned, self._last_end)
         self._last_end = now
         self._budget.learn(flight.plan, now - begun)
+        if self.limits.num_speculative_tokens:
+            self.speculation.learn(flight.plan, result, now - begun)
+
+    def _release_replaced(self, step: int) -> None:
+        """Give blocks back for which equal ones were found, once the last step that was planned
+        with them is over."""
+        if replaced := self.blocks.take_replaced():
+            newest = self._in_flight[-1].plan.step if self._in_flight else step
+            self._replaced.append((newest, replaced))
+        while self._replaced and self._replaced[0][0] <= step:
+            self.blocks.pool.release(self._replaced.popleft()[1])
 
     def take_updates(self) -> list[TokenUpdate]:
         """What happened outside steps: aborts, failures, first tokens from a peer."""
@@ -259,7 +273,8 @@ class Scheduler:
         self._queues.check()
         requests = self._queues.requests.values()
         tables = [request.block_ids for request in requests]
-        self.blocks.pool.check_integrity([*tables, *self._outputs.held_tables])
+        replaced = [block_ids for _, block_ids in self._replaced]
+        self.blocks.pool.check_integrity([*tables, *self._outputs.held_tables, *replaced])
         self.blocks.host_pool.check_integrity([request.host_block_ids for request in requests])
         for request in self._queues.swapped:
             assert request.host_block_ids, f"{request.request_id} is swapped out to nowhere"
@@ -465,6 +480,8 @@ class Scheduler:
         growth = self.blocks.grow(request, len(request.token_ids))
         if growth is not None:
             step.copy(growth)
+            if request.shares_first_token:  # its siblings waited without it while it was swapped
+                self._queues.follow_leader(request)
             self._run(request, step)
         elif not self._queues.running and not self._in_flight:
             self._preemption.recompute(self._queues.ready.lowest_priority() or request)

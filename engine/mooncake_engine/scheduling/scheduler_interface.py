@@ -33,6 +33,8 @@ class SchedulerLimits:
             several stages, else what there is.
         num_stages: pipeline stages.
         num_speculative_tokens: draft tokens that a sequence may have in one step.
+        most_seqs_with_drafts: steps of more decodes have no draft tokens; None: by measured time
+            alone.
         uses_async_scheduling: workers hand a sampled token to the next step themselves, so that a
             request may be planned again before its token is known here.
         reports_received_blocks: plans say which blocks peers have written, so that workers
@@ -53,6 +55,7 @@ class SchedulerLimits:
     prefill_chunk_size: int | None = None
     num_stages: int = 1
     num_speculative_tokens: int = 0
+    most_seqs_with_drafts: int | None = None
     uses_async_scheduling: bool = False
     reports_received_blocks: bool = False
 

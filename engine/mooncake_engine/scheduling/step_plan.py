@@ -51,7 +51,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         new_block_ids: blocks to append to its block table before the step.
         is_sampling: whether a token is sampled after the last one.
         new_blocks_at: where in its table they go; None is at its end. Blocks from there on are its
-            own no more: one that was copied on write, or some that were lent for draft tokens.
+            own no more: one that was copied on write, some that were lent for draft tokens, or
+            one whose content another block has, too.
         siblings: requests that sample from the same logits; all their tokens so far are the same.
         num_draft_tokens: so many tokens at most may be drafted after the last one and run with it;
             the table has room for them.
@@ -155,6 +156,7 @@ class StepBuilder:
 
     def add_new_request(self, request: Request) -> None:
         """Tell the workers about a request, with the block table that it has now."""
+        request.changed_at = None
         self._new_requests.append(
             NewRequest(
                 request.request_id,
@@ -184,6 +186,9 @@ class StepBuilder:
         """
         start = request.num_computed + request.num_in_flight
         is_sampling = count == len(request.token_ids) + request.num_output_placeholders - start
+        if request.changed_at is not None:
+            at, request.changed_at = request.changed_at, None
+            growth = Growth(at, tuple(request.block_ids[at:]), growth.copied)
         sequence = ScheduledSequence(
             request.spec.request_id,
             start,

@@ -254,6 +254,11 @@ class _EngineCollector:
         yield counter("vllm:num_preemptions", "Requests preempted.", stats.num_preemptions)
         yield counter("mooncake:num_swap_outs", "Preemptions by swap.", stats.num_swap_outs)
         yield counter(
+            "mooncake:num_shared_blocks",
+            "Blocks given back as others had the same content.",
+            stats.num_shared_blocks,
+        )
+        yield counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries
         )
         yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits)

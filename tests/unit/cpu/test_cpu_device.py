@@ -8,9 +8,9 @@ import os
 import pytest
 
 from mooncake_hal.errors import OutOfMemory
+from mooncake_hal.host_memory import memory_bytes
 from mooncake_hal_cpu import cpu_device
 from mooncake_hal_cpu.cpu_device import ALIGNMENT, CpuMemory
-from mooncake_hal_cpu.cpu_info import memory_bytes
 
 
 def open_descriptors() -> int:

@@ -290,8 +290,9 @@ def test_speculation_is_asked_for_by_its_method(model: Path) -> None:
     asked = parse(
         *("serve", "--model", str(model), "--speculative-method", "draft"),
         *("--speculative-model", str(model), "--num-speculative-tokens", "3"),
+        *("--speculative-disable-by-batch-size", "16"),
     )
-    wanted = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model)
+    wanted = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model, disable_by_batch_size=16)
     assert engine_config(asked, None).speculative_config == wanted
     lookup = ("--prompt-lookup-min", "2", "--prompt-lookup-max", "4")
     asked = parse("serve", "--model", str(model), "--speculative-method", "ngram", *lookup)

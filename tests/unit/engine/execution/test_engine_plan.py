@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import CheckpointError, ConfigError
-from mooncake_engine.execution.engine_plan import make_plan, rank_device
+from mooncake_engine.execution.engine_plan import choose_swap_space, make_plan, rank_device
 from mooncake_engine.execution.memory_profiling import profiling_pool_size
 from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
@@ -119,7 +119,7 @@ def test_a_pool_to_be_measured_has_no_size_in_the_plan(model: Path, backend: Bac
     config = EngineConfig(model, memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=2)
     plan = make_plan(config, backend)
     assert plan.pool_size is None
-    assert profiling_pool_size(plan).num_blocks == 2
+    assert profiling_pool_size(plan).num_blocks == 3, "32 tokens, and one more"
     final = plan.with_blocks(9)
     assert final.pool_size is not None
     assert final.pool_size.num_blocks == 9
@@ -172,3 +172,16 @@ def test_a_backend_without_narrower_types_refuses_them(model: Path) -> None:
         ConfigError, match="is float8_e4m3fn; backend 'null' keeps KV in the model's"
     ):
         make_plan(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), null)
+
+
+def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gib = 1 << 30
+    assert choose_swap_space(EngineConfig(model), 64 * gib) == 4 * gib
+    assert not caplog.records
+    assert choose_swap_space(EngineConfig(model, tp_size=8), 64 * gib) == 2 * gib
+    [record] = caplog.records
+    assert "swap space is 2.0 GiB per rank instead of 4: that is a quarter" in record.getMessage()
+    assert choose_swap_space(EngineConfig(model, swap_space_bytes=0), 64 * gib) == 0
+    assert choose_swap_space(EngineConfig(model, swap_space_bytes=9 * gib), gib) == 9 * gib

@@ -47,6 +47,43 @@ def test_a_chain_grows_by_what_is_new() -> None:
         assert len(chain) == length // 4
 
 
+def test_blocks_of_equal_content_that_decodes_complete_are_shared() -> None:
+    bench = Bench(num_blocks=32)
+    both = [bench.add(f"r{index}", PROMPT[:7], max_tokens=14) for index in range(2)]
+    bench.step()  # both compute the prompt: neither finds the other's blocks
+    first, second = both
+    assert second.block_ids[0] == first.block_ids[0], "the prompt's full block is there twice"
+    for _ in range(12):
+        bench.step()
+        full = first.num_computed // 4
+        assert second.block_ids[:full] == first.block_ids[:full]
+    assert bench.scheduler.blocks.num_shared_blocks == full == 4
+    assert bench.run()
+    assert bench.num_free == 32
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_replaced_block_is_free_when_no_step_in_flight_reads_it(depth: int) -> None:
+    bench = Bench(
+        num_blocks=32, depth=depth, uses_async_scheduling=depth > 1, eos_token_ids=frozenset()
+    )
+    for index in range(2):
+        bench.add(f"r{index}", PROMPT[:7], max_tokens=40)
+    answers = bench.run()
+    assert answers == {"r0": [7] * 40, "r1": [7] * 40}
+    assert bench.scheduler.blocks.num_shared_blocks > 5
+    assert bench.scheduler.num_held_tables == 0
+    assert bench.num_free == 32
+
+
+def test_what_a_peer_is_sent_is_not_given_back() -> None:
+    bench = Bench(num_blocks=32)
+    bench.add("kept", PROMPT[:8], max_tokens=4)
+    bench.add("sent", PROMPT[:8], sends_kv=True)
+    bench.step()
+    assert bench.scheduler.blocks.num_shared_blocks == 0
+
+
 def test_hits_are_counted_per_request_and_in_all() -> None:
     bench = Bench()
     bench.add("a", PROMPT, max_tokens=1)

@@ -233,7 +233,7 @@ def test_what_comes_back_from_host_memory_is_copied_though_nobody_runs(
 
 
 def test_who_lacks_a_block_is_not_passed_over_for_long() -> None:
-    bench = ahead(8, max_model_len=28)
+    bench = ahead(8, max_model_len=28, prefix_caching=False)
     bench.add("a", PROMPT[:9], arrival=0, max_tokens=19)
     needy = bench.add("b", PROMPT[:8], arrival=1, max_tokens=10)
     bench.add("c", PROMPT[:9], arrival=2, max_tokens=10)

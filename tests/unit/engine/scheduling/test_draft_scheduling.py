@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.scheduling import EOS, Bench, token_of
 
 from mooncake_engine.messages import FinishReason, SpeculationStats
+from mooncake_engine.scheduling.draft_scheduling import DraftWorth
 
 NUM_DRAFT_TOKENS = 3
 
@@ -110,3 +111,76 @@ def test_off_there_is_nothing_to_tell() -> None:
     bench.add("a", range(10, 14))
     bench.run()
     assert bench.scheduler.speculation.stats() is None
+
+
+def run_timed(bench: Bench, num_steps: int, draft_s: float) -> list[int]:
+    """Drafts allowed in each step; a step takes 10 ms and so much more per draft token."""
+    drafted, now = [], 0.0
+    for _ in range(num_steps):
+        bench.scheduler.expire(now)
+        plan = bench.scheduler.schedule()
+        num_drafts = sum(sequence.num_draft_tokens for sequence in plan.sequences)
+        drafted.append(num_drafts)
+        now += 0.010 + draft_s * num_drafts
+        bench.scheduler.update(plan, bench.worker.execute(plan), now)
+    return drafted
+
+
+def timed_bench(**limits: int) -> Bench:
+    bench = Bench(
+        num_blocks=2000,
+        num_speculative_tokens=NUM_DRAFT_TOKENS,
+        max_model_len=4000,
+        eos_token_ids=frozenset(),
+        **limits,
+    )
+    for index in range(4):
+        bench.add(f"r{index}", [10 * index], max_tokens=3900)
+    return bench
+
+
+def test_drafting_stops_where_steps_with_drafts_bring_fewer_tokens_per_second() -> None:
+    bench = timed_bench()
+    bench.worker.num_accepted = 1  # and 2, 3, 0 of the others: 10 tokens instead of 4
+    drafted = run_timed(bench, 400, draft_s=0.010)
+    assert sum(drafted[-200:]) < 0.1 * 200 * 12, "they take thirteen times as long"
+    assert any(drafted[:10])
+
+
+def test_drafting_goes_on_where_it_pays() -> None:
+    bench = timed_bench()
+    bench.worker.num_accepted = 1
+    drafted = run_timed(bench, 100, draft_s=0.0001)
+    assert sum(1 for count in drafted[1:] if count) > 90
+
+
+def test_drafts_are_tried_again_when_a_batch_has_become_smaller_or_faster() -> None:
+    worth = DraftWorth()
+
+    def run(num_steps: int, tokens_per_draft_step: int) -> int:
+        count = 0
+        for _ in range(num_steps):
+            is_drafted = worth.allows()
+            count += is_drafted
+            worth.learn(tokens_per_draft_step if is_drafted else 10, is_drafted, 1.0)
+        return count
+
+    assert run(300, 5) < 60
+    run(600, 20)
+    assert run(100, 20) > 90
+
+
+def test_one_slow_step_proves_nothing() -> None:
+    worth = DraftWorth()
+    for index in range(200):
+        is_drafted = worth.allows()
+        worth.learn(20 if is_drafted else 10, is_drafted, 50.0 if index % 7 == 0 else 1.0)
+    assert sum(worth.allows() for _ in range(64)) >= 62
+
+
+def test_steps_of_more_sequences_than_asked_for_have_no_drafts() -> None:
+    bench = timed_bench(most_seqs_with_drafts=3)
+    bench.step()
+    assert sum(s.num_draft_tokens for s in bench.step()[0].sequences) == 0
+    bench.scheduler.abort("r3")
+    assert sum(s.num_draft_tokens for s in bench.step()[0].sequences) > 0

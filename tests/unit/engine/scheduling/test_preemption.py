@@ -76,6 +76,35 @@ def test_a_single_sequence_starts_over_though_there_is_host_memory() -> None:
     assert bench.scheduler.num_swap_outs == 0
 
 
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_group_whose_prompt_runs_for_all_of_it_is_swapped(prefix_caching: bool) -> None:
+    """One of it holds blocks, and three may run at once."""
+    bench = Bench(
+        12,
+        num_host_blocks=8,
+        token=None,
+        eos_token_ids=frozenset(),
+        max_num_batched_tokens=4,
+        prefix_caching=prefix_caching,
+    )
+    crowd(bench, 0)
+    for _ in range(3):
+        bench.step()
+    for index in range(3):
+        bench.add(f"new{index}", range(30, 50), arrival=1.0, max_tokens=4, group="g")
+    bench.step()
+    pool = bench.scheduler.blocks.pool
+    held = pool.allocate(pool.num_free)
+    assert held is not None
+    while not bench.scheduler.num_preemptions:
+        bench.submit()
+        bench.land()
+    pool.release(held)
+    assert bench.scheduler.num_swap_outs == 1
+    assert bench.run()
+    assert bench.worker.num_computed == 7 + 7 + 20 + 3 * 3, "nothing is computed twice"
+
+
 def test_a_group_too_large_for_memory_finishes_one_by_one() -> None:
     bench = Bench(5, num_host_blocks=20, token=None, eos_token_ids=frozenset())
     for index in range(4):

@@ -1,0 +1,155 @@
+"""The largest step really is the largest, and what graphs take is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import random_model, write_checkpoint
+
+from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.execution.engine_plan import EnginePlan, make_plan
+from mooncake_engine.execution.memory_profiling import (
+    largest_steps,
+    measure_peak,
+    profiling_pool_size,
+)
+from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_hal.backend import MemoryInfo
+from mooncake_hal.registry import Registry
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+def plan_of(model: Path, **options: Any) -> EnginePlan:
+    config = EngineConfig(model, memory_utilization=0.5, **options)
+    return make_plan(config, Registry.discover().select_backend("cpu"))
+
+
+def counts_of(plan: StepPlan) -> list[int]:
+    return [sequence.count for sequence in plan.sequences]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "counts"),
+    [
+        (10, 3, [4, 3, 3]),
+        (511, 256, [2] * 255 + [1]),
+        (4096, 300, [14] * 196 + [13] * 104),
+        (3, 256, [1, 1, 1]),
+    ],
+)
+def test_the_largest_step_has_all_the_tokens_that_a_step_may_have(
+    num_tokens: int, num_seqs: int, counts: list[int], model: Path
+) -> None:
+    plan = plan_of(model, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
+    prompts, decodes = largest_steps(plan)
+    assert counts_of(prompts) == counts
+    assert prompts.num_tokens == num_tokens
+    assert counts_of(decodes) == [1] * len(counts)
+    capacity = profiling_pool_size(plan).num_blocks * 16
+    assert all(sequence.count < capacity for sequence in prompts.sequences)
+
+
+def test_no_sequence_of_it_is_longer_than_one_may_be(model: Path) -> None:
+    plan = plan_of(model, max_num_batched_tokens=4096, max_num_seqs=8, max_model_len=128)
+    prompts, _ = largest_steps(plan)
+    assert counts_of(prompts) == [127] * 8, "and one token behind each"
+
+
+def test_one_decode_has_the_longest_context_there_may_be(model: Path) -> None:
+    plan = plan_of(model, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=256)
+    _, decodes = largest_steps(plan)
+    assert [sequence.start for sequence in decodes.sequences] == [254, 4, 4, 4]
+    assert len(decodes.new_requests[0].block_ids) == 16, "attention has room for all its splits"
+    num_blocks = profiling_pool_size(plan).num_blocks
+    assert max(max(request.block_ids) for request in decodes.new_requests) < num_blocks
+
+
+def test_drafts_fill_the_step_to_its_last_token(model: Path) -> None:
+    speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, 4)
+    plan = plan_of(model, max_num_batched_tokens=17, max_num_seqs=8)
+    config = replace(plan.config, speculative_config=speculation)
+    *_, drafted = largest_steps(replace(plan, config=config))
+    assert [s.num_draft_tokens for s in drafted.sequences] == [4, 4, 4, 1]
+    assert drafted.num_tokens == 17
+
+
+@dataclass
+class Device:
+    """Memory of its own: what is taken, and the most that ever was."""
+
+    taken: int = 0
+    peak: int = 0
+    kind: str = "meta"
+
+    def take(self, nbytes: int) -> None:
+        self.taken += nbytes
+        self.peak = max(self.peak, self.taken)
+
+    def device(self, index: int) -> torch.device:
+        return torch.device(self.kind)
+
+    def reset_peak(self, index: int) -> None:
+        self.peak = self.taken
+
+    def peak_bytes(self, index: int) -> int:
+        return self.peak
+
+    def synchronize(self, index: int) -> None:
+        pass
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        return MemoryInfo(10_000 - self.taken, 10_000)
+
+
+@dataclass
+class Graphs:
+    """The first takes a step's memory, each other one a little for itself."""
+
+    device: Device
+    num_sizes: int
+    first: int
+    other: int
+    captured: list[int] = field(default_factory=list)
+
+    def capture(self, most: int | None = None) -> int:
+        for index in range(self.num_sizes)[:most]:
+            if index not in self.captured:
+                self.captured.append(index)
+                self.device.take(self.other if index else self.first)
+        return self.num_sizes - len(self.captured)
+
+
+class Runner:
+    """Takes memory while a step runs."""
+
+    def __init__(self, device: Device, step_bytes: int) -> None:
+        self.device, self.step_bytes = device, step_bytes
+
+    def run(self, plan: StepPlan) -> None:
+        self.device.take(self.step_bytes)
+        self.device.taken -= self.step_bytes
+
+
+@pytest.mark.parametrize("kind", ["meta", "cpu"])
+def test_graphs_are_counted_behind_the_steps(kind: str) -> None:
+    device = Device(taken=1000, kind=kind)
+    kinds = [Graphs(device, 10, first=600, other=5), Graphs(device, 1, first=70, other=0)]
+    runner: Any = Runner(device, 200)
+    runtime: Any = device
+    assert measure_peak(runner, [StepPlan(0)], kinds, runtime, 0) == 1000 + 645 + 70
+    assert len(kinds[0].captured) == (10 if kind == "cpu" else 2)
+
+
+def test_a_step_that_takes_more_than_the_graphs_is_the_peak() -> None:
+    device = Device(taken=1000)
+    runner: Any = Runner(device, 5000)
+    runtime: Any = device
+    assert measure_peak(runner, [StepPlan(0)], [], runtime, 0) == 6000
