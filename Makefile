@@ -4,7 +4,8 @@ ARGS ?=
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
-    test-faults test-abuse test-proxy test-proxy-vllm bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
+    test-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-contract \
+    bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
 
@@ -64,6 +65,14 @@ test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
 
 test-proxy-vllm:  ## the proxy in front of a real vLLM (its CPU build, 3.7 GB under .cache/)
 	@ci/test-proxy-vllm $(ARGS)
+
+test-vllm:  ## our connector inside a real vLLM (its CPU build, 3.7 GB under .cache/); ARGS narrow it down
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_vllm.py $(ARGS)
+
+test-vllm-contract:  ## every supported release of vLLM, from its sources, beside tests/contract/vllm
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/vllm_interfaces.py --check
 
 bench-engine:  ## the engine's speed, beside transformers, reading the weights, and vLLM's CPU build
 	@ci/install dev

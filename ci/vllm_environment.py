@@ -8,7 +8,8 @@ import venv
 from pathlib import Path
 from typing import Any
 
-CACHE = Path(__file__).resolve().parent.parent / ".cache"
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
 HOME = CACHE / "venv-vllm"
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
@@ -41,6 +42,22 @@ def install() -> Path:
         name_distribution()
         stamp.touch()
     return python
+
+
+def install_connector(python: Path) -> None:
+    """Put this tree's connector into that venv, editable.
+
+    Raises:
+        Skip: it can't be installed here.
+    """
+    stamp = HOME / ".installed-connector"
+    folders = [ROOT, ROOT / "kv", ROOT / "integrations" / "vllm"]
+    newest = max((folder / "pyproject.toml").stat().st_mtime for folder in folders)
+    if not stamp.exists() or stamp.stat().st_mtime < newest:
+        pip(python, "install", "pluggy>=1.5")
+        for folder in folders:
+            pip(python, "install", "--no-deps", "-e", str(folder))
+        stamp.touch()
 
 
 def pip(python: Path, *words: str) -> None:

@@ -1,0 +1,354 @@
+"""Our connector inside a real vLLM (its CPU build): tokens, bookkeeping, and who frees what.
+
+    python ci/test_vllm.py [--pairs 1:1/shm,1:1/tcp] [--start-timeout 600]
+
+A pair is P's and D's tensor-parallel size and the transport. First one vLLM answers alone; then,
+for each pair, P and D with HalPullConnector answer the same, in fp32: token for token the same,
+directly and through the proxy, whole and streamed, 16 at once. Then what goes wrong on purpose:
+parameters that are used twice, contradict the prompt or name nobody; clients that leave. In the end
+every block is free on both sides, and the figures say that KV came over.
+
+Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can't be run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_environment import CACHE, SKIPPED, Skip, install_connector
+from vllm_serving import (
+    ANSWER_TIMEOUT_S,
+    EXAMPLE,
+    Json,
+    ask,
+    figure,
+    prepare,
+    proxying,
+    serving,
+    wait_until_healthy,
+)
+
+LENGTHS = (1, 20, 127, 128, 129, 256, 300, 1000)
+"""Of prompts: vLLM's blocks on a CPU have 128 tokens."""
+NUM_AT_ONCE = 16
+NUM_TOKENS = 16
+FREED_S = 120.0
+"""How long blocks may take to be free again: leases, and machines that others use."""
+COMPLETIONS = "/v1/completions"
+
+
+def main() -> int:
+    """Install, serve, compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--pairs", default="1:1/shm,1:1/tcp", help="P:D/transport, ...")
+    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
+    args = parser.parse_args()
+    try:
+        python = prepare()
+        install_connector(python)
+        wanted = answers_alone(python, args.start_timeout)
+        pairs = [Pair.parse(text) for text in args.pairs.split(",")]
+        wrong = [problem for pair in pairs for problem in check_pair(python, pair, wanted, args)]
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    print(f"{len(wrong)} problems" + "".join(f"\n  {problem}" for problem in wrong))
+    return 1 if wrong else 0
+
+
+# ---------------------------------------------------------------- what runs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two instances.
+
+    Args:
+        prefill_tp, decode_tp: their tensor-parallel sizes.
+        transport: by which KV goes.
+    """
+
+    prefill_tp: int
+    decode_tp: int
+    transport: str
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """Read ``2:1/tcp``."""
+        sizes, _, transport = text.partition("/")
+        prefill, _, decode = sizes.partition(":")
+        return cls(int(prefill), int(decode), transport)
+
+    def __str__(self) -> str:
+        return f"{self.prefill_tp}:{self.decode_tp}/{self.transport}"
+
+
+def answers_alone(python: Path, timeout_s: float) -> dict[str, Json]:
+    """What one vLLM answers to everything that is asked of pairs."""
+    log = CACHE / "vllm-alone.log"
+    with serving(python, None, "0", log) as url:
+        wait_until_healthy(url, log, timeout_s)
+        return {name: post(url, path, body) for name, (path, body) in cases().items()}
+
+
+def check_pair(
+    python: Path, pair: Pair, wanted: dict[str, Json], args: argparse.Namespace
+) -> list[str]:
+    """Serve a pair with the proxy in front; returns what was wrong."""
+    with ExitStack() as stack:
+        logs = [CACHE / f"vllm-{role}.log" for role in ("prefill", "decode")]
+        urls = [
+            stack.enter_context(
+                serving(
+                    python,
+                    transfer_config(role, pair.transport),
+                    cores(first, size),
+                    log,
+                    *("--tensor-parallel-size", str(size), "--max-num-batched-tokens", "256"),
+                )
+            )
+            for role, size, first, log in (
+                ("kv_producer", pair.prefill_tp, 0, logs[0]),
+                ("kv_consumer", pair.decode_tp, 1, logs[1]),
+            )
+        ]
+        for url, log in zip(urls, logs, strict=True):
+            wait_until_healthy(url, log, args.start_timeout)
+        proxy = stack.enter_context(proxying(*urls))
+        run = Run(str(pair), *urls, proxy, wanted)
+        for check in CHECKS:
+            check(run)
+    return run.problems
+
+
+def transfer_config(role: str, transport: str) -> Json:
+    """What ``--kv-transfer-config`` says."""
+    return {
+        "kv_connector": "HalPullConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"transport": [transport], "lease_seconds": 20},
+    }
+
+
+def cores(first: int, size: int) -> str:
+    """A core for each worker, in vLLM's words."""
+    number = os.cpu_count() or 1
+    return "|".join(str((first + rank) % number) for rank in range(size))
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+@dataclass
+class Run:
+    """A pair that serves, and what has been wrong with it so far."""
+
+    name: str
+    prefill: str
+    decode: str
+    proxy: str
+    wanted: dict[str, Json]
+    problems: list[str] = field(default_factory=list)
+
+    def expect(self, what: str, found: object, wanted: object) -> None:
+        """Say whether something is as wanted."""
+        same = found == wanted
+        print(f"{self.name:10} {what:34} {'ok' if same else 'WRONG'}", flush=True)
+        if not same:
+            self.problems.append(
+                f"{self.name} {what}: wanted {wanted!r:.200}, found {found!r:.200}"
+            )
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """A prompt of printable bytes."""
+    return random.Random(f"{length}/{seed}").choices(range(32, 123), k=length)
+
+
+def completion(prompt: list[int], **fields: object) -> Json:
+    """A greedy completion."""
+    base: Json = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS}
+    return base | {"prompt": prompt, "return_token_ids": True} | fields
+
+
+def cases() -> dict[str, tuple[str, Json]]:
+    """Path and body of all that a pair has to answer as one instance does."""
+    question = next(iter(json.loads((EXAMPLE / "chat.json").read_text())["answers"]))
+    chat = {"messages": [{"role": "user", "content": question}]}
+    found = {f"{n} tokens": completion(tokens(n)) for n in LENGTHS}
+    found |= {f"at once {n}": completion(tokens(60 + 41 * n, 1)) for n in range(NUM_AT_ONCE)}
+    found |= {
+        "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
+        "n = 3": completion(tokens(200, 3), n=3),
+        "logprobs": completion(tokens(150, 4), logprobs=2),
+        "trouble": completion(tokens(280, 5)),
+    }
+    with_paths = {name: (COMPLETIONS, body) for name, body in found.items()}
+    chat |= {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
+    return with_paths | {"chat": ("/v1/chat/completions", chat)}
+
+
+def post(url: str, path: str, body: Json) -> Json:
+    """The answer's JSON, or ``{"error": ...}`` with its status."""
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return {"error": f"{error.code} {error.read().decode('utf-8', 'replace')}"}
+
+
+def token_ids(answer: Json) -> object:
+    """Every choice's tokens, or the whole answer where it has none."""
+    choices = answer.get("choices")
+    return [choice["token_ids"] for choice in choices] if choices else answer
+
+
+def prefill(run: Run, path: str, body: Json) -> Json:
+    """Compute a prompt on P; returns its answer's parameters."""
+    asked = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    asked.pop("n", None)
+    answer = post(run.prefill, path, asked)
+    return answer.get("kv_transfer_params") or {"no parameters in": answer}
+
+
+def hand_over(run: Run, path: str, body: Json, **changes: object) -> Json:
+    """P, then D with what P said."""
+    params = prefill(run, path, body) | changes
+    return post(run.decode, path, body | {"kv_transfer_params": params})
+
+
+# ---------------------------------------------------------------- checks
+
+
+def same_tokens(run: Run) -> None:
+    """By hand, one after the other: every case has one instance's tokens."""
+    for name, (path, body) in cases().items():
+        if not name.startswith(("at once", "trouble")):
+            run.expect(name, token_ids(hand_over(run, path, body)), token_ids(run.wanted[name]))
+
+
+def at_once(run: Run) -> None:
+    """Many, at the same time."""
+    named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        answers = list(threads.map(lambda item: hand_over(run, *item[1]), named))
+    wanted = [token_ids(run.wanted[name]) for name, _ in named]
+    run.expect(f"{NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
+
+
+def kv_came_over(run: Run) -> None:
+    """So far everything that was not here has been pulled, and nothing failed."""
+    run.expect("load failures", figure(run.decode, "vllm:mooncake_hal_load_failures_total"), 0)
+    prompts = sum(
+        answer["usage"]["prompt_tokens"] for name, answer in run.wanted.items() if name != "trouble"
+    )
+    hits = figure(run.decode, "vllm:external_prefix_cache_hits_total")
+    # A prompt of one token is not worth a load; two blocks of "prefix" were there already.
+    run.expect("tokens that were pulled", hits, prompts - 1 - 256)
+
+
+def through_the_proxy(run: Run) -> None:
+    """Texts, whole and streamed."""
+    for name, (path, body) in cases().items():
+        if name.startswith(("at once", "n =", "trouble", "1 tokens")):
+            continue
+        plain = {key: value for key, value in body.items() if key != "return_token_ids"}
+        [choice] = run.wanted[name]["choices"]
+        wanted = choice.get("text") or choice["message"]["content"], choice["finish_reason"]
+        for how, extra in (("whole", {}), ("streamed", {"stream": True})):
+            run.expect(f"proxy: {name}, {how}", ask(run.proxy, path, plain | extra), wanted)
+    fallbacks = figure(run.proxy, "mooncake_proxy_local_prefill_total")
+    run.expect("prompts that D computed itself", fallbacks, 0)
+
+
+def trouble(run: Run) -> None:
+    """Parameters that can't be honoured: D computes by itself, and says the same."""
+    path, body = cases()["trouble"]
+    wanted = token_ids(run.wanted["trouble"])
+    params = prefill(run, path, body)
+    for what in ("first use", "second use"):
+        answer = post(run.decode, path, body | {"kv_transfer_params": params})
+        run.expect(what, token_ids(answer), wanted)
+    changes: dict[str, Json] = {
+        "nobody's id": {"remote_engine_id": "nobody"},
+        "nobody's port": {"remote_port": 1},
+        "another prompt": {"prompt_digest": "another"},
+        "a bad port": {"remote_port": "x"},
+        "no blocks": {"remote_block_ids": [[]]},
+        "foreign blocks": {"remote_block_ids": [[2**30]] * 1},
+    }
+    for number, (what, change) in enumerate(changes.items()):
+        fresh = completion(tokens(280, 5), cache_salt=f"trouble {number}")
+        run.expect(what, token_ids(hand_over(run, path, fresh, **change)), wanted)
+    refused = hand_over(run, path, completion(tokens(280, 6), max_tokens=100_000))
+    run.expect("a request that D's front refuses", "error" in refused, True)
+
+
+def clients_leave(run: Run) -> None:
+    """At every stage: while P computes, before D is asked, while D answers."""
+    path, body = cases()["trouble"]
+    for seed in range(6):
+        long = completion(tokens(900, 10 + seed), max_tokens=200)
+        leave(run.prefill, path, long | {"kv_transfer_params": {"do_remote_decode": True}})
+        params = prefill(run, path, long)
+        leave(run.decode, path, long | {"kv_transfer_params": params, "stream": True})
+    run.expect(
+        "D after that", token_ids(hand_over(run, path, body)), token_ids(run.wanted["trouble"])
+    )
+
+
+def leave(url: str, path: str, body: Json) -> None:
+    """Ask, and hang up without waiting for an answer."""
+    address = urllib.parse.urlsplit(url)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((address.hostname, address.port), ANSWER_TIMEOUT_S) as client:
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def all_is_free(run: Run) -> None:
+    """Every block is free, no lease is held, and no hook has failed."""
+    for name, url in (("P", run.prefill), ("D", run.decode)):
+        for what in ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held"):
+            run.expect(f"{name} {what}", until_zero(url, what), 0)
+        run.expect(f"{name} hook errors", figure(url, "vllm:mooncake_hal_hook_errors_total"), 0)
+
+
+def until_zero(url: str, name: str) -> float:
+    """A gauge, once it is 0, or when that takes too long."""
+    deadline = time.monotonic() + FREED_S
+    while (value := figure(url, name)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return value
+
+
+CHECKS: tuple[Callable[[Run], None], ...] = (
+    same_tokens,
+    at_once,
+    kv_came_over,
+    through_the_proxy,
+    trouble,
+    clients_leave,
+    all_is_free,
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

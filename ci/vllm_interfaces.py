@@ -1,0 +1,270 @@
+"""What vLLM's releases look like to our connector: facts read from their sources, not code.
+
+    python ci/vllm_interfaces.py            # write tests/contract/vllm/*.json anew
+    python ci/vllm_interfaces.py --check    # exit 1 where a release differs from its file
+
+For each release the source distribution is fetched with pip into .cache/vllm-sources, and what the
+connector overrides, reads and imports is written down: signatures, members, call sites. The tests
+in tests/contract/vllm hold our code against these files, without vLLM and without torch. A new
+release: add it to VERSIONS, run this, and decide on what the tests then say.
+
+Exit 77: "skipped: ..." and why a source distribution can't be had here.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_environment import CACHE, ROOT, SKIPPED, Skip, run
+
+VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+SOURCES = CACHE / "vllm-sources"
+CONTRACTS = ROOT / "tests" / "contract" / "vllm"
+CONNECTOR = "distributed/kv_transfer/kv_connector"
+CLASSES = {
+    f"{CONNECTOR}/v1/base.py": ("KVConnectorBase_V1", "KVConnectorTransferResults"),
+    f"{CONNECTOR}/v1/metrics.py": ("KVConnectorStats", "KVConnectorPromMetrics"),
+    f"{CONNECTOR}/factory.py": ("KVConnectorFactory",),
+    "v1/request.py": ("Request", "RequestStatus"),
+    "v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
+    "v1/kv_cache_interface.py": (
+        "KVCacheConfig",
+        "KVCacheGroupSpec",
+        "KVCacheSpec",
+        "AttentionSpec",
+        "FullAttentionSpec",
+        "MLAAttentionSpec",
+    ),
+    "v1/kv_cache_layout.py": ("KVCacheLayout",),
+    "config/vllm.py": ("VllmConfig",),
+    "config/model.py": ("ModelConfig",),
+    "config/parallel.py": ("ParallelConfig",),
+    "config/kv_transfer.py": ("KVTransferConfig",),
+    "config/compilation.py": ("CompilationConfig",),
+    "platforms/interface.py": ("Platform",),
+    "distributed/parallel_state.py": ("GroupCoordinator",),
+}
+"""What our code overrides, calls or reads, by file."""
+CALLERS = (
+    "v1/core/sched/scheduler.py",
+    "v1/engine/core.py",
+    "v1/worker/kv_connector_model_runner_mixin.py",
+    "v1/worker/gpu/kv_connector.py",
+    "v1/worker/gpu_model_runner.py",
+    "v1/worker/gpu_worker.py",
+)
+"""Where vLLM calls a connector."""
+RECEIVERS = ("connector", "kv_connector", "get_kv_transfer_group()", "kv_transfer_group")
+PACKAGES = {"distributed": ("get_pp_group", "get_tp_group"), "platforms": ("current_platform",)}
+"""Packages whose own names we import."""
+WITH_SIGNATURES = (
+    "KVConnectorBase_V1",
+    "KVConnectorStats",
+    "KVConnectorPromMetrics",
+    "KVConnectorFactory",
+    "KVCacheBlocks",
+)
+"""Classes that are overridden or called; of the others, names do."""
+STUB_TORCH = '__version__ = "2.13.0"\nclass version:\n    cuda = hip = xpu = None\n'
+BUILD_NEEDS = (
+    "setuptools",
+    "setuptools_scm",
+    "setuptools-rust",
+    "wheel",
+    "packaging",
+    "jinja2",
+    "regex",
+)
+Facts = dict[str, Any]
+
+
+def main(arguments: list[str]) -> int:
+    """Write the files, or compare them."""
+    differing = []
+    try:
+        for version in VERSIONS:
+            text = as_text(describe(fetch(version)))
+            path = CONTRACTS / f"{version}.json"
+            if "--check" not in arguments:
+                path.write_text(text)
+            elif not path.exists() or path.read_text() != text:
+                differing.append(version)
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    for version in differing:
+        print(f"vLLM {version} is not what tests/contract/vllm/{version}.json says")
+    return int(bool(differing))
+
+
+# ---------------------------------------------------------------- sources
+
+
+def fetch(version: str) -> Path:
+    """The folder of a release's package, from its source distribution."""
+    package = SOURCES / f"vllm-{version}" / "vllm"
+    if not package.exists():
+        archive = SOURCES / f"vllm-{version}.tar.gz"
+        if not archive.exists():
+            download(version)
+        with tarfile.open(archive) as file:
+            members = [each for each in file if each.name.endswith(".py")]
+            file.extractall(SOURCES, members, filter="data")
+    return package
+
+
+def download(version: str) -> None:
+    """Fetch a source distribution. pip wants its metadata, for which vLLM's setup.py wants torch:
+    a module that has nothing but torch's version does."""
+    home = SOURCES / "venv"
+    python = home / "bin" / "python"
+    if not python.exists():
+        venv.create(home, with_pip=True)
+        run(
+            [python, "-m", "pip", "-q", "install", *BUILD_NEEDS],
+            "pip install what vLLM's setup wants",
+        )
+    stub = SOURCES / "stub" / "torch"
+    (stub / "utils").mkdir(parents=True, exist_ok=True)
+    (stub / "__init__.py").write_text(STUB_TORCH)
+    (stub / "utils" / "__init__.py").touch()
+    (stub / "utils" / "cpp_extension.py").write_text("CUDA_HOME = ROCM_HOME = None\n")
+    environment = os.environ | {
+        "PYTHONPATH": str(stub.parent),
+        "VLLM_TARGET_DEVICE": "empty",
+        "VLLM_VERSION_OVERRIDE": version,
+    }
+    command = [python, "-m", "pip", "-q", "download", f"vllm=={version}", "--dest", SOURCES]
+    command += ["--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
+    print(f"-- pip download vllm=={version}", flush=True)
+    done = subprocess.run(
+        [str(word) for word in command], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise Skip(f"pip download vllm=={version}: {done.stderr.strip().splitlines()[-1:]}")
+
+
+# ---------------------------------------------------------------- facts
+
+
+def describe(package: Path) -> Facts:
+    """All that is to be known of a release."""
+    classes = {}
+    for path, names in CLASSES.items():
+        tree = ast.parse((package / path).read_text())
+        found = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        classes |= {name: describe_class(found[name]) for name in names}
+    return {
+        "methods": {name: classes[name]["methods"] for name in WITH_SIGNATURES},
+        "members": {name: sorted(facts["members"]) for name, facts in classes.items()},
+        "bases": {name: facts["bases"] for name, facts in classes.items()},
+        "calls": {
+            f"{name}({', '.join([*('_' * count), *keywords])})": [name, count, keywords]
+            for name, count, keywords in sorted(calls(package))
+        },
+        "names": {
+            package_name: sorted({*wanted} & {*module_texts(package, package_name)})
+            for package_name, wanted in PACKAGES.items()
+        },
+    }
+
+
+def as_text(facts: Facts) -> str:
+    """JSON with a line for each method, class and call."""
+    parts = []
+    for topic, entries in facts.items():
+        rows = []
+        for name, value in entries.items():
+            if topic == "methods":
+                lines = ",\n   ".join(f"{json.dumps(m)}: {json.dumps(s)}" for m, s in value.items())
+                rows.append(f"  {json.dumps(name)}: {{\n   {lines}\n  }}")
+            else:
+                rows.append(f"  {json.dumps(name)}: {json.dumps(value)}")
+        parts.append(f" {json.dumps(topic)}: {{\n" + ",\n".join(rows) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def describe_class(node: ast.ClassDef) -> Facts:
+    """Bases, methods with their signatures, and the names of all members."""
+    methods: Facts = {}
+    members: set[str] = set()
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            kinds = [ast.unparse(one).split(".")[-1] for one in each.decorator_list]
+            if not {"property", "cached_property"} & {*kinds}:
+                methods[each.name] = signature(each, kinds)
+            members |= {each.name, *assigned_to_self(each)}
+        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            members.add(each.target.id)
+        elif isinstance(each, ast.Assign):
+            members |= {one.id for one in each.targets if isinstance(one, ast.Name)}
+    bases = [ast.unparse(base) for base in node.bases]
+    return {"bases": bases, "methods": methods, "members": members}
+
+
+def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, kinds: list[str]) -> Facts:
+    """Parameters without the first one of a method, and whether a subclass has to have it."""
+    positional = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+    return {
+        "abstract": "abstractmethod" in kinds,
+        "parameters": positional if "staticmethod" in kinds else positional[1:],
+        "num_optional": len(node.args.defaults),
+        "keywords": [each.arg for each in node.args.kwonlyargs],
+        "takes_any_keyword": node.args.kwarg is not None,
+    }
+
+
+def assigned_to_self(function: ast.AST) -> Iterator[str]:
+    """Attributes that a method sets."""
+    for node in ast.walk(function):
+        is_attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_attribute and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield node.attr
+
+
+def calls(package: Path) -> Iterator[tuple[str, int, list[str]]]:
+    """Calls of a connector: the method, how many arguments by position, which by keyword."""
+    seen = set()
+    for path in CALLERS:
+        for node in ast.walk(ast.parse((package / path).read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            receiver = ast.unparse(node.func.value).removeprefix("self.")
+            keywords = tuple(each.arg for each in node.keywords if each.arg)
+            call = (node.func.attr, len(node.args), keywords)
+            if receiver in RECEIVERS and call not in seen:
+                seen.add(call)
+                yield call[0], call[1], list(keywords)
+
+
+def module_texts(package: Path, name: str) -> Iterator[str]:
+    """Names that a package has: in its own ``__init__``, or in what it imports all of."""
+    folder = package / name
+    tree = ast.parse((folder / "__init__.py").read_text())
+    yield from defined(tree)
+    for node in tree.body:
+        is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+        if is_star and node.level == 1 and node.module:
+            yield from defined(ast.parse((folder / f"{node.module}.py").read_text()))
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Functions and annotated names of a module, also where only a check for types sees them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,250 @@
+"""Our connector against every release of vLLM that it names, by the facts in the files beside this.
+
+Neither vLLM nor torch is needed: both sides are read as text. The files are written from vLLM's
+source distributions by ci/vllm_interfaces.py, which says when one of them is out of date. A hook
+that a new release brings fails here until somebody has decided about it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mooncake_vllm
+from mooncake_vllm import vllm_plugin
+
+RELEASES = {
+    path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("*.json"))
+}
+NEWEST = max(RELEASES, key=lambda name: [int(part) for part in name.split(".")])
+FOLDER = Path(mooncake_vllm.__file__).parent
+CONNECTORS = ast.parse((FOLDER / "vllm_connectors.py").read_text())
+STATS = ast.parse((FOLDER / "transfer_stats.py").read_text())
+INSTANCE = ast.parse((FOLDER / "vllm_instance.py").read_text())
+INTERFACE = ast.parse((FOLDER / "vllm_interface.py").read_text())
+
+LEFT_ALONE = {
+    "role": "the base's",
+    "clear_connector_metadata": "the base's",
+    "has_connector_metadata": "the base's",
+    "get_finished": "get_transfer_results replaces it, which can say that a load failed",
+    "get_block_ids_with_load_errors": "failed loads are named by request, drained",
+    "get_handshake_metadata": "ranks are met by socket: MultiConnector mixes metadata up",
+    "set_xfer_handshake_metadata": "as above",
+    "set_xfer_handshake_metadata_pp_aware": "as above",
+    "build_connector_worker_meta": "what a rank has to say goes by socket",
+    "update_connector_output": "as above",
+    "handle_preemptions": "a preempted request has no load under way",
+    "finish_forward": "loads wait for their blocks' step, not for its end",
+    "reset_capture_state": "nothing is captured",
+    "set_host_xfer_buffer_ops": "KV is moved from and to the device's own memory",
+    "get_mem_pool_context": "KV lies where vLLM puts it",
+    "unregister_kv_caches": "sleep mode is refused",
+    "restore_kv_caches": "as above",
+    "bind_kv_cache_manager": "blocks are held by reports only",
+    "bind_gpu_block_pool": "as above",
+    "get_finished_count": "every worker reports",
+    "has_pending_push_work": "a lease keeps vLLM stepping by itself",
+    "has_pending_block_frees": "leases end by themselves, soon",
+    "requires_kv_delivery": "the role decides, as the base has it",
+    "requires_piecewise_for_cudagraph": "nothing happens in a layer",
+    "register_finished_partial_tail": "for stores",
+    "supports_divergent_local_hybrid_hits": "hybrid caches are refused",
+    "get_external_cache_hit_sources": "the base's",
+    "take_events": "the connector stores nothing",
+    "get_kv_connector_kv_cache_events": "as above",
+    "reset_cache": "as above",
+}
+"""Hooks of the base class that we don't override, and why not."""
+
+READ = {
+    "transfer": "KVTransferConfig",
+    "kv_transfer_config": "KVTransferConfig",
+    "parallel": "ParallelConfig",
+    "parallel_config": "ParallelConfig",
+    "model_config": "ModelConfig",
+    "vllm_config": "VllmConfig",
+    "_vllm_config": "VllmConfig",
+    "kv_cache_config": "KVCacheConfig",
+    "_kv_cache_config": "KVCacheConfig",
+    "compilation_config": "CompilationConfig",
+    "group": "KVCacheGroupSpec",
+    "spec": "AttentionSpec",
+    "stage": "GroupCoordinator",
+    "ranks": "GroupCoordinator",
+    "platform_of_vllm": "Platform",
+}
+"""What our modules call vLLM's objects, and which class they are of."""
+
+release = pytest.mark.parametrize("facts", RELEASES.values(), ids=list(RELEASES))
+
+
+def classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def functions(owner: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in owner.body if isinstance(node, ast.FunctionDef)}
+
+
+CONNECTOR = functions(classes(CONNECTORS)["HalConnector"])
+
+
+def accepts(ours: ast.FunctionDef, count: int, keywords: list[str]) -> bool:
+    """Whether a call with that many arguments by position and these by keyword would bind."""
+    names = [each.arg for each in ours.args.args][1:]
+    required = names[: len(names) - len(ours.args.defaults)]
+    by_keyword = {*names[count:], *(each.arg for each in ours.args.kwonlyargs)}
+    is_filled = all(name in keywords for name in required[count:])
+    is_known = ours.args.kwarg is not None or by_keyword.issuperset(keywords)
+    return count <= len(names) and is_filled and is_known
+
+
+def test_the_releases_are_those_that_the_plugin_names() -> None:
+    minors = sorted(tuple(int(part) for part in name.split(".")[:2]) for name in RELEASES)
+    assert (minors[0], minors[-1]) == (vllm_plugin.OLDEST, vllm_plugin.NEWEST)
+
+
+@release
+def test_every_hook_is_ours_or_left_alone_for_a_reason(facts: dict[str, Any]) -> None:
+    members = facts["members"]["KVConnectorBase_V1"]
+    hooks = {name for name in members if not name.startswith("_")}
+    assert hooks - {*CONNECTOR} - {*LEFT_ALONE} == set()
+
+
+def test_what_we_name_is_still_there() -> None:
+    members = {*RELEASES[NEWEST]["members"]["KVConnectorBase_V1"]}
+    assert {*LEFT_ALONE} - members == set()
+    assert {*LEFT_ALONE} & {*CONNECTOR} == set()
+    ours = {name for name in CONNECTOR if not name.startswith("_")}
+    assert ours - members == set()
+
+
+@release
+def test_everything_abstract_is_there(facts: dict[str, Any]) -> None:
+    methods = facts["methods"]["KVConnectorBase_V1"]
+    assert {name for name, each in methods.items() if each["abstract"]} <= {*CONNECTOR}
+
+
+@release
+@pytest.mark.parametrize(
+    ("base", "tree", "name"),
+    [
+        ("KVConnectorBase_V1", CONNECTORS, "HalConnector"),
+        ("KVConnectorStats", STATS, "HalStats"),
+        ("KVConnectorPromMetrics", STATS, "HalPromMetrics"),
+    ],
+)
+def test_overrides_take_what_the_base_takes(
+    facts: dict[str, Any], base: str, tree: ast.Module, name: str
+) -> None:
+    ours = functions(classes(tree)[name])
+    shared = {*facts["methods"][base]} & {*ours}
+    assert len(shared) >= 2
+    for method in shared:
+        theirs, own = facts["methods"][base][method], ours[method]
+        parameters = theirs["parameters"]
+        assert accepts(own, len(parameters), theirs["keywords"]), method
+        assert accepts(own, 0, parameters + theirs["keywords"]), method
+        least = len(parameters) - theirs["num_optional"]
+        assert accepts(own, least, []), method
+        assert not theirs["takes_any_keyword"] or own.args.kwarg is not None, method
+
+
+@release
+def test_vllms_own_calls_bind(facts: dict[str, Any]) -> None:
+    found = [call for call in facts["calls"].values() if call[0] in CONNECTOR]
+    assert len(found) >= 12
+    for name, count, keywords in found:
+        assert accepts(CONNECTOR[name], count, keywords), name
+
+
+@release
+def test_what_is_read_of_requests_and_blocks_is_there(facts: dict[str, Any]) -> None:
+    for name, owner in classes(INTERFACE).items():
+        wanted = {
+            node.target.id if isinstance(node, ast.AnnAssign) else node.name  # type: ignore[union-attr]
+            for node in owner.body
+            if isinstance(node, ast.AnnAssign | ast.FunctionDef)
+        } - {"name"}  # of every enum
+        assert wanted or name == "RequestStatus"
+        assert wanted - {*facts["members"][name]} == set(), name
+    assert "FINISHED_LENGTH_CAPPED" in facts["members"]["RequestStatus"]
+    assert facts["methods"]["KVCacheBlocks"]["get_block_ids"]["num_optional"] == len(
+        facts["methods"]["KVCacheBlocks"]["get_block_ids"]["parameters"]
+    )
+
+
+def read_attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(class, attribute) of every read of an object that READ names."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        value = node.value
+        name = (
+            value.id
+            if isinstance(value, ast.Name)
+            else (value.attr if isinstance(value, ast.Attribute) else "")
+        )
+        if name in READ:
+            yield READ[name], node.attr
+
+
+def members_with_bases(facts: dict[str, Any], name: str) -> set[str]:
+    found = {*facts["members"].get(name, ())}
+    for base in facts["bases"].get(name, ()):
+        found |= members_with_bases(facts, base)
+    return found
+
+
+@release
+def test_what_is_read_of_the_configuration_is_there(facts: dict[str, Any]) -> None:
+    reads = {*read_attributes(INSTANCE), *read_attributes(CONNECTORS)}
+    assert len(reads) >= 20
+    assert {
+        (owner, name) for owner, name in reads if name not in members_with_bases(facts, owner)
+    } == set()
+
+
+@release
+def test_the_kinds_of_caches_have_what_is_checked(facts: dict[str, Any]) -> None:
+    checked = {
+        node.value
+        for function in ast.walk(INSTANCE)
+        if isinstance(function, ast.FunctionDef) and function.name == "_spec_problems"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "_" in node.value
+    }
+    assert {"kv_quant_mode", "page_size_padded"} <= checked
+    for kind in ("FullAttentionSpec", "MLAAttentionSpec"):
+        assert checked <= members_with_bases(facts, kind)
+
+
+@release
+def test_layouts_are_vllms(facts: dict[str, Any]) -> None:
+    from mooncake_vllm.vllm_settings import LAYOUTS
+
+    assert {*LAYOUTS} <= {*facts["members"]["KVCacheLayout"]}
+
+
+@release
+def test_what_we_import_is_there(facts: dict[str, Any]) -> None:
+    for tree in (CONNECTORS, STATS, INSTANCE, ast.parse((FOLDER / "vllm_plugin.py").read_text())):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm"):
+                continue
+            package = (node.module or "").removeprefix("vllm.")
+            known = {*facts["names"].get(package, ()), *facts["members"]}
+            beside = {"KVConnectorMetadata", "KVConnectorRole"}  # of the base's module
+            assert {each.name for each in node.names} <= known | beside, node.module
+    assert "register_connector" in facts["methods"]["KVConnectorFactory"]
+    assert facts["methods"]["KVConnectorFactory"]["register_connector"]["parameters"] == [
+        "name",
+        "module_path",
+        "class_name",
+    ]
