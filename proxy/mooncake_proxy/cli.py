@@ -19,7 +19,7 @@ import uvloop
 
 from mooncake_proxy import __version__
 from mooncake_proxy.api.application import ProxyApplication
-from mooncake_proxy.config import AdmissionConfig, ProxyConfig, TlsConfig
+from mooncake_proxy.config import FLOWS, AdmissionConfig, ProxyConfig, TlsConfig
 from mooncake_proxy.errors import AddressTaken, ConfigError
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
@@ -91,8 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--flow",
         default="pull",
-        choices=("pull", "push"),
-        help="who transfers KV: decode instances pull it, or prefill instances push it",
+        choices=FLOWS,
+        help="who transfers KV: decode instances pull it, or prefill instances push it; sglang: "
+        "SGLang's pairs, which meet at the prefill instance's bootstrap server",
     )
     add(
         "--advertise-url",
@@ -137,7 +138,8 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         "--prefill-bootstrap-port",
         type=int,
         metavar="PORT",
-        help="port of the bootstrap server of vLLM's own Mooncake connector, on prefill instances",
+        help="port of the bootstrap server on prefill instances: of vLLM's own Mooncake connector, "
+        "or of SGLang (there 8998 unless given)",
     )
     pools.add_argument(
         "--pool-file", metavar="FILE", help="YAML or JSON list of instances, watched for changes"

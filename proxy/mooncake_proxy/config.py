@@ -13,7 +13,7 @@ from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instances import InstanceSpec
 from mooncake_proxy.routing.policies import POLICIES
 
-FLOWS = ("pull", "push")
+FLOWS = ("pull", "push", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,10 @@ class ProxyConfig:
             )
         self._check_ports()
         self._check_numbers()
+        if self.flow == "sglang" and self.short_prompt_tokens != 0:
+            raise ConfigError(
+                "--short-prompt-tokens: decode instances of --flow sglang compute no prompts"
+            )
         if self.cache_salt_per_key and not self.api_keys:
             raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):

@@ -40,6 +40,7 @@ from mooncake_proxy.errors import (
 from mooncake_proxy.flows.metaserver import PATH as METASERVER_PATH
 from mooncake_proxy.flows.pull_flow import pull
 from mooncake_proxy.flows.push_flow import push
+from mooncake_proxy.flows.sglang_flow import sglang
 from mooncake_proxy.http1.connection_pool import sweep_timeouts
 from mooncake_proxy.http1.http_request import HttpRequest
 from mooncake_proxy.http1.http_wire import Origin, header_lines
@@ -59,7 +60,7 @@ from mooncake_proxy.routing.router import RequestRouter
 
 logger = logging.getLogger(__name__)
 Flow = Callable[[RequestRouter, RequestContext], Awaitable[None]]
-FLOWS: dict[str, Flow] = {"pull": pull, "push": push}
+FLOWS: dict[str, Flow] = {"pull": pull, "push": push, "sglang": sglang}
 SWEEP_INTERVAL_S = 0.25
 FORGET_INTERVAL_S = 60.0
 DRAIN_POLL_S = 0.02

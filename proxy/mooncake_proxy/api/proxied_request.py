@@ -212,14 +212,14 @@ HOLD_KV_PARAMS = Raw(
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
 )
 _ONE = Raw(b"1")
-_FALSE = Raw(b"false")
+FALSE = Raw(b"false")
 TRUE = Raw(b"true")
 
 
 def prefill_body(context: RequestContext, params: Raw = HOLD_KV_PARAMS) -> bytes:
     """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first."""
     fields = context.fields.copy()
-    fields["stream"] = _FALSE
+    fields["stream"] = FALSE
     fields["max_tokens"] = _ONE
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE

@@ -1,0 +1,124 @@
+"""SGLang's flow: both halves get the request at once, and meet in a room of P's bootstrap server.
+
+client -> P   the request, and the room           P -> D       KV and the first token
+       -> D   the same                            D -> client  everything
+
+The three fields that name the room are part of SGLang's OpenAI requests. P answers once it has
+sent its KV; only D's answer goes to the client. D can't compute a prompt by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from functools import partial
+
+from msgspec import Raw
+
+from mooncake_proxy.api.openai_bodies import encode
+from mooncake_proxy.api.proxied_request import FALSE, RequestContext
+from mooncake_proxy.errors import BadRequest
+from mooncake_proxy.flows.plain_flow import generate, plain
+from mooncake_proxy.pool.instances import Instance, Role
+from mooncake_proxy.routing.router import RequestRouter
+
+logger = logging.getLogger(__name__)
+# SGLang's own default of --disaggregation-bootstrap-port.
+BOOTSTRAP_PORT = 8998
+ROOM_BITS = 63
+_rooms = random.SystemRandom()
+
+
+async def sglang(router: RequestRouter, context: RequestContext) -> None:
+    """Serve one request from an SGLang pair."""
+    if _is_served_whole(router, context):
+        await plain(router, context, Role.BOTH)
+        return
+    await router.attempt(Role.PREFILL, context, _choose_decode, router.pool.is_paired)
+
+
+def _is_served_whole(router: RequestRouter, context: RequestContext) -> bool:
+    """Whether an instance that does both takes it. BadRequest for what a pair can't serve."""
+    pool = router.pool
+    obstacle = context.disaggregation_obstacle()
+    if obstacle is None and (context.parsed.n or 1) > 1:
+        obstacle = "several_answers"
+    if obstacle is None and pool.can_disaggregate:
+        return False
+    if pool.live(Role.BOTH):
+        if obstacle is not None:
+            router.metrics.fallbacks.add(obstacle)
+        return True
+    if obstacle is not None:
+        raise BadRequest(
+            f"{obstacle.replace('_', ' ')}: a room of SGLang's bootstrap server takes one prompt "
+            "and one answer; send one request for each, or have the operator add --backend-url"
+        )
+    pool.require_pair()
+    return False
+
+
+async def _choose_decode(
+    router: RequestRouter, context: RequestContext, prefiller: Instance
+) -> None:
+    """One attempt with this P, on another D if one fails. P's leg is sent anew with each."""
+    context.prefiller = prefiller.name
+    step = partial(_meet, prefiller)
+    await router.attempt(Role.DECODE, context, step, prefiller.is_compatible)
+
+
+async def _meet(
+    prefiller: Instance, router: RequestRouter, context: RequestContext, decoder: Instance
+) -> None:
+    """One attempt of a pair, in a room of its own. A failure of P, before D has begun to answer,
+    is P's; one of D ends P's leg."""
+    context.decoder = decoder.name
+    room = room_fields(prefiller)
+    loop = router.client.loop
+    prefill = loop.create_task(_prefill(router, context, prefiller, room))
+    decode = loop.create_task(generate(router, context, decoder, decode_body(context, room)))
+    try:
+        await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+        if not decode.done() and (error := prefill.exception()) is not None:
+            if not context.is_committed:
+                raise error
+            # D responds already: it has the KV
+            logger.info("request %s: its prefill failed late: %s", context.request_id, error)
+        await decode
+    finally:
+        for task in (prefill, decode):
+            task.cancel()
+        await asyncio.gather(prefill, decode, return_exceptions=True)
+
+
+def room_fields(prefiller: Instance) -> dict[str, Raw]:
+    """A new room of P's bootstrap server, in the fields of SGLang's requests."""
+    host, port = prefiller.spec.origin.host, prefiller.spec.bootstrap_port or BOOTSTRAP_PORT
+    return {
+        "bootstrap_host": Raw(encode(f"[{host}]" if ":" in host else host)),
+        "bootstrap_port": Raw(encode(port)),
+        "bootstrap_room": Raw(encode(_rooms.getrandbits(ROOM_BITS))),
+    }
+
+
+def decode_body(context: RequestContext, room: dict[str, Raw]) -> bytes:
+    """The body for D: the client's own, and where it meets P."""
+    return encode(context.fields | room)
+
+
+def sglang_prefill_body(context: RequestContext, room: dict[str, Raw]) -> bytes:
+    """The body for P: the same, answered as a whole, since nobody reads its tokens."""
+    fields = context.fields | room | {"stream": FALSE}
+    fields.pop("stream_options", None)
+    return encode(fields)
+
+
+async def _prefill(
+    router: RequestRouter, context: RequestContext, instance: Instance, room: dict[str, Raw]
+) -> None:
+    started = router.now()
+    body = sglang_prefill_body(context, room)
+    payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
+    await instance.connections.fetch(payload, context.deadline)
+    router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)
