@@ -82,6 +82,7 @@ class Topology(msgspec.Struct, frozen=True):
         backend, generation: what it runs on.
         ranks: each rank's endpoints, stage after stage.
         transports: those that all ranks have open, with what each asks of both ends.
+        must_match: facts that instances which exchange KV have alike, by name.
     """
 
     engine_id: str
@@ -94,6 +95,7 @@ class Topology(msgspec.Struct, frozen=True):
     generation: str
     ranks: tuple[RankEndpointInfo, ...]
     transports: dict[str, TransportConstraints]
+    must_match: dict[str, str] = {}
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):

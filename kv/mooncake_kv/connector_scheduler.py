@@ -197,6 +197,7 @@ class ConnectorScheduler(ABC):
             instance.hardware.generation,
             tuple(RankEndpointInfo(rank.endpoints) for rank in instance.ranks),
             instance.transports,
+            instance.must_match,
         )
 
     async def _open(self, context: ConnectorContext) -> None:

@@ -80,6 +80,15 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
         return len(self.ranks) // self.pp_size
 
     @property
+    def must_match(self) -> dict[str, str]:
+        """What ``check_compatible`` wants to be equal, for those who pair instances beforehand."""
+        facts = {f"the model's {name}": value for name, value in self.model_settings.items()}
+        facts |= {"model": self.model_fingerprint, "KV geometry": str(self.geometry)}
+        if self.tokenizer_fingerprint:
+            facts["tokenizer"] = self.tokenizer_fingerprint
+        return facts
+
+    @property
     def compatibility_info(self) -> InstanceInfo:
         """What the rules of deployments look at."""
         return InstanceInfo(

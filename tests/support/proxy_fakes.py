@@ -93,6 +93,8 @@ class Behaviour:
     health: int = 200
     # Names of instances that it can't exchange KV with; None says nothing, as foreign ones do.
     refuses: tuple[str, ...] | None = ()
+    # What /kv/topology says beside the engine id; None: there is no such path.
+    topology: Json | None = None
     # D, push flow: how often it posts to the metaserver.
     num_posts: int = 1
 
@@ -195,19 +197,29 @@ class FakeInstance:
         refused = [f"engine-{name}" for name in self.behaviour.refuses]
         return {"status": "ok", "engine_id": f"engine-{self.name}", "refused_peers": refused}
 
-    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    def _facts(self, seen: Seen) -> tuple[int, Json] | None:
+        """What it says of itself, with the status."""
         behaviour = self.behaviour
         if seen.path == "/health":
-            body = self._standing() if behaviour.health == 200 else behaviour.error
-            _respond(writer, behaviour.health, body)
+            is_good = behaviour.health == 200
+            return behaviour.health, self._standing() if is_good else behaviour.error
+        if seen.path == "/kv/topology":
+            if behaviour.topology is None:
+                return 404, {"error": "unknown"}
+            return 200, {"engine_id": f"engine-{self.name}", **behaviour.topology}
+        if seen.path == "/query":  # a bootstrap server of vLLM's Mooncake connector
+            return 200, {"0": {"engine_id": f"engine-{self.name}", "worker_addr": {}}}
+        return None
+
+    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        behaviour = self.behaviour
+        if (facts := self._facts(seen)) is not None:
+            _respond(writer, *facts)
             return
         if seen.path == "/abort":
             self.released.append(seen.body["request_id"])
             self.changed.set()
             _respond(writer, 200, {})
-            return
-        if seen.path == "/query":  # a bootstrap server of vLLM's Mooncake connector
-            _respond(writer, 200, {"0": {"engine_id": f"engine-{self.name}", "worker_addr": {}}})
             return
         if (known := _known_to_all(seen)) is not None:
             _respond(writer, *known)

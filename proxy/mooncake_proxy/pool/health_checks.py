@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -20,8 +21,11 @@ from mooncake_proxy.errors import (
     is_leaving,
 )
 from mooncake_proxy.pool.instances import Compatibility, Instance, InstancePool
+from mooncake_proxy.pool.pair_topology import PairTopology
 
 logger = logging.getLogger(__name__)
+TOPOLOGY_PATH = "/kv/topology"
+_topology_decoder = msgspec.json.Decoder(PairTopology)
 _compatibility_decoder = msgspec.json.Decoder(Compatibility)
 
 
@@ -138,8 +142,23 @@ class HealthChecker:
             body = await connections.fetch(instance.build_get(self._config.path), deadline)
         except UpstreamError as exc:
             return exc
-        self._instance_pool.note_compatibility(instance, _compatibility_in(body))
+        compatibility = _compatibility_in(body)
+        if compatibility.engine_id and (
+            instance.topology is None or instance.topology.engine_id != compatibility.engine_id
+        ):
+            await self._ask_topology(instance, compatibility.engine_id, deadline)
+        self._instance_pool.note_compatibility(instance, compatibility)
         return None
+
+    async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
+        """Once per start of an instance: whom it goes together with is known before requests."""
+        topology = PairTopology(engine_id)  # of an instance that publishes none
+        with suppress(UpstreamError, msgspec.DecodeError):
+            body = await instance.connections.fetch(instance.build_get(TOPOLOGY_PATH), deadline)
+            published = _topology_decoder.decode(body)
+            if published.engine_id == engine_id:
+                topology = published
+        self._instance_pool.note_topology(instance, topology)
 
     def _describe(self, error: UpstreamError | None) -> str:
         if isinstance(error, Rejected):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
@@ -15,6 +15,7 @@ from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
+from mooncake_proxy.pool.pair_topology import PairTopology, why_incompatible
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,8 @@ class Instance:
         "num_prompt_tokens",
         "num_running",
         "spec",
+        "topology",
+        "unfit_peers",
         "warned",
     )
 
@@ -111,6 +114,10 @@ class Instance:
         # The same two counts as the other worker processes report them.
         self.num_elsewhere = (0, 0)
         self.compatibility = Compatibility()
+        # As it publishes it; None: not known, or nothing is published.
+        self.topology: PairTopology | None = None
+        # Engine ids whose topology does not go together with its own.
+        self.unfit_peers: frozenset[str] = frozenset()
         self.warned: set[str] = set()
         self._heads: dict[str, bytes] = {}
 
@@ -141,9 +148,14 @@ class Instance:
         return self.num_prompt_tokens + self.num_elsewhere[1]
 
     def is_compatible(self, peer: Instance) -> bool:
-        """Whether neither of the two has refused to exchange KV with the other."""
+        """Whether neither of the two has refused to exchange KV with the other, or would."""
         own, other = self.compatibility, peer.compatibility
-        return own.engine_id not in other.refused_peers and other.engine_id not in own.refused_peers
+        return (
+            own.engine_id not in other.refused_peers
+            and other.engine_id not in own.refused_peers
+            and other.engine_id not in self.unfit_peers
+            and own.engine_id not in peer.unfit_peers
+        )
 
     def build_post(self, path: str, request_id: str, extra: bytes, body: bytes) -> bytes:
         """A POST of JSON to this instance, ready to be written."""
@@ -337,6 +349,12 @@ class InstancePool:
             instance.compatibility = compatibility
             self._refresh()
 
+    def note_topology(self, instance: Instance, topology: PairTopology) -> None:
+        """Note what an instance publishes; it is compared with all others before any request."""
+        if instance.topology != topology:
+            instance.topology = topology
+            self._refresh()
+
     def close(self) -> None:
         """Close all connections."""
         for instance in self._instances.values():
@@ -366,7 +384,9 @@ class InstancePool:
         prefills, decodes = self.live(Role.PREFILL), self.live(Role.DECODE)
         self.has_incompatible_pairs = False
         self.can_disaggregate = bool(prefills and decodes)
-        if not any(i.compatibility.refused_peers for i in (*prefills, *decodes)):
+        self._compare_topologies(prefills, decodes)
+        instances = (*prefills, *decodes)
+        if not any(i.compatibility.refused_peers or i.unfit_peers for i in instances):
             return
         paired: set[Instance] = set()
         for prefill, decode in product(prefills, decodes):
@@ -380,6 +400,21 @@ class InstancePool:
                 )
         self._paired = frozenset(paired)
         self.can_disaggregate = bool(paired)
+
+    def _compare_topologies(
+        self, prefills: Sequence[Instance], decodes: Sequence[Instance]
+    ) -> None:
+        for prefill in prefills:
+            unfit = set()
+            for decode in decodes:
+                mine, theirs = prefill.topology, decode.topology
+                if mine is None or theirs is None:
+                    continue
+                if (reason := why_incompatible(mine, theirs)) is not None:
+                    unfit.add(theirs.engine_id)
+                    key = f"unfit {mine.engine_id} {theirs.engine_id}"
+                    prefill.warn_once(key, f"does not go together with {decode.name}: {reason}")
+            prefill.unfit_peers = frozenset(unfit)
 
     def _explain(self, role: Role) -> str:
         wanted = [i for i in self._instances.values() if i.spec.role is role]

@@ -92,3 +92,53 @@ def test_health_that_says_nothing_of_peers_is_good_health() -> None:
             assert await ask(s) == ["p0", "d0"]
 
     uvloop.run(main())
+
+
+TCP = {"transports": {"tcp": {}}, "must_match": {"model": "one"}}
+
+
+@FLOWS
+def test_a_pair_that_can_not_work_is_known_before_any_request(
+    flow: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with stand(num_prefills=2, num_decodes=2, flow=flow, decode_policy="random") as s:
+            for fake in (*s.prefills, *s.decodes):
+                fake.behaviour.topology = TCP
+            other = {**TCP, "must_match": {"model": "two"}}
+            s.prefills[1].behaviour.topology = s.decodes[1].behaviour.topology = other
+            await s.app.checker.check_all()
+            asked = [seen.path for fake in s.prefills for seen in fake.seen]
+            assert asked.count("/kv/topology") == 2
+            for _ in range(NUM_REQUESTS):
+                assert await ask(s) in (["p0", "d0"], ["p1", "d1"])
+            await s.app.checker.check_all()
+            asked = [seen.path for fake in s.prefills for seen in fake.seen]
+            assert asked.count("/kv/topology") == 2, "once per start of an instance"
+
+    uvloop.run(main())
+    said = [r.getMessage() for r in caplog.records if "does not go together" in r.getMessage()]
+    assert len(said) == 2
+    assert all("model differs" in line for line in said)
+
+
+def test_no_pair_that_fits_means_no_prefill_is_spent() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.prefill.behaviour.topology = TCP
+            s.decode.behaviour.topology = {**TCP, "transports": {"rdma": {}}}
+            await s.app.checker.check_all()
+            assert await ask(s) == ["d0"]
+            assert s.count("fallbacks", "no_fitting_pair") == 1
+
+    uvloop.run(main())
+
+
+def test_who_publishes_nothing_is_used_as_before() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.decode.behaviour.topology = TCP
+            await s.app.checker.check_all()
+            assert await ask(s) == ["p0", "d0"]
+
+    uvloop.run(main())

@@ -1,0 +1,66 @@
+"""Whether a P and a D can exchange KV, from what both publish before any request (`/kv/topology`).
+
+The same rules as the instances' handshake, on the same facts, so that a pair that can't work is
+known when an instance joins and not by its first request. What is not published decides nothing:
+the handshake still has the last word.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class TransportRules(Struct, frozen=True):
+    """What a transport asks of both ends."""
+
+    same_backend: bool = False
+    same_generation: bool = False
+    any_tp_ratio: bool = True
+
+
+class PairTopology(Struct, frozen=True):
+    """An instance's `/kv/topology`, as far as pairs depend on it."""
+
+    # Of this start of the instance (epoch).
+    engine_id: str = ""
+    tp_size: int = 1
+    backend: str = ""
+    generation: str = ""
+    transports: dict[str, TransportRules] = {}
+    # Facts that must be equal on both ends, by name.
+    must_match: dict[str, str] = {}
+
+
+def why_incompatible(prefill: PairTopology, decode: PairTopology) -> str | None:
+    """What keeps the two from exchanging KV, None where nothing that is known does."""
+    for name, ours in prefill.must_match.items():
+        theirs = decode.must_match.get(name)
+        if theirs is not None and theirs != ours:
+            return f"{name} differs: {_short(ours)} and {_short(theirs)}"
+    if not prefill.transports or not decode.transports:
+        return None
+    problems = [
+        f"{name}: {_transport_problem(name, prefill, decode)}"
+        for name in sorted(prefill.transports.keys() & decode.transports.keys())
+        if _transport_problem(name, prefill, decode)
+    ]
+    common = prefill.transports.keys() & decode.transports.keys()
+    if len(problems) < len(common):
+        return None
+    return "; ".join(problems) or "they have no transport in common"
+
+
+def _transport_problem(name: str, prefill: PairTopology, decode: PairTopology) -> str | None:
+    rules = (prefill.transports[name], decode.transports[name])
+    if any(rule.same_backend for rule in rules) and prefill.backend != decode.backend:
+        return f"needs one backend, they are {prefill.backend} and {decode.backend}"
+    if any(rule.same_generation for rule in rules) and prefill.generation != decode.generation:
+        return f"needs one generation, they are {prefill.generation} and {decode.generation}"
+    is_multiple = 1 <= decode.tp_size <= prefill.tp_size and prefill.tp_size % decode.tp_size == 0
+    if not is_multiple and not all(rule.any_tp_ratio for rule in rules):
+        return f"needs P_tp a multiple of D_tp, they are {prefill.tp_size} and {decode.tp_size}"
+    return None
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 200 else f"{value[:200]}…"

@@ -1,0 +1,76 @@
+"""Whether two instances go together, from what both publish."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mooncake_hal.deployment import Hardware, InstanceInfo, usable_transports
+from mooncake_hal.specs import TransportConstraints
+from mooncake_kv.connector import RankEndpointInfo, Topology
+from mooncake_proxy.pool.pair_topology import PairTopology, TransportRules, why_incompatible
+
+SAME = PairTopology(
+    engine_id="a",
+    tp_size=2,
+    backend="cpu",
+    generation="x86",
+    transports={"tcp": TransportRules()},
+    must_match={"model": "m1", "KV geometry": "g"},
+)
+HCCS = TransportRules(same_backend=True, same_generation=True, any_tp_ratio=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"must_match": {"model": "m2", "KV geometry": "g"}}, "model differs: m1 and m2"),
+        ({"must_match": {"tokenizer": "t"}}, None),
+        ({"transports": {"shm": TransportRules()}}, "no transport in common"),
+        ({"transports": {}}, None),
+        ({"tp_size": 3, "backend": "cuda", "generation": "sm_90"}, None),
+    ],
+)
+def test_facts_that_differ(changes: dict[str, object], words: str | None) -> None:
+    found = why_incompatible(SAME, msgspec.structs.replace(SAME, engine_id="b", **changes))
+    assert found is None if words is None else words in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("p_tp", "d_tp", "backends", "generations"),
+    [
+        (p_tp, d_tp, backends, generations)
+        for p_tp in (1, 2, 4)
+        for d_tp in (1, 2, 3)
+        for backends in (("npu", "npu"), ("npu", "cuda"))
+        for generations in (("A2", "A2"), ("A2", "A3"))
+    ],
+)
+def test_the_rules_are_the_handshakes(
+    p_tp: int, d_tp: int, backends: tuple[str, str], generations: tuple[str, str]
+) -> None:
+    rules = {
+        "hccs": TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
+    }
+    infos, topologies = [], []
+    for tp, backend, generation in zip((p_tp, d_tp), backends, generations, strict=True):
+        hardware = Hardware(backend, generation)
+        infos.append(InstanceInfo(hardware, tp, 16, 1, rules))
+        topologies.append(
+            PairTopology("e", tp, backend, generation, {"hccs": HCCS}, {"model": "m"})
+        )
+    fits = bool(usable_transports(*infos))
+    assert (why_incompatible(*topologies) is None) is fits
+
+
+def test_it_reads_what_an_instance_publishes() -> None:
+    rule = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
+    ranks = (RankEndpointInfo({"hccs": b"here"}),)
+    published = Topology(
+        *("e", "host", 8200, 2, 1, 16, "npu", "A2", ranks),
+        transports={"hccs": rule},
+        must_match={"model": "m"},
+    )
+    found = msgspec.json.decode(msgspec.json.encode(published), type=PairTopology)
+    assert found == PairTopology("e", 2, "npu", "A2", {"hccs": HCCS}, {"model": "m"})
