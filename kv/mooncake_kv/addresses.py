@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import socket
@@ -70,3 +71,16 @@ def _facing_the_world(host: str) -> str:
             f"listening on {host}, peers can't be told an address: there is no default route "
             f"({exc}); give one with --kv-advertise-host"
         ) from exc
+
+
+async def is_own_address(host: str) -> bool:
+    """Whether a connection to that host ends in this kernel, with nothing in between."""
+    try:
+        kind = socket.SOCK_STREAM
+        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=kind)
+        for family, *_, address in found:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+    except OSError:
+        return False
+    return True

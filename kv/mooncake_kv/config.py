@@ -122,9 +122,35 @@ class KVTransferConfig:
             help="deadline of one request's KV transfer; the same on both sides",
         ),
     )
+    push_timeout_s: float = field(
+        default=300.0,
+        metadata=option(
+            "--push-timeout-seconds",
+            metavar="SECONDS",
+            help="how long a decode instance waits for a prompt that is pushed to it, its prefill "
+            "included",
+        ),
+    )
+    metaserver_allow: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "--metaserver-allow",
+            is_repeated=True,
+            metavar="HOST",
+            help="host, address or network (10.0.0.0/8) that a request may name as its metaserver; "
+            "repeat it; * allows any",
+            default_text="the host that sent the request",
+        ),
+    )
     load_failure: LoadFailurePolicy = field(
         default=LoadFailurePolicy.RECOMPUTE,
         metadata=option(
             "--kv-load-failure", help="what to do with a request whose KV did not arrive"
         ),
     )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.push_timeout_s <= 86_400:
+            raise KVConfigError(
+                f"--push-timeout-seconds must be in (0, 86400], got {self.push_timeout_s:g}"
+            )

@@ -27,7 +27,7 @@ from mooncake_kv.connector import (
 )
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
-from mooncake_kv.io_loop import IoLoop, Spawn
+from mooncake_kv.io_loop import IoLoop, Spawn, raise_descriptor_limit
 from mooncake_kv.params import InstanceAddress
 from mooncake_kv.peers import Handshake, PeerTable
 from mooncake_kv.protocol import AnyMessage
@@ -57,7 +57,7 @@ class ConnectorContext:
         instance: this one.
         lease_s: how long KV is held without a word from its reader.
         post: takes events.
-        spawn: runs a task on the connector's loop; its failure is the engine's.
+        spawn: runs a task on the connector's loop, for a request or for none.
         clock: seconds, monotonic.
         can_revoke: whether a write ends with its writer, by every transport of this instance.
         landing_s: how long one may outlast its writer where it does not end with it.
@@ -114,11 +114,17 @@ class ConnectorScheduler(ABC):
 
     @abstractmethod
     def _handle(self, message: AnyMessage) -> AnyMessage:
-        """Reply to a peer; quick, and raises nothing but HandshakeRefused. Loop thread."""
+        """Reply to a peer; quick. What it raises but HandshakeRefused ends the peer's session. Loop
+        thread."""
 
     @abstractmethod
     def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
         """A rank has drained a load or a push. Loop thread."""
+
+    @abstractmethod
+    def _give_up(self, request_id: str, reason: str) -> None:
+        """Something was raised that nobody thought of: that request's KV does not move, and what is
+        held for it is freed once nothing can change it. Loop thread."""
 
     @abstractmethod
     async def _drain(self) -> bool:
@@ -132,7 +138,7 @@ class ConnectorScheduler(ABC):
             if len(self._readiness) == self._num_ranks:
                 self._ranks_ready.set()
         else:
-            self._loop.call(self._take_report, rank, decoded)
+            self._loop.call(decoded.request_id, self._take_report, rank, decoded)
 
     def start(
         self,
@@ -155,7 +161,12 @@ class ConnectorScheduler(ABC):
             transports=_common_transports(ready),
         )
         self._ranks = RankGroup(self._num_ranks, send)
-        self._loop = IoLoop("kv-connector", lambda exc: post(ConnectorFailed(exc)))
+        raise_descriptor_limit()
+        self._loop = IoLoop(
+            "kv-connector",
+            lambda request_id, exc: self._give_up(request_id, f"the connector failed: {exc!r}"),
+            lambda dead: post(ConnectorFailed(dead)),
+        )
         can_revoke = all(rank.can_revoke for rank in ready)
         context = ConnectorContext(
             self._instance,
@@ -217,8 +228,8 @@ class ConnectorScheduler(ABC):
             self._instance.block_size,
             config.lease_s,
         )
-        for task in (*self._open_flows(context), server.serve(), self._peers.sweep()):
-            self._loop.spawn(task)
+        for task in (*self._open_flows(context), self._peers.sweep()):
+            self._loop.spawn_housekeeping(task)
         host = self._address.host
         advertised = "" if host == config.host else f", {host} for peers"
         logger.info("KV side channel on %s port %d%s", config.host, server.port, advertised)

@@ -22,6 +22,7 @@ from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import RankMetadata
+from mooncake_kv.io_loop import raise_descriptor_limit
 from mooncake_kv.ranks import RankReady, encode
 
 logger = logging.getLogger(__name__)
@@ -161,8 +162,16 @@ class RankTransports:
         """Whether each of these transports stops what is in flight; see ``Transport``."""
         return self._transports.can_revoke
 
-    def peer(self, engine_id: str, rank: int, addresses: dict[str, bytes]) -> Peer:
-        """The connection to a peer's rank, made at first use by the best common transport.
+    def peer(
+        self,
+        engine_id: str,
+        rank: int,
+        addresses: dict[str, bytes],
+        *,
+        timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> Peer:
+        """The connection to a peer's rank, made at first use by the best common transport, within
+        CONNECT_TIMEOUT_S or less.
 
         Raises:
             TransportUnavailable: no common transport reaches it; says why for each.
@@ -174,7 +183,8 @@ class RankTransports:
             known = self._peers.get((engine_id, rank))
             if known is not None:
                 return known
-            choice = self._transports.connect(addresses, timeout=CONNECT_TIMEOUT_S)
+            timeout = min(timeout_s, CONNECT_TIMEOUT_S)
+            choice = self._transports.connect(addresses, timeout=timeout)
             with self._lock:
                 self._peers[engine_id, rank] = choice.peer
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
@@ -211,6 +221,7 @@ class ConnectorWorker(ABC):
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
+        raise_descriptor_limit()
         self._timeout_s = context.config.transfer_timeout_s
         self._transports = RankTransports(context.config, context.memory, context.registry)
         self._lock = threading.Lock()

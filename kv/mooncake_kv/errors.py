@@ -3,6 +3,7 @@
 KVError
 ├── KVConfigError          a connector can't be set up as asked
 │   └── SideChannelPortTaken
+├── ConnectorDead          what ends the engine, and nothing else does: see ``Fatal``
 ├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
 └── KVTransferError        KV did not come across; the request says what happens next
     ├── HandshakeRefused   the peer's metadata contradict ours
@@ -13,6 +14,8 @@ KVError
 """
 
 from __future__ import annotations
+
+from enum import Enum
 
 
 class KVError(Exception):
@@ -25,6 +28,32 @@ class KVConfigError(KVError):
 
 class SideChannelPortTaken(KVConfigError):
     """All ports that the side channel may have are in use."""
+
+
+class Fatal(Enum):
+    """Everything of a connector that ends its engine.
+
+    What else goes wrong, also what nobody thought of, ends the request or the session with the peer
+    that it came up in: requests would wait for ever, or get wrong tokens, only after these.
+    """
+
+    IO_LOOP_ENDED = "the thread of its I/O has ended"
+    HOUSEKEEPING_ENDED = "the task that watches leases and deadlines has ended"
+    RANK_THREAD_ENDED = "a thread that sends KV has ended"
+    MEMORY_MAY_CHANGE = "a transfer could not be drained, so that KV blocks may be overwritten"
+
+
+class ConnectorDead(KVError):
+    """A connector that can't go on, and its engine with it.
+
+    Args:
+        fatal: why.
+        cause: what was raised.
+    """
+
+    def __init__(self, fatal: Fatal, cause: BaseException | None = None) -> None:
+        super().__init__(fatal.value + (f": {cause!r}" if cause else ""))
+        self.fatal = fatal
 
 
 class InvalidKVParams(KVError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from mooncake_hal.timing import timeout
+from mooncake_kv.addresses import is_own_address
 from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone
 from mooncake_kv.io_loop import Spawn
 from mooncake_kv.params import RemoteKV
@@ -176,23 +176,10 @@ async def _missing(
 ) -> PeerGone | PeerAbsent:
     """What to raise when ``found`` listens where the writer did."""
     peers.forget(writer, f"{found} listens there now")
-    if is_near and await _is_own_address(writer.host):
+    if is_near and await is_own_address(writer.host):
         return PeerGone(f"instance {writer.engine_id} is gone: {found} listens there")
     where = f"{writer.host} port {writer.port}"
     return PeerAbsent(f"instance {writer.engine_id} is not at {where} any more: {found} listens")
-
-
-async def _is_own_address(host: str) -> bool:
-    """Whether a connection to that host ends in this kernel, with nothing in between."""
-    try:
-        kind = socket.SOCK_STREAM
-        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=kind)
-        for family, *_, address in found:
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-    except OSError:
-        return False
-    return True
 
 
 async def _probe(writer: PeerAddress) -> None:

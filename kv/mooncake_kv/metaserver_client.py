@@ -1,16 +1,25 @@
-"""Asks the proxy's metaserver for a prefill: one short HTTP POST, whose status is checked."""
+"""Asks the proxy's metaserver for a prefill: one short HTTP POST, whose status is checked.
+
+A request names the URL, so that whoever may send requests could have this instance post anywhere:
+only addresses that the operator allows are connected to, or the one that the request came from.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
 import ssl
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from mooncake_hal.timing import timeout
-from mooncake_kv.errors import KVTransferError
+from mooncake_kv.addresses import is_own_address
+from mooncake_kv.errors import KVConfigError, KVTransferError
 from mooncake_kv.params import KVTransferDict
 
 POST_TIMEOUT_S = 5.0
@@ -19,24 +28,77 @@ MAX_ANSWER_BYTES = 16 * 1024
 _PORTS = {"http": 80, "https": 443}
 
 
-async def post_params(url: str, params: KVTransferDict) -> None:
-    """Hand our blocks to the metaserver; it answers at once, before the prefill.
+@dataclass(frozen=True, slots=True)
+class Metaserver:
+    """Where a request has us post.
 
     Args:
         url: ``http://`` or ``https://``, as the request named it.
-        params: see ``build_push_params``.
+        requester: the address that the request came from; None for one of this process, which may
+            name any.
+    """
+
+    url: str
+    requester: str | None = None
+
+
+class MetaserverRule:
+    """Which metaservers a request may name.
+
+    Args:
+        allowed: hosts, addresses and networks, or ``*``; empty allows where the request came from.
 
     Raises:
-        KVTransferError: it is unreachable, silent, or answered anything but 200 or 202.
+        KVConfigError: one of them can be neither.
     """
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        self._allowed = allowed
+        self._networks = [net for net in map(_network, allowed) if net is not None]
+        self._hosts = {host.lower() for host in allowed if _network(host) is None}
+
+    async def permits(self, host: str, address: str, requester: str | None) -> bool:
+        """Whether to connect.
+
+        Args:
+            host: as the URL names it.
+            address: of that host.
+            requester: the address that the request came from.
+        """
+        found = _plain(address)
+        if self._allowed:
+            is_named = host.lower() in self._hosts or "*" in self._hosts
+            return is_named or any(found in net for net in self._networks if found is not None)
+        if requester is None or found == _plain(requester):
+            return True
+        return await is_own_address(address) and await is_own_address(requester)
+
+
+async def post_params(metaserver: Metaserver, params: KVTransferDict, rule: MetaserverRule) -> None:
+    """Hand our blocks to the metaserver; it answers at once, before the prefill.
+
+    Args:
+        metaserver: where.
+        params: see ``build_push_params``.
+        rule: what may be connected to.
+
+    Raises:
+        KVTransferError: it is not allowed, unreachable or silent, or did not answer 200 or 202.
+    """
+    url = metaserver.url
     try:
         async with timeout(POST_TIMEOUT_S):
-            status, body = await _exchange(url, params)
+            status, body = await _exchange(metaserver, params, rule)
     except asyncio.TimeoutError as exc:
         raise KVTransferError(
             f"metaserver {url} did not answer within {POST_TIMEOUT_S:g} s"
         ) from exc
-    except (OSError, ValueError, asyncio.IncompleteReadError) as exc:
+    except (
+        OSError,
+        ValueError,
+        asyncio.IncompleteReadError,
+        asyncio.LimitOverrunError,  # the answer's head is longer than MAX_ANSWER_BYTES
+    ) as exc:
         raise KVTransferError(
             f"metaserver {url} can't be asked: {exc or type(exc).__name__}"
         ) from exc
@@ -45,14 +107,18 @@ async def post_params(url: str, params: KVTransferDict) -> None:
         raise KVTransferError(f"metaserver {url} answered {status}, not 202: {said}")
 
 
-async def _exchange(url: str, params: KVTransferDict) -> tuple[int, bytes]:
-    parts = urlsplit(url)
+async def _exchange(
+    metaserver: Metaserver, params: KVTransferDict, rule: MetaserverRule
+) -> tuple[int, bytes]:
+    parts = urlsplit(metaserver.url)
     if parts.scheme not in _PORTS or parts.hostname is None:
         raise ValueError("wanted http://host:port/path")
+    is_https = parts.scheme == "https"
     reader, writer = await asyncio.open_connection(
-        parts.hostname,
+        await _permitted(parts, metaserver.requester, rule),
         parts.port or _PORTS[parts.scheme],
-        ssl=ssl.create_default_context() if parts.scheme == "https" else None,
+        ssl=ssl.create_default_context() if is_https else None,
+        server_hostname=parts.hostname if is_https else None,
         limit=MAX_ANSWER_BYTES,
     )
     with closing(writer):
@@ -60,6 +126,47 @@ async def _exchange(url: str, params: KVTransferDict) -> tuple[int, bytes]:
         await writer.drain()
         head = await reader.readuntil(b"\r\n\r\n")
         return _status_of(head), await reader.read(1024)
+
+
+async def _permitted(parts: SplitResult, requester: str | None, rule: MetaserverRule) -> str:
+    """The address to connect to: what was looked at is what is connected to, whatever a name server
+    says next.
+
+    Raises:
+        KVTransferError: it is not allowed.
+    """
+    host = parts.hostname or ""
+    kind = socket.SOCK_STREAM
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=kind)
+    addresses = [str(address[0]) for *_, address in found]
+    for address in addresses:
+        if await rule.permits(host, address, requester):
+            return address
+    raise KVTransferError(
+        f"metaserver {host} is not allowed: the request came from {requester}, it is at "
+        f"{', '.join(addresses)}; allow it with --metaserver-allow {host}"
+    )
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """An address or a network; None for a name."""
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError as exc:
+        if "/" in text or not text:
+            raise KVConfigError(
+                f"--metaserver-allow wants a host, an address, a network or *, got {text!r}"
+            ) from exc
+        return None
+
+
+def _plain(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An address without its zone, and IPv4 as such; None for what is none."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def _request(parts: SplitResult, body: bytes) -> bytes:

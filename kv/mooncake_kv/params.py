@@ -110,6 +110,7 @@ class KVTransferParams:
         first_token: the holder's token, to continue from.
         target: write the KV there.
         metaserver: reserve blocks, say so there, and wait for the KV and the first token.
+        requester: the address that the request came from; None for one of this process.
     """
 
     keeps_kv: bool = False
@@ -117,6 +118,7 @@ class KVTransferParams:
     first_token: FirstToken | None = None
     target: PushTarget | None = None
     metaserver: str | None = None
+    requester: str | None = None
 
     @property
     def mode(self) -> TransferMode:

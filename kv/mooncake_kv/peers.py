@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
-from mooncake_kv.errors import HandshakeRefused, LeaseLost
+from mooncake_kv.errors import HandshakeRefused, KVTransferError, LeaseLost
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.protocol import (
@@ -25,6 +26,9 @@ from mooncake_kv.ranks import ConnectPeer, ForgetPeer, RankGroup
 from mooncake_kv.side_channel import SideChannelClient, tcp_url
 
 logger = logging.getLogger(__name__)
+
+MAX_PEERS = 4096
+"""How many are kept; each costs a connection of the side channel, and some of every rank."""
 
 IDLE_S = 600.0
 """How long a peer is kept that is not asked anything. Keepalives are sent while anything is held
@@ -166,6 +170,10 @@ class PeerInstance:
         self.client.close(reason)
 
 
+_Key = tuple[str, str]
+"""Epoch, and the URL of its side channel."""
+
+
 @dataclass(slots=True)
 class _Entry:
     """A peer, and when it was wanted last."""
@@ -178,37 +186,73 @@ class PeerTable:
     """All peers, by epoch and address: a request that names a wrong address can't touch the
     connections of others.
 
+    A peer that requests are held at, or that is being asked, is kept; of the others the one that
+    was wanted longest ago goes for a new one.
+
     Args:
         secret: of the deployment.
         handshake: with each of them.
+        max_peers: how many there may be.
     """
 
-    def __init__(self, secret: bytes, handshake: Handshake) -> None:
+    def __init__(self, secret: bytes, handshake: Handshake, max_peers: int = MAX_PEERS) -> None:
         self._secret = secret
         self._handshake = handshake
-        self._entries: dict[tuple[str, str], _Entry] = {}
+        self._max_peers = max_peers
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # longest unwanted first
+        self._at_url: defaultdict[str, set[str]] = defaultdict(set)
+        self._urls_of: defaultdict[str, set[str]] = defaultdict(set)
+        self._num_held: Counter[_Key] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def hold(self, remote: PeerAddress) -> None:
+        """A request has something there, or on its way there, until ``release``."""
+        self._num_held[_key(remote)] += 1
+
+    def release(self, remote: PeerAddress) -> None:
+        """It has nothing there any more."""
+        key = _key(remote)
+        self._num_held[key] -= 1
+        if self._num_held[key] <= 0:
+            del self._num_held[key]
 
     def get(self, remote: PeerAddress) -> PeerInstance:
         """The peer of that name and address.
 
         Raises:
-            KVTransferError: its address can't be one.
+            KVTransferError: its address can't be one, or all peers that there may be are in use.
         """
         key, now = _key(remote), asyncio.get_running_loop().time()
         if key not in self._entries:
+            self._make_room()
             client = SideChannelClient(remote.host, remote.port, self._secret)
             peer = PeerInstance(remote.engine_id, client, self._handshake)
             self._entries[key] = _Entry(peer, now)
+            self._at_url[key[1]].add(key[0])
+            self._urls_of[key[0]].add(key[1])
+        self._entries.move_to_end(key)
         entry = self._entries[key]
         entry.last_wanted = now
         return entry.peer
 
+    def _make_room(self) -> None:
+        if len(self._entries) < self._max_peers:
+            return
+        for key in list(self._entries):
+            if key not in self._num_held and not self._entries[key].peer.client.is_asking:
+                self._forget(key, f"more than {self._max_peers} peers are known, it was idle")
+                return
+            self._entries.move_to_end(key)  # it is wanted
+        logger.warning("all %d peers that there may be are in use", self._max_peers)
+        raise KVTransferError(f"all {self._max_peers} peers that there may be are in use")
+
     def forget_predecessors(self, remote: PeerAddress) -> None:
         """Drop the earlier epochs of a peer that has just proved who it is."""
         engine_id, url = _key(remote)
-        for other in list(self._entries):
-            if other[1] == url and other[0] != engine_id:
-                self._forget(other, f"{engine_id} answers there now")
+        for other in self._at_url.get(url, set()) - {engine_id}:
+            self._forget((other, url), f"{engine_id} answers there now")
 
     def forget(self, remote: PeerAddress, reason: str) -> None:
         """Drop a peer that failed; a later request starts afresh. Idempotent."""
@@ -232,10 +276,12 @@ class PeerTable:
         for key in list(self._entries):
             self._forget(key, "this instance ends")
 
-    def _forget(self, key: tuple[str, str], reason: str) -> None:
+    def _forget(self, key: _Key, reason: str) -> None:
         if key not in self._entries:
             return
         entry = self._entries.pop(key)
+        _drop(self._at_url, key[1], key[0])
+        _drop(self._urls_of, key[0], key[1])
         peer = entry.peer
         peer.close(reason)
         if peer.is_known and not self._is_known(peer.engine_id):
@@ -243,9 +289,15 @@ class PeerTable:
         logger.info("forgot instance %s at %s: %s", *key, reason)
 
     def _is_known(self, engine_id: str) -> bool:
-        peers = (entry.peer for entry in self._entries.values())
-        return any(peer.is_known for peer in peers if peer.engine_id == engine_id)
+        urls = self._urls_of.get(engine_id, ())
+        return any(self._entries[engine_id, url].peer.is_known for url in urls)
 
 
-def _key(remote: PeerAddress) -> tuple[str, str]:
+def _drop(index: defaultdict[str, set[str]], key: str, value: str) -> None:
+    index[key].discard(value)
+    if not index[key]:
+        del index[key]
+
+
+def _key(remote: PeerAddress) -> _Key:
     return remote.engine_id, tcp_url(remote.host, remote.port)

@@ -49,6 +49,10 @@ class MooncakeConnector(ConnectorScheduler):
         assert isinstance(report, LoadReport), "the workers of this connector load"
         self._loads.report(rank, report)
 
+    def _give_up(self, request_id: str, reason: str) -> None:
+        self._receiver.give_up(request_id, reason)
+        self._sender.give_up(request_id)
+
     async def _drain(self) -> bool:
         """Reads are ours, and end with the ranks; what peers read of ours they don't use."""
         return True
@@ -68,7 +72,7 @@ class MooncakeConnector(ConnectorScheduler):
 
     def on_new_request(self, request_id: str, params: KVTransferParams) -> None:
         if params.remote is not None:
-            self._loop.call(self._receiver.expect, request_id, params.remote)
+            self._loop.call(request_id, self._receiver.expect, request_id, params.remote)
 
     def start_load_kv(
         self,
@@ -77,7 +81,8 @@ class MooncakeConnector(ConnectorScheduler):
         prompt_token_ids: Sequence[int],
         num_computed_tokens: int,
     ) -> None:
-        self._loop.call(self._receiver.load, request_id, tuple(block_ids), num_computed_tokens)
+        blocks = tuple(block_ids)
+        self._loop.call(request_id, self._receiver.load, request_id, blocks, num_computed_tokens)
 
     def request_finished(
         self,
@@ -86,14 +91,14 @@ class MooncakeConnector(ConnectorScheduler):
         prompt_token_ids: Sequence[int],
         first_token: FirstToken,
     ) -> KVTransferDict | None:
-        self._loop.call(self._sender.grant, request_id)
+        self._loop.call(request_id, self._sender.grant, request_id)
         return build_params(self._address, request_id, block_ids, prompt_token_ids, first_token)
 
     def cancel_load(self, request_id: str) -> None:
-        self._loop.call(self._receiver.cancel, request_id)
+        self._loop.call(request_id, self._receiver.cancel, request_id)
 
     def cancel_send(self, request_id: str) -> None:
-        self._loop.call(self._end_lease, request_id)
+        self._loop.call(request_id, self._end_lease, request_id)
 
     def _end_lease(self, request_id: str) -> None:
         self._sender.end(request_id, LeaseStatus.EXPIRED)

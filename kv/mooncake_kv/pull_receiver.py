@@ -20,12 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Expected:
-    """A request whose KV a peer holds."""
+    """A request whose KV a peer holds; ``may_be_written`` while its blocks are the ranks'."""
 
     remote: RemoteKV
     last_renewed: float
     is_loading: bool = False
     is_cancelled: bool = False
+    may_be_written: bool = False
 
 
 class PullReceiver:
@@ -50,6 +51,7 @@ class PullReceiver:
     def expect(self, request_id: str, remote: RemoteKV) -> None:
         """Keep this lease alive until the request is loaded or cancelled."""
         self._expected[request_id] = _Expected(remote, self._context.clock())
+        self._peers.hold(remote)
         self._keepalive.hasten(remote)
 
     def load(self, request_id: str, local_blocks: tuple[int, ...], start: int) -> None:
@@ -57,7 +59,6 @@ class PullReceiver:
         expected = self._expected.get(request_id)
         if expected is None:  # its lease was lost just before; that LoadEnded is on its way
             return
-        expected.is_loading = True
         remote = expected.remote
         order = Load(
             request_id,
@@ -68,7 +69,8 @@ class PullReceiver:
             remote.num_tokens,
             spread=spread_of(remote.request_id),
         )
-        self._context.spawn(self._run(order, expected))
+        expected.is_loading = True
+        self._context.spawn(self._run(order, expected), request_id)
 
     def cancel(self, request_id: str) -> None:
         """Give up on a request: tell its peer, and end its load if one runs. Idempotent."""
@@ -79,8 +81,20 @@ class PullReceiver:
             expected.is_cancelled = True
             self._loads.cancel(request_id)
             return
-        del self._expected[request_id]
+        self._forget(request_id)
         self._spawn_failed(expected.remote, "the request ended before its KV was read")
+
+    def give_up(self, request_id: str, reason: str) -> None:
+        """End a request's wait, whatever is known of it; a running load reports its own end."""
+        expected = self._expected.get(request_id)
+        if expected is None or not expected.is_loading:
+            self._forget(request_id)
+            self._context.post(LoadEnded(request_id, reason))
+
+    def _forget(self, request_id: str) -> None:
+        expected = self._expected.pop(request_id, None)
+        if expected is not None:
+            self._peers.release(expected.remote)
 
     async def keep_leases(self) -> None:
         """Renew, in one message per peer, what is expected; until cancelled."""
@@ -111,7 +125,7 @@ class PullReceiver:
         """A running load finds out by itself; a queued request ends here."""
         expected = self._expected.get(request_id)
         if expected is not None and not expected.is_loading:
-            del self._expected[request_id]
+            self._forget(request_id)
             self.counts.failures += 1
             logger.warning("the KV of %s is lost: %s", request_id, reason)
             self._context.post(LoadEnded(request_id, reason))
@@ -123,13 +137,19 @@ class PullReceiver:
         try:
             await self._load(order, expected)
             error = None
-        except KVTransferError as exc:
+        except KVTransferError as exc:  # once the ranks have orders, from all of their reports
+            expected.may_be_written = False
             error = str(exc)
             self._note_failure(order, error)
             self._spawn_failed(expected.remote, error)
+        except Exception as exc:
+            error = f"the load failed: {exc!r}"
+            self.counts.failures += 1
+            raise  # to be logged
         finally:
-            self._expected.pop(order.request_id, None)
-            self._context.post(LoadEnded(order.request_id, error))
+            self._forget(order.request_id)
+            is_drained = not expected.may_be_written
+            self._context.post(LoadEnded(order.request_id, error, is_drained=is_drained))
 
     def _note_failure(self, order: Load, error: str) -> None:
         self.counts.failures += 1
@@ -150,7 +170,10 @@ class PullReceiver:
         if expected.is_cancelled:
             raise KVTransferError("cancelled before it began")
         started = self._context.clock()
-        self.counts.nbytes += sum(report.nbytes for report in await self._loads.run(order))
+        expected.may_be_written = True
+        reports = await self._loads.run(order)
+        expected.may_be_written = False
+        self.counts.nbytes += sum(report.nbytes for report in reports)
         self.counts.seconds += self._context.clock() - started
         # Validation after the read: the holder can't stop a one-sided read, under which its lease
         # may have run out, so that its blocks are another request's by now. Only a lease that was

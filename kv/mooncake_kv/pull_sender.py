@@ -56,6 +56,12 @@ class PullSender:
             self._context.post(LeaseEnded(request_id))
         return status
 
+    def give_up(self, request_id: str) -> None:
+        """Hold nothing for a request any more, whatever is known of it. Who reads it nevertheless
+        asks afterwards, and does not use what it has read."""
+        self._leases.end(request_id, LeaseStatus.EXPIRED)
+        self._context.post(LeaseEnded(request_id))
+
     def handle(self, message: AnyMessage) -> AnyMessage:
         """Answer a peer.
 

@@ -8,10 +8,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mooncake_hal.errors import HalError, PeerLost, TransferCancelled, TransferError
+from mooncake_hal.errors import (
+    HalError,
+    PeerLost,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.transport import Transfer
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext
+from mooncake_kv.errors import ConnectorDead, Fatal
 from mooncake_kv.handshake import RankMetadata
 from mooncake_kv.ranks import (
     CancelLoad,
@@ -44,9 +51,7 @@ class PullWorker(ConnectorWorker):
     def _obey(self, message: bytes) -> None:
         command = decode_to_rank(message)
         if isinstance(command, Load):
-            self._loads[command.request_id] = load = _RunningLoad(command)
-            source = self._sources.get(command.engine_id)
-            (source.threads if source else self._endings).submit(self._run, load)
+            self._begin(command)
         elif isinstance(command, CancelLoad):
             running = self._loads.get(command.request_id)
             if running is not None:
@@ -65,26 +70,40 @@ class PullWorker(ConnectorWorker):
             source.threads.shutdown(wait=True)
         self._endings.shutdown(wait=True)
 
+    def _begin(self, command: Load) -> None:
+        self._loads[command.request_id] = load = _RunningLoad(
+            command, time.monotonic() + self._timeout_s
+        )
+        source = self._sources.get(command.engine_id)
+        try:
+            (source.threads if source else self._endings).submit(self._run, load)
+        except RuntimeError as exc:  # the host has no thread left
+            self._report(load, str(exc))
+
     def _run(self, load: _RunningLoad) -> None:
         """Top of a pool thread: the load is reported once, drained, whatever happens."""
-        started = time.monotonic()
         error = None
         try:
             self._read(load)
         except HalError as exc:
             error = f"{type(exc).__name__}: {exc}"
-        except BaseException as exc:
-            error = f"the loader died: {exc!r}"
+        except ConnectorDead as exc:  # not reported: its blocks stay reserved
             self.context.fail(exc)
-            raise
-        finally:
-            seconds = time.monotonic() - started
-            report = LoadReport(load.command.request_id, error, load.nbytes, seconds)
-            self.context.emit(encode(report))
-            del self._loads[load.command.request_id]
+            return
+        except Exception as exc:
+            logger.exception("loading the KV of %s failed", load.command.request_id)
+            error = f"the load failed: {exc!r}"
+        self._report(load, error)
+
+    def _report(self, load: _RunningLoad, error: str | None) -> None:
+        name = load.command.request_id
+        seconds = time.monotonic() - load.deadline + self._timeout_s
+        self.context.emit(encode(LoadReport(name, error, load.nbytes, seconds)))
+        del self._loads[name]
 
     def _read(self, load: _RunningLoad) -> None:
         command = load.command
+        load.time_left()
         source = self._sources.get(command.engine_id)
         if source is None:
             raise PeerLost(f"instance {command.engine_id} was given up before the read began")
@@ -104,16 +123,19 @@ class PullWorker(ConnectorWorker):
         try:
             for plan in plans:
                 peer = self._transports.peer(
-                    command.engine_id, plan.peer, ranks[plan.peer].endpoints
+                    command.engine_id,
+                    plan.peer,
+                    ranks[plan.peer].endpoints,
+                    timeout_s=load.time_left(),
                 )
-                load.start(peer.read(plan.spans, timeout=self._timeout_s), plan.spans.total_bytes)
+                transfer = peer.read(plan.spans, timeout=load.time_left())
+                load.start(transfer, plan.spans.total_bytes)
             load.wait()
-        except TransferCancelled:  # the connection is sound, and others use it
-            load.cancel()
-            raise
-        except TransferError:
-            load.cancel()
-            self._transports.forget(command.engine_id)
+        except BaseException as exc:
+            load.drain()
+            is_sound = isinstance(exc, TransferCancelled) or not isinstance(exc, TransferError)
+            if not is_sound:  # else others use the connection
+                self._transports.forget(command.engine_id)
             raise
 
     def _forget(self, engine_id: str) -> None:
@@ -150,14 +172,31 @@ class _Source:
 
 
 class _RunningLoad:
-    """A load's transfers, and whether it was cancelled."""
+    """A load's transfers, and whether it was cancelled.
 
-    def __init__(self, command: Load) -> None:
+    Args:
+        command: what is to be read.
+        deadline: of all of it, the wait for a thread included, by ``time.monotonic``.
+    """
+
+    def __init__(self, command: Load, deadline: float) -> None:
         self.command = command
+        self.deadline = deadline
         self.nbytes = 0
         self._lock = threading.Lock()
         self._transfers: list[Transfer] = []
         self._is_cancelled = False
+
+    def time_left(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            TransferTimeout: there are none.
+        """
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise TransferTimeout("its time was up before the read began: the source is overloaded")
+        return left_s
 
     def start(self, transfer: Transfer, nbytes: int) -> None:
         """Note a transfer in flight; ends it at once if the load is cancelled."""
@@ -178,6 +217,17 @@ class _RunningLoad:
             transfer.wait()
         if self._is_cancelled:
             raise TransferCancelled("the request ended while its KV was read")
+
+    def drain(self) -> None:
+        """``cancel``, where nothing less will do.
+
+        Raises:
+            ConnectorDead: a transfer may still write.
+        """
+        try:
+            self.cancel()
+        except Exception as exc:
+            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
 
     def cancel(self) -> None:
         """End and drain what is in flight, and whatever is started later."""

@@ -9,12 +9,14 @@ each of its ranks wrote to each decode rank; only if that is exact, the request 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_scheduler import ConnectorContext, ConnectorScheduler
 from mooncake_kv.handshake import check_decode_peer
 from mooncake_kv.liveness import request_status
+from mooncake_kv.metaserver_client import Metaserver, MetaserverRule, post_params
 from mooncake_kv.params import (
     FirstToken,
     KVTransferDict,
@@ -37,7 +39,9 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
 
     def __init__(self, config: KVTransferConfig, num_ranks: int) -> None:
         super().__init__(config, num_ranks, check_decode_peer)
-        self._metaservers: dict[str, str] = {}  # by expected request; the scheduler's thread only
+        self._rule = MetaserverRule(config.metaserver_allow)
+        # by expected request; the scheduler's thread only
+        self._metaservers: dict[str, Metaserver] = {}
 
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
         self._ranks.broadcast(LocalRanks(context.instance.ranks))
@@ -48,6 +52,8 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             lambda writer, names, is_near: request_status(
                 writer, names, self._peers, is_near=is_near
             ),
+            partial(post_params, rule=self._rule),
+            max_load_s=self._config.push_timeout_s,
         )
         return [self._sender.keep_alive(), self._receiver.sweep()]
 
@@ -59,6 +65,10 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
         assert isinstance(report, PushReport), "the workers of this connector push"
         self._sender.report(rank, report)
+
+    def _give_up(self, request_id: str, reason: str) -> None:
+        self._receiver.give_up(request_id, reason)
+        self._sender.give_up(request_id, reason)
 
     async def _drain(self) -> bool:
         return await self._sender.drain(self._config.transfer_timeout_s)
@@ -82,9 +92,9 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
 
     def on_new_request(self, request_id: str, params: KVTransferParams) -> None:
         if params.target is not None:
-            self._loop.call(self._sender.begin, request_id, params.target)
+            self._loop.call(request_id, self._sender.begin, request_id, params.target)
         elif params.metaserver is not None:
-            self._metaservers[request_id] = params.metaserver
+            self._metaservers[request_id] = Metaserver(params.metaserver, params.requester)
 
     def request_finished(
         self,
@@ -99,11 +109,11 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             block_ids=tuple(block_ids),
             num_tokens=len(prompt_token_ids),
         )
-        self._loop.call(self._sender.complete, end, first_token)
+        self._loop.call(request_id, self._sender.complete, end, first_token)
         return None
 
     def cancel_send(self, request_id: str) -> None:
-        self._loop.call(self._sender.cancel, request_id)
+        self._loop.call(request_id, self._sender.cancel, request_id)
 
     def start_load_kv(
         self,
@@ -116,8 +126,8 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             self._address, request_id, block_ids, prompt_token_ids, num_computed_tokens
         )
         metaserver = self._metaservers.pop(request_id)
-        self._loop.call(self._receiver.load, request_id, metaserver, params)
+        self._loop.call(request_id, self._receiver.load, request_id, metaserver, params)
 
     def cancel_load(self, request_id: str) -> None:
         self._metaservers.pop(request_id, None)
-        self._loop.call(self._receiver.cancel, request_id)
+        self._loop.call(request_id, self._receiver.cancel, request_id)

@@ -14,7 +14,7 @@ from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, Pe
 from mooncake_kv.handshake import InstanceMetadata, check_prefill_peer
 from mooncake_kv.leases import Reservation, ReservationState, ReservationTable
 from mooncake_kv.liveness import LONGEST_PUSH_PAUSE_S, KeepaliveInterval
-from mooncake_kv.metaserver_client import post_params
+from mooncake_kv.metaserver_client import Metaserver
 from mooncake_kv.params import FirstToken, KVTransferDict
 from mooncake_kv.protocol import (
     AnyMessage,
@@ -38,9 +38,6 @@ from mooncake_kv.ranks import spread_of
 logger = logging.getLogger(__name__)
 
 REMEMBERED_WRITERS = 1024
-MAX_LOAD_S = 300.0
-"""However alive its writer is, no request waits longer for its KV."""
-
 SILENT_PAUSES = 3
 """After that many missed keepalives the writer is looked for."""
 
@@ -51,8 +48,8 @@ StatusInquiry = Callable[[Writer, list[str], bool], Awaitable[StatusReply]]
 """Asks a writer's instance about pushes, by its own names; the flag: whether it is on this host;
 raises as ``liveness.request_status``."""
 
-PostParams = Callable[[str, KVTransferDict], Awaitable[None]]
-"""Asks for a prefill, at that address; raises as ``post_params``."""
+PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
+"""Asks for a prefill; raises as ``post_params``."""
 
 
 class PushReceiver:
@@ -62,10 +59,16 @@ class PushReceiver:
         context: what it works with.
         inquire: how to look for a writer that is silent.
         post: how to ask for a prefill.
+        max_load_s: however alive its writer is, no request waits longer for its KV.
     """
 
     def __init__(
-        self, context: ConnectorContext, inquire: StatusInquiry, post: PostParams = post_params
+        self,
+        context: ConnectorContext,
+        inquire: StatusInquiry,
+        post: PostParams,
+        *,
+        max_load_s: float,
     ) -> None:
         self._context = context
         self.counts = TransferCounts()
@@ -73,6 +76,7 @@ class PushReceiver:
         self._landing_s = 0.0 if context.can_revoke else context.landing_s
         self._inquire = inquire
         self._post = post
+        self._max_load_s = max_load_s
         self._pause_s = KeepaliveInterval(context.lease_s, LONGEST_PUSH_PAUSE_S).of(())
         self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
         self._writers: OrderedDict[str, InstanceMetadata] = OrderedDict()
@@ -84,20 +88,29 @@ class PushReceiver:
         """Requests whose blocks a writer may still change."""
         return len(self._table) + len(self._landing)
 
-    def load(self, request_id: str, metaserver: str, params: KVTransferDict) -> None:
+    def load(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
         """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last."""
         self.counts.transfers += 1
         num_tokens = params["num_prompt_tokens"] - params["remote_cached_tokens"]
         self._started[request_id] = self._context.clock()
         self._table.reserve(request_id, num_tokens, self._context.clock())
-        self._context.spawn(self._ask(request_id, metaserver, params))
+        self._context.spawn(self._ask(request_id, metaserver, params), request_id)
 
     def cancel(self, request_id: str) -> None:
         """Give up on a request. Idempotent; unknown ones are normal."""
         if self._table.revoke(request_id, self._context.clock()):
             self._finish(request_id, "the request ended before a prefill instance came")
 
-    async def _ask(self, request_id: str, metaserver: str, params: KVTransferDict) -> None:
+    def give_up(self, request_id: str, reason: str) -> None:
+        """End a request's wait, whatever is known of it; its blocks stay a writer's that was let
+        in."""
+        held = self._table.get(request_id)
+        if held is None or self._table.revoke(request_id, self._context.clock()):
+            self._finish(request_id, reason)
+        else:
+            self._give_up(request_id, reason, "its writer says that it has stopped")
+
+    async def _ask(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
         try:
             await self._post(metaserver, params)
         except KVTransferError as exc:
@@ -218,9 +231,9 @@ class PushReceiver:
         """A writer that lives and does not get on is not waited for, either."""
         now = self._context.clock()
         for request_id, started in list(self._started.items()):
-            if now - started <= MAX_LOAD_S:
+            if now - started <= self._max_load_s:
                 continue
-            reason = f"its KV was not complete within {MAX_LOAD_S:g} s"
+            reason = f"its KV was not complete within {self._max_load_s:g} s"
             if self._table.revoke(request_id, now):
                 self._finish(request_id, reason)
             else:

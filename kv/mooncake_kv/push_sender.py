@@ -107,7 +107,8 @@ class PushSender:
         self.counts.transfers += 1
         writer = Writer(self._context.instance.engine_id, request_id, *self._address)
         send = self._sends[request_id] = _Send(target, writer, self._context.clock())
-        self._context.spawn(self._open(request_id, send))
+        self._peers.hold(target.remote)
+        self._context.spawn(self._open(request_id, send), request_id)
 
     def complete(self, end: EndPush, first_token: FirstToken) -> None:
         """The prefill is complete; ``LeaseEnded`` follows when its blocks are free."""
@@ -126,6 +127,17 @@ class PushSender:
         send.error = send.error or "the request ended before its prefill was complete"
         self._end(send, EndPush(request_id, is_complete=False))
 
+    def give_up(self, request_id: str, reason: str) -> None:
+        """End a push, whatever is known of it. A peer that is not told will ask."""
+        send = self._sends.get(request_id)
+        if send is None:  # nothing was ever sent of it
+            self._context.post(LeaseEnded(request_id))
+            return
+        self._fail(request_id, send, reason)
+        if self._is_drained(send):
+            send.is_acknowledged = True
+            self._settle(request_id, send)
+
     def _end(self, send: _Send, end: EndPush) -> None:
         send.has_ended = True
         self._ranks.broadcast(end)
@@ -140,7 +152,7 @@ class PushSender:
         if report.error is not None:
             self._fail(report.request_id, send, report.error)
         if self._is_drained(send):
-            self._context.spawn(self._tell(report.request_id, send))
+            self._context.spawn(self._tell(report.request_id, send), report.request_id)
             self._settle(report.request_id, send)
 
     def _fail(self, request_id: str, send: _Send, reason: str) -> None:
@@ -153,8 +165,8 @@ class PushSender:
         has acknowledged the end."""
         if send.has_ended and self._is_drained(send):
             self._context.post(LeaseEnded(request_id))
-            if send.is_acknowledged:
-                self._sends.pop(request_id, None)
+            if send.is_acknowledged and self._sends.pop(request_id, None) is not None:
+                self._peers.release(send.remote)
 
     async def _open(self, request_id: str, send: _Send) -> None:
         try:

@@ -8,6 +8,7 @@ portion that replaces an earlier one arrives after it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.kv.transfer_plan import BlockTransfer, PeerSpans
 from mooncake_hal.transport import Peer, Transfer
 from mooncake_kv.connector_worker import ConnectorWorker, LayerDone, PushStep, RankContext
+from mooncake_kv.errors import ConnectorDead, Fatal
 from mooncake_kv.handshake import RankMetadata
 from mooncake_kv.push_progress import (
     InstancePair,
@@ -40,6 +42,8 @@ from mooncake_kv.ranks import (
     decode_to_rank,
     encode,
 )
+
+logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
 
@@ -158,8 +162,10 @@ class SendThread:
                 self._carry([due for due in batch if due is not None])
             if self._after is not None:
                 self._after()
-        except BaseException as exc:
+        except ConnectorDead as exc:
             self._services.fail(exc)
+        except BaseException as exc:
+            self._services.fail(ConnectorDead(Fatal.RANK_THREAD_ENDED, exc))
             raise
 
     def _take(self) -> list[SendTask | None]:
@@ -198,7 +204,7 @@ class SendThread:
             for portion in merge_portions(portions):
                 if session.error is None and portion.pass_number == session.progress.pass_number:
                     self._send_portion(session, portion, sent)
-        except HalError as exc:
+        except Exception as exc:  # noqa: BLE001  # whatever it is, it is this session's
             self._fail(session, exc)
         return sent
 
@@ -215,16 +221,30 @@ class SendThread:
     def _await(self, item: _Sent) -> None:
         try:
             item.transfer.wait()
-        except HalError as exc:
-            item.transfer.cancel()
+        except Exception as exc:  # noqa: BLE001  # whatever it is, it is this session's
+            _drain(item.transfer)
             item.session.may_land = True
             self._fail(item.session, exc)
         else:
             item.session.count(item.pass_number, item.reader, item.nbytes)
 
-    def _fail(self, session: PushSession, exc: HalError) -> None:
+    def _fail(self, session: PushSession, exc: Exception) -> None:
+        if not isinstance(exc, HalError):
+            logger.error("sending the KV of %s failed", session.request_id, exc_info=exc)
         session.error = session.error or f"{type(exc).__name__}: {exc}"
         self._services.disconnect()
+
+
+def _drain(transfer: Transfer) -> None:
+    """Have a write end that failed.
+
+    Raises:
+        ConnectorDead: it may go on.
+    """
+    try:
+        transfer.cancel()
+    except Exception as exc:
+        raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
 
 
 def _movement(session: PushSession, portion: Portion) -> BlockTransfer | None:

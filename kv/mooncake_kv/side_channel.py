@@ -63,13 +63,13 @@ class SideChannelServer:
     See ``listen``.
 
     Args:
-        handler: from request to reply; quick, and raises nothing but HandshakeRefused.
+        handler: from request to reply; quick. What it raises but HandshakeRefused is logged, and
+            ends the session with the peer, who asks again.
     """
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._listener: AsyncListener | None = None
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def listen(
@@ -100,23 +100,13 @@ class SideChannelServer:
         assert self._listener is not None
         return self._listener.port
 
-    async def serve(self) -> None:
-        """Wait until cancelled; raises what the handler raised that it must not."""
-        await self._failure
-
     def close(self) -> None:
         """Stop listening and end the peers' sessions. Idempotent."""
         if self._listener is not None:
             self._listener.close()
 
     def _respond(self, session: AsyncSession, payload: bytes) -> bytes:
-        try:
-            return encode(self._reply_to(payload))
-        except Exception as exc:
-            # The session would log it and go on: a connector that fails must not look alive.
-            if not self._failure.done():
-                self._failure.set_exception(exc)
-            raise
+        return encode(self._reply_to(payload))
 
     def _reply_to(self, payload: bytes) -> AnyMessage:
         try:
@@ -199,6 +189,11 @@ class SideChannelClient:
             "it is gone or overloaded"
         )
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._asking)
+
     def close(self, reason: str) -> None:
         """Disconnect; pending requests fail with the reason. Idempotent."""
         self._end = KVTransferError(f"the connection to peer {self.url} was given up: {reason}")
@@ -235,6 +230,11 @@ class SideChannelClient:
             except BadFrame as exc:
                 raise KVTransferError(f"peer {self.url} answered with {exc}") from exc
             except TransferError as exc:
+                if is_out_of_descriptors(exc):
+                    raise KVTransferError(
+                        f"peer {self.url} can't be connected to: {exc}; give this instance more "
+                        "descriptors (ulimit -n, LimitNOFILE)"
+                    ) from exc
                 logger.debug("side channel: %s is asked again: %s", self.url, exc)
             await asyncio.sleep(RECONNECT_PAUSE_S)
 
@@ -248,6 +248,15 @@ class SideChannelClient:
         # Not awaited itself: a request that is cancelled must not take it from the others.
         await asyncio.wait({opening})
         return opening.result()
+
+
+def is_out_of_descriptors(exc: BaseException | None) -> bool:
+    """Whether it was raised because this process, or host, may open nothing more."""
+    while exc is not None:
+        if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        exc = exc.__cause__
+    return False
 
 
 def _is_over(opening: asyncio.Task[AsyncSession]) -> bool:

@@ -20,6 +20,7 @@ from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_kv.handshake import InstanceMetadata, RankMetadata
+from mooncake_kv.metaserver_client import Metaserver
 from mooncake_kv.params import KVTransferDict, PushTarget, RemoteKV
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
@@ -51,6 +52,7 @@ TOKEN = FirstToken(5, None, 0)
 TRY_S = 2.0
 TRIES = 3
 LANDING_S = 1.0
+LOAD_S = 300.0
 """How long a rank of ``p`` takes to end a write, at most."""
 P_ADDRESS = ("p", 1)
 D_ADDRESS = ("d", 2)
@@ -205,7 +207,7 @@ class Talk:
         )
         group = RankGroup(1, self.rank.send)
         self.p = PushSender(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line
-        self.d = PushReceiver(d, self._inquire, self._post)
+        self.d = PushReceiver(d, self._inquire, self._post, max_load_s=LOAD_S)
         self.rank.report = self.p.report
         self._spawn_p(self.p.keep_alive())
         self._spawn(self.d.sweep())
@@ -219,7 +221,8 @@ class Talk:
 
     def load(self, name: str) -> None:
         """A request comes to ``d``."""
-        self.d.load(name, "http://proxy", {"num_prompt_tokens": 10, "remote_cached_tokens": 0})
+        params = {"num_prompt_tokens": 10, "remote_cached_tokens": 0}
+        self.d.load(name, Metaserver("http://proxy"), params)
 
     def begin(self, name: str) -> None:
         """Its prefill comes to ``p``."""
@@ -252,7 +255,7 @@ class Talk:
         assert isinstance(answer, StatusReply)
         return answer
 
-    async def _post(self, url: str, params: KVTransferDict) -> None:
+    async def _post(self, metaserver: Metaserver, params: KVTransferDict) -> None:
         """Somebody else brings the prefill to ``p``, or nobody."""
 
     def _p_hears(self, event: Event) -> None:
@@ -266,11 +269,15 @@ class Talk:
             assert f"p-{event.request_id}" not in self.rank.writing, "freed under the writer"
         self.ended[event.request_id].append(event)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(
+        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
+    ) -> asyncio.Task[None]:
         self._tasks.append(asyncio.ensure_future(coroutine))
         return self._tasks[-1]
 
-    def _spawn_p(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn_p(
+        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
+    ) -> asyncio.Task[None]:
         self._tasks_of_p.append(self._spawn(coroutine))
         return self._tasks_of_p[-1]
 
@@ -298,6 +305,12 @@ class Book:
 
     def forget(self, remote: RemoteKV, reason: str) -> None:
         """The line stays."""
+
+    def hold(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
+
+    def release(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
 
     def forget_predecessors(self, remote: RemoteKV) -> None:
         """There are none."""

@@ -196,6 +196,7 @@ def _run_server(app: Starlette, listener: socket.socket, url: str, background: B
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # who sent a request says where its metaserver may be
         backlog=2048,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_WORDS_S,

@@ -348,7 +348,7 @@ class GenerationEndpoint(Generic[RequestType]):
         try:
             body = await read_body(request)
             with self.live.tracking(request_id) as ending:
-                serving = self._serve(body, request_id, request.headers, sender)
+                serving = self._serve(body, request_id, request, sender)
                 await until_disconnect(receive, serving, ending)
         except (ClientGone, ClientDisconnect):
             log.info("request %s: the client went away", request_id)
@@ -359,10 +359,11 @@ class GenerationEndpoint(Generic[RequestType]):
             await sender.fail(to_api_error(exc))
 
     async def _serve(
-        self, body: bytes, request_id: str, headers: Headers, sender: ResponseSender
+        self, body: bytes, request_id: str, http: Request, sender: ResponseSender
     ) -> None:
         request = decode_request(body, self.request_type)
-        context = await self.prepare(request, request_id, headers)
+        context = await self.prepare(request, request_id, http.headers)
+        context.note_sender(http.client.host if http.client else None)
         if not context.is_streamed:
             await sender.whole(await self.handler.complete(context, self.builder))
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mooncake_engine.messages import EngineRequest, FinishReason, RequestTimes
@@ -165,6 +165,14 @@ class RequestContext:
     tool_format: str | None = None
     tool_schemas: Schemas = field(default_factory=dict)
     trace_parent: str | None = None
+
+    def note_sender(self, host: str | None) -> None:
+        """The address that it came from, where its metaserver is expected."""
+        for choice in self.choices:
+            transfer = choice.request.kv_transfer_params
+            if transfer.metaserver is not None:
+                sent = replace(transfer, requester=host)
+                choice.request = replace(choice.request, kv_transfer_params=sent)
 
     @property
     def operation(self) -> str:

@@ -11,6 +11,7 @@ from support.ports import free_range
 from support.virtual_time import run_virtually
 
 from mooncake_kv import liveness
+from mooncake_kv.addresses import is_own_address
 from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone
 from mooncake_kv.liveness import (
     SHORTEST_PAUSE_S,
@@ -206,7 +207,7 @@ def test_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False), ("host.invalid", False)],
 )
 def test_whose_address_it_is(host: str, is_ours: bool) -> None:
-    assert asyncio.run(liveness._is_own_address(host)) == is_ours
+    assert asyncio.run(is_own_address(host)) == is_ours
 
 
 async def _is_let_in(writer: Writer) -> None:

@@ -13,7 +13,7 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_kv.errors import HandshakeRefused, KVTransferError
 from mooncake_kv.handshake import IncompatiblePeers, InstanceMetadata
 from mooncake_kv.params import RemoteKV
-from mooncake_kv.peers import IDLE_S, Handshake, PeerInstance, PeerTable
+from mooncake_kv.peers import IDLE_S, MAX_PEERS, Handshake, PeerInstance, PeerTable
 from mooncake_kv.ranks import ConnectPeer, ForgetPeer
 
 FACTS = InstanceMetadata(
@@ -152,5 +152,94 @@ def test_hands_that_were_refused_are_not_offered_again() -> None:
                 await peer.shake_hands()
         assert client.num_asked == 1
         assert "a" in incompatible
+
+    asyncio.run(main())
+
+
+def small_table(max_peers: int) -> tuple[PeerTable, Ranks]:
+    ranks = Ranks()
+    return PeerTable(b"", handshake_of(ranks), max_peers), ranks
+
+
+def test_the_peer_that_was_wanted_longest_ago_goes_for_a_new_one() -> None:
+    async def main() -> None:
+        peers, ranks = small_table(3)
+        known = [peers.get(held_by(name)) for name in "abc"]
+        for peer in known:
+            peer.metadata = FACTS
+        peers.get(held_by("a"))
+        peers.get(held_by("d"))
+        assert len(peers) == 3
+        assert ranks.told == [ForgetPeer("b")]
+        assert peers.get(held_by("a")) is known[0]
+        peers.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_holds_something_is_kept() -> None:
+    async def main() -> None:
+        peers, _ = small_table(2)
+        busy = peers.get(held_by("a"))
+        peers.hold(held_by("a"))
+        for number in range(10):
+            peers.get(held_by(f"p{number}"))
+        assert peers.get(held_by("a")) is busy
+        peers.release(held_by("a"))
+        for number in range(10):
+            peers.get(held_by(f"q{number}"))
+        assert peers.get(held_by("a")) is not busy
+        peers.close()
+
+    asyncio.run(main())
+
+
+def test_more_peers_than_there_may_be_at_once_fail_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        peers, _ = small_table(2)
+        for name in "ab":
+            peers.hold(held_by(name))
+            peers.get(held_by(name))
+        with pytest.raises(KVTransferError, match="all 2 peers that there may be are in use"):
+            peers.get(held_by("c"))
+        peers.get(held_by("a"))
+        peers.close()
+
+    asyncio.run(main())
+    assert "all 2 peers" in caplog.text
+
+
+def test_ten_thousand_peers_over_time_leave_a_bounded_book() -> None:
+    async def main() -> None:
+        peers, ranks = small_table(MAX_PEERS)
+        for number in range(10_000):
+            remote = held_by(f"p{number}", port=1 + number % 60_000)
+            peers.hold(remote)
+            peers.get(remote).metadata = FACTS
+            peers.forget_predecessors(remote)
+            peers.release(remote)
+        assert len(peers) == MAX_PEERS
+        assert len(ranks.told) == 10_000 - MAX_PEERS
+        assert len(peers._at_url) == len(peers._urls_of) == MAX_PEERS
+        assert not peers._num_held
+        peers.close()
+        assert (len(peers), len(peers._at_url), len(peers._urls_of)) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_two_thousand_peers_at_once() -> None:
+    """All of them in use: none is given up for another."""
+
+    async def main() -> None:
+        peers, ranks = small_table(MAX_PEERS)
+        remotes = [held_by(f"p{number}", port=1 + number) for number in range(2_000)]
+        first = {}
+        for remote in remotes:
+            peers.hold(remote)
+            first[remote.engine_id] = peers.get(remote)
+        assert all(peers.get(remote) is first[remote.engine_id] for remote in remotes)
+        assert ranks.told == []
+        peers.close()
 
     asyncio.run(main())

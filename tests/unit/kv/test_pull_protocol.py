@@ -179,6 +179,12 @@ class Talk:
     def forget(self, remote: RemoteKV, reason: str) -> None:
         self._peers.pop(remote.engine_id, None)
 
+    def hold(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
+
+    def release(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
+
     def forget_predecessors(self, remote: RemoteKV) -> None:
         for name in set(self._peers) - {remote.engine_id}:
             del self._peers[name]
@@ -198,7 +204,9 @@ class Talk:
         assert isinstance(answer, kind)
         return answer
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(
+        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
+    ) -> asyncio.Task[None]:
         self._tasks.append(asyncio.ensure_future(coroutine))
         return self._tasks[-1]
 

@@ -54,7 +54,9 @@ def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
             events.append(event)
             heard.set()
 
-        def spawn(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        def spawn(
+            coroutine: Coroutine[Any, Any, None], request_id: str | None = None
+        ) -> asyncio.Task[None]:
             task = asyncio.ensure_future(coroutine)
             tasks.add(task)
             return task
@@ -123,6 +125,12 @@ class Holders:
 
     def __init__(self) -> None:
         self.renewed: list[float] = []
+
+    def hold(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
+
+    def release(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
 
     def get(self, remote: RemoteKV) -> Holders:
         return self

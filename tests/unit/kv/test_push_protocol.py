@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.push_line import TOKEN, Talk, deliver, losing, unreliable
+from support.push_line import LOAD_S, TOKEN, Talk, deliver, losing, unreliable
 from support.virtual_time import run_virtually
 
 from mooncake_kv.connector import LoadEnded
 from mooncake_kv.params import FirstToken
-from mooncake_kv.push_receiver import MAX_LOAD_S
 
 FIRST = FirstToken(TOKEN.token_id, None, 0)
 Scenario = Callable[[Talk], Coroutine[Any, Any, None]]
@@ -196,7 +195,7 @@ def test_whatever_is_lost_both_sides_come_back_to_nothing(
         if kills:
             between.kill_p()
         between.line.fate = deliver
-        await asyncio.sleep(MAX_LOAD_S / 4)
+        await asyncio.sleep(LOAD_S / 4)
         assert between.d.num_reserved == 0
         assert kills or between.p.num_sending == 0
         assert all(_ended_once(between.ended[name]) for name in names), between.ended

@@ -17,7 +17,8 @@ from mooncake_kv.connector import Event, LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_kv.handshake import InstanceMetadata, RankMetadata
-from mooncake_kv.params import FirstToken, FirstTokenLogprobs
+from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.params import FirstToken, FirstTokenLogprobs, KVTransferDict
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -35,7 +36,7 @@ from mooncake_kv.protocol import (
     Welcome,
     Writer,
 )
-from mooncake_kv.push_receiver import MAX_LOAD_S, PushReceiver
+from mooncake_kv.push_receiver import PushReceiver
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
 TOKEN_BYTES = 2 * 4 * 32 * 4
@@ -54,6 +55,13 @@ def facts(engine_id: str, tp_size: int = 1, host: str = "here") -> InstanceMetad
         ranks.append(RankMetadata(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {}))
     hardware = Hardware("cpu", "x86")
     return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, hardware, tuple(ranks), host)
+
+
+MAX_LOAD_S = 300.0
+
+
+async def post_nowhere(metaserver: Metaserver, params: KVTransferDict) -> None:
+    """Nobody is asked."""
 
 
 class Desk:
@@ -81,12 +89,12 @@ class Desk:
             landing_s=LANDING_S,
             clock=lambda: self.now,
         )
-        self.side = PushReceiver(context, self._inquire)
+        self.side = PushReceiver(context, self._inquire, post_nowhere, max_load_s=MAX_LOAD_S)
         self.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-1", tp_size, hosts[0])))
 
     def load(self, num_tokens: int = 10) -> None:
         params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
-        self.side.load("r", "http://nowhere", params)
+        self.side.load("r", Metaserver("http://nowhere"), params)
         self.tasks.pop().close()  # the post to the metaserver: nobody is there
 
     def say(self, message: AnyMessage) -> LeaseStatus:
@@ -114,7 +122,7 @@ class Desk:
         self.tasks.clear()
         return [e.error for e in self.events[before:] if isinstance(e, LoadEnded)]
 
-    def _keep(self, task: Coroutine[Any, Any, None]) -> Any:
+    def _keep(self, task: Coroutine[Any, Any, None], request_id: str | None = None) -> Any:
         self.tasks.append(task)
 
     async def _inquire(self, writer: Writer, names: list[str], is_near: bool) -> StatusReply:

@@ -1,0 +1,355 @@
+"""What ends an engine on behalf of its connector is the list in ``Fatal``; whatever else is raised
+ends the request that it came up in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.push_line import metadata_of
+
+from mooncake_hal.errors import TransferError
+from mooncake_kv import push_worker
+from mooncake_kv.connector import LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.errors import ConnectorDead, Fatal
+from mooncake_kv.handshake import IncompatiblePeers
+from mooncake_kv.io_loop import IoLoop
+from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.params import RemoteKV
+from mooncake_kv.peers import Handshake, PeerTable
+from mooncake_kv.pull_receiver import PullReceiver
+from mooncake_kv.pull_worker import PullWorker, _RunningLoad
+from mooncake_kv.push_progress import PromptProgress
+from mooncake_kv.push_receiver import PushReceiver
+from mooncake_kv.push_worker import PushSession, SendServices, SendTask, SendThread
+from mooncake_kv.ranks import Load, LoadReport, RankGroup, RankLoads, decode_from_rank
+
+PATIENCE_S = 20.0
+LOAD = Load("r", "p", (0,), (0,), 0, 4, 0)
+
+
+class Oops(Exception):
+    """Nobody thought of it."""
+
+
+class Owner:
+    """Who has a loop, and what it is told."""
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[str, Exception]] = []
+        self.failures: list[ConnectorDead] = []
+        self.told = threading.Event()
+        self.loop = IoLoop("test", self._error, self._failure)
+
+    def _error(self, request_id: str, exc: Exception) -> None:
+        if request_id == "can't be given up":
+            raise Oops("again")
+        self.errors.append((request_id, exc))
+        self.told.set()
+
+    def _failure(self, dead: ConnectorDead) -> None:
+        self.failures.append(dead)
+        self.told.set()
+
+    def wait(self) -> None:
+        assert self.told.wait(PATIENCE_S)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have it called on the loop, for nobody's request."""
+
+        async def main() -> None:
+            function(*args)
+
+        self.loop.run(main(), PATIENCE_S)
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    made.loop.close()
+
+
+def fail() -> None:
+    raise Oops("a bug")
+
+
+async def fail_later() -> None:
+    fail()
+
+
+def test_a_call_that_fails_fails_its_request(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner.loop.call("r", fail)
+    owner.wait()
+    [(request_id, exc)] = owner.errors
+    assert (request_id, str(exc)) == ("r", "a bug")
+    assert owner.failures == []
+    assert "Oops: a bug" in caplog.text, "with its traceback"
+
+
+def test_a_task_that_fails_fails_its_request(owner: Owner) -> None:
+    owner.call(lambda: owner.loop.spawn(fail_later(), "r"))
+    owner.wait()
+    assert [request_id for request_id, _ in owner.errors] == ["r"]
+    assert owner.failures == []
+
+
+def test_a_task_of_no_request_is_logged_and_harms_nobody(
+    owner: Owner, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner.call(lambda: owner.loop.spawn(fail_later()))
+    owner.loop.call("r", owner.told.set)
+    owner.wait()
+    assert (owner.errors, owner.failures) == ([], [])
+    assert "failed in a task of no request" in caplog.text
+
+
+def test_housekeeping_that_ends_ends_the_engine(owner: Owner) -> None:
+    owner.call(lambda: owner.loop.spawn_housekeeping(fail_later()))
+    owner.wait()
+    [dead] = owner.failures
+    assert dead.fatal is Fatal.HOUSEKEEPING_ENDED
+    assert "Oops('a bug')" in str(dead)
+
+
+def test_a_request_that_can_not_even_be_given_up_ends_the_engine(owner: Owner) -> None:
+    owner.loop.call("can't be given up", fail)
+    owner.wait()
+    assert [dead.fatal for dead in owner.failures] == [Fatal.HOUSEKEEPING_ENDED]
+
+
+def test_a_loop_that_ends_by_itself_ends_the_engine(owner: Owner) -> None:
+    owner.loop.call("r", lambda: asyncio.get_running_loop().stop())
+    owner.wait()
+    assert [dead.fatal for dead in owner.failures] == [Fatal.IO_LOOP_ENDED]
+
+
+def test_a_loop_that_is_closed_ends_nothing(owner: Owner) -> None:
+    owner.loop.close()
+    assert (owner.errors, owner.failures) == ([], [])
+
+
+class FakeTransfer:
+    """A transfer that fails, and may not be drained."""
+
+    def __init__(self, failure: Exception, cancel_failure: Exception | None = None) -> None:
+        self._failure = failure
+        self._cancel_failure = cancel_failure
+
+    def wait(self) -> None:
+        raise self._failure
+
+    def cancel(self) -> None:
+        if self._cancel_failure is not None:
+            raise self._cancel_failure
+
+
+class LoadingRank:
+    """A pull worker without transports: its reads are given."""
+
+    def __init__(self, read: Callable[[_RunningLoad], None]) -> None:
+        self.reports: list[LoadReport] = []
+        self.failures: list[BaseException] = []
+        self.worker = PullWorker.__new__(PullWorker)
+        self.worker._loads = {"r": _RunningLoad(LOAD, 1e12)}
+        self.worker._timeout_s = 1.0
+        self.worker._read = read  # type: ignore[method-assign]
+        self.worker.context = self  # type: ignore[assignment]
+
+    def run(self) -> None:
+        self.worker._run(self.worker._loads["r"])
+
+    def emit(self, message: bytes) -> None:
+        report = decode_from_rank(message)
+        assert isinstance(report, LoadReport)
+        self.reports.append(report)
+
+    def fail(self, exc: BaseException) -> None:
+        self.failures.append(exc)
+
+
+@pytest.mark.parametrize("exc", [Oops("a bug"), TransferError("lost"), MemoryError("full")])
+def test_a_read_that_fails_is_reported_and_harms_no_thread(exc: Exception) -> None:
+    def read(load: _RunningLoad) -> None:
+        raise exc
+
+    rank = LoadingRank(read)
+    rank.run()
+    [report] = rank.reports
+    assert str(exc) in str(report.error)
+    assert rank.failures == []
+
+
+def test_a_read_that_can_not_be_drained_ends_the_engine_and_frees_no_block() -> None:
+    def read(load: _RunningLoad) -> None:
+        load.start(FakeTransfer(Oops("odd"), Oops("stuck")), 1)  # type: ignore[arg-type]
+        load.drain()
+
+    rank = LoadingRank(read)
+    rank.run()
+    assert rank.reports == [], "as long as it may be written to it is nobody's"
+    [dead] = rank.failures
+    assert isinstance(dead, ConnectorDead)
+    assert dead.fatal is Fatal.MEMORY_MAY_CHANGE
+
+
+class Line:
+    """A thread that sends to one peer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **services: Any) -> None:
+        self.closed: list[PushSession] = []
+        self.failures: list[BaseException] = []
+        self.told = threading.Event()
+        nothing: dict[str, Any] = {
+            "plan": lambda movement: [],
+            "connect": lambda rank: None,
+            "disconnect": lambda: None,
+            "bind": lambda: None,
+            "timeout_s": 1.0,
+        }
+        made = SendServices(**{**nothing, "close": self._close, "fail": self._fail, **services})
+        self.thread = SendThread("line", made)
+
+    def session(self, name: str) -> PushSession:
+        return PushSession(name, PromptProgress((0, 1)))
+
+    def _close(self, session: PushSession) -> None:
+        self.closed.append(session)
+        self.told.set()
+
+    def _fail(self, exc: BaseException) -> None:
+        self.failures.append(exc)
+        self.told.set()
+
+    def wait(self) -> None:
+        assert self.told.wait(PATIENCE_S)
+        self.told.clear()
+
+
+class BrokenEvent:
+    """A device's event that raises what no contract says."""
+
+    def synchronize(self) -> None:
+        raise Oops("the device is odd")
+
+
+def test_a_push_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch)
+    first, second = line.session("a"), line.session("b")
+    line.thread.put(SendTask(first, None, BrokenEvent()))  # type: ignore[arg-type]
+    line.wait()
+    line.thread.put(SendTask(second, None))
+    line.wait()
+    line.thread.close()
+    assert [session.request_id for session in line.closed] == ["a", "b"]
+    assert "the device is odd" in str(first.error)
+    assert (second.error, line.failures) == (None, [])
+
+
+def test_a_send_thread_that_ends_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    line = Line(monkeypatch, bind=fail)
+    line.wait()
+    [dead] = line.failures
+    assert isinstance(dead, ConnectorDead)
+    assert dead.fatal is Fatal.RANK_THREAD_ENDED
+
+
+def test_a_write_that_can_not_be_drained_ends_the_engine() -> None:
+    with pytest.raises(ConnectorDead) as found:
+        push_worker._drain(FakeTransfer(Oops("odd"), Oops("stuck")))  # type: ignore[arg-type]
+    assert found.value.fatal is Fatal.MEMORY_MAY_CHANGE
+
+
+def test_every_reason_is_one_of_these() -> None:
+    """Each has its test here; a new one needs one."""
+    assert {fatal.name for fatal in Fatal} == {
+        "IO_LOOP_ENDED",
+        "HOUSEKEEPING_ENDED",
+        "RANK_THREAD_ENDED",
+        "MEMORY_MAY_CHANGE",
+    }
+
+
+REMOTE = RemoteKV("p", "theirs", "127.0.0.1", 1, (0,), 3)
+
+
+def pulling(send: Callable[[int, bytes], None], events: list[Any], loop: IoLoop) -> PullReceiver:
+    """A decode side over ranks that may not be told anything."""
+    ranks = RankGroup(1, send)
+    handshake = Handshake(metadata_of("d"), ranks, lambda own, peer: None, IncompatiblePeers())
+    peers = PeerTable(b"", handshake)
+    context = ConnectorContext(metadata_of("d"), 30.0, events.append, loop.spawn)
+    receiver = PullReceiver(context, RankLoads(ranks), peers)
+
+    async def known(peer: Any, remote: RemoteKV) -> None:
+        """Hands were shaken."""
+
+    receiver._shake_hands = known  # type: ignore[method-assign]
+    return receiver
+
+
+def test_a_load_of_which_a_rank_may_have_heard_keeps_its_blocks(owner: Owner) -> None:
+    events: list[Any] = []
+
+    def send(rank: int, message: bytes) -> None:
+        raise Oops("half of the ranks were told")
+
+    def begin() -> None:
+        receiver = pulling(send, events, owner.loop)
+        receiver.expect("r", REMOTE)
+        receiver.load("r", (0,), 0)
+
+    owner.call(begin)
+    owner.wait()
+    [ended] = events
+    assert isinstance(ended, LoadEnded)
+    assert not ended.is_drained
+    assert "half of the ranks" in str(ended.error)
+    assert owner.failures == []
+
+
+def test_what_is_given_up_is_told_to_the_scheduler_once(owner: Owner) -> None:
+    """Known, unknown, and twice."""
+    events: list[Any] = []
+
+    def begin() -> None:
+        receiver = pulling(lambda rank, message: None, events, owner.loop)
+        receiver.expect("r", REMOTE)
+        receiver.give_up("r", "odd")
+        assert not receiver._expected
+        assert not receiver._peers._num_held
+
+    owner.call(begin)
+    assert events == [LoadEnded("r", "odd")]
+
+
+def test_a_metaserver_post_that_fails_oddly_fails_its_request() -> None:
+    events: list[Any] = []
+
+    async def post(metaserver: Metaserver, params: Any) -> None:
+        raise Oops("no contract says so")
+
+    async def main() -> None:
+        tasks: list[asyncio.Task[None]] = []
+
+        def spawn(coroutine: Any, request_id: str | None = None) -> asyncio.Task[None]:
+            tasks.append(asyncio.ensure_future(coroutine))
+            return tasks[-1]
+
+        context = ConnectorContext(metadata_of("d"), 30.0, events.append, spawn)
+        receiver = PushReceiver(context, None, post, max_load_s=300.0)  # type: ignore[arg-type]
+        params = {"num_prompt_tokens": 3, "remote_cached_tokens": 0}
+        receiver.load("r", Metaserver("http://x"), params)
+        [outcome] = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(outcome, Oops)
+        receiver.give_up("r", str(outcome))  # as the connector's loop does
+
+    asyncio.run(main())
+    assert events == [LoadEnded("r", "no contract says so")]
