@@ -19,6 +19,8 @@ from support.proxy_fakes_client import NO_TLS, events_of
 AT_ONCE = 3
 DEADLINE_S = 60.0
 PROBE_EVERY_S = 0.25
+LATE_S = 10.0
+"""For an answer about health that is still due when an attack is over."""
 NUM_CASES = 12
 Json = dict[str, Any]
 
@@ -177,17 +179,19 @@ class Bystanders:
         """A question at every interval, whether or not the one before is answered."""
         under_way: set[asyncio.Task[None]] = set()
         while not ending.is_set():
-            probe = asyncio.create_task(self._probe(client, name, f"{url}/health"))
+            probe = asyncio.create_task(self._probe(client, name, f"{url}/health", ending))
             under_way.add(probe)
             probe.add_done_callback(under_way.discard)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(ending.wait(), PROBE_EVERY_S)
         await asyncio.gather(*under_way)
 
-    async def _probe(self, client: httpx.AsyncClient, name: str, url: str) -> None:
+    async def _probe(
+        self, client: httpx.AsyncClient, name: str, url: str, ending: asyncio.Event
+    ) -> None:
         began = time.monotonic()
         silence = 0.0
-        while silence < DEADLINE_S * self.target.slack:
+        while silence < (LATE_S if ending.is_set() else DEADLINE_S) * self.target.slack:
             with suppress(httpx.HTTPError):
                 if (await client.get(url)).status_code == 200:
                     break
