@@ -20,6 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+)
 
 from support.abuse.campaign import Plan, run_each, soak  # noqa: E402  # the path is set above
 from support.abuse.catalogue import ATTACKS, BY_NAME  # noqa: E402

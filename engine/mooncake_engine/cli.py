@@ -255,12 +255,14 @@ def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from mooncake_engine.process.queued_stderr import queued_stderr
     from mooncake_engine.server.api_server import serve
 
     aliases = tuple(args.served_model_name[1:])
     options = from_arguments(ServerOptions, args, model_aliases=aliases)
     config = engine_config(args, kv_transfer_config(args))
-    serve(config, args.host, args.port, _start_engine, options)
+    with queued_stderr():
+        serve(config, args.host, args.port, _start_engine, options)
     return 0
 
 
@@ -290,27 +292,28 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _up(args: argparse.Namespace) -> int:
     from mooncake_engine.process.local_deployment import LocalDeployment, up
+    from mooncake_engine.process.queued_stderr import queued_stderr
 
     engine_config(args, None)  # refuse what every instance would refuse
     options = from_arguments(ServerOptions, args)
-    up(
-        LocalDeployment(
-            host=args.host,
-            port=args.port,
-            num_prefill=args.prefill,
-            num_decode=args.decode,
-            engine_argv=engine_argv(args),
-            prefill_argv=role_argv(args, Role.PREFILL),
-            decode_argv=role_argv(args, Role.DECODE),
-            transports=tuple(args.transport),
-            connector=args.kv_connector or KVTransferConfig().connector,
-            log_dir=args.log_dir,
-            prompt=args.prompt,
-            otlp_endpoint=args.otlp_endpoint,
-            shutdown_timeout_s=options.shutdown_timeout_s,
-            max_restarts=args.max_restarts,
-        )
+    deployment = LocalDeployment(
+        host=args.host,
+        port=args.port,
+        num_prefill=args.prefill,
+        num_decode=args.decode,
+        engine_argv=engine_argv(args),
+        prefill_argv=role_argv(args, Role.PREFILL),
+        decode_argv=role_argv(args, Role.DECODE),
+        transports=tuple(args.transport),
+        connector=args.kv_connector or KVTransferConfig().connector,
+        log_dir=args.log_dir,
+        prompt=args.prompt,
+        otlp_endpoint=args.otlp_endpoint,
+        shutdown_timeout_s=options.shutdown_timeout_s,
+        max_restarts=args.max_restarts,
     )
+    with queued_stderr():
+        up(deployment)
     return 0
 
 

@@ -27,6 +27,7 @@ from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.parallel_state import ParallelGroups, RankInfo
 from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.execution.worker import RankHandlers, Worker
+from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_hal.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,8 @@ def main(arguments: list[str]) -> int:
     # a terminal's Ctrl-C reaches every process; when a rank ends is the parent's decision
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders, messages = (Connection(int(descriptor)) for descriptor in arguments)
-    return serve(orders, messages, outlast_sigterm)
+    with queued_stderr():
+        return serve(orders, messages, outlast_sigterm)
 
 
 def outlast_sigterm() -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import resource
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,9 +19,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from support.abuse.verdicts import Bounds
+from support.programs import descendants
 
 MAX_COMPLAINTS = 20
-SPAWN = multiprocessing.get_context("spawn")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["support.abuse.catalogue"])  # fuzzers take seconds to import
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class Attack:
         run: does it.
         bounds: what it may do to others.
         most: tries.
+        at_least_s: what it needs before the first try counts, and a few more.
         connectors: which deployments it is for; the first one in the short form.
         is_short: a part of the short form.
         stops: names of processes that it stops, whose silence is no news.
@@ -121,6 +125,7 @@ class Attack:
     run: Callable[[Target, Attempts], None]
     bounds: Bounds = field(default_factory=Bounds)
     most: int = 100_000
+    at_least_s: float = 0.0
     connectors: tuple[str, ...] = ("pull",)
     is_short: bool = True
     stops: tuple[str, ...] = ()
@@ -135,11 +140,13 @@ class Running:
 
     def __init__(self, attack: Attack, target: Target, seconds: float, seed: int) -> None:
         self.attack = attack
-        self._count = SPAWN.Value("q", 0)
-        self._complaints = SPAWN.Queue()
+        self._target = target
+        seconds = max(seconds, attack.at_least_s * target.slack)
+        self._count = FORKS.Value("q", 0)
+        self._complaints = FORKS.Queue()
         self._deadline = time.monotonic() + seconds + GRACE_S * target.slack
         arguments = (attack.run, target, seconds, attack.most, seed)
-        self._process: BaseProcess = SPAWN.Process(
+        self._process: BaseProcess = FORKS.Process(
             target=_perform, args=(*arguments, self._count, self._complaints)
         )
         self._process.start()
@@ -148,7 +155,7 @@ class Running:
     def is_over(self) -> bool:
         """Whether it has ended; one that is late is killed."""
         if self._process.is_alive() and time.monotonic() > self._deadline:
-            self._process.kill()
+            self.kill()
         return not self._process.is_alive()
 
     @property
@@ -168,10 +175,14 @@ class Running:
         return tuple(found)
 
     def kill(self) -> None:
-        """At once."""
-        with suppress(ValueError):
-            self._process.kill()
+        """At once, with what it started; what it stopped goes on."""
+        with suppress(ValueError):  # it is over, and closed
+            for pid in (*descendants(self._process.pid or 0), self._process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid or 0, signal.SIGKILL)
             self._process.join()
+            for name in self.attack.stops:
+                os.kill(self._target.pids[name], signal.SIGCONT)
 
 
 def _perform(

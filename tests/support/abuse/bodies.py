@@ -188,6 +188,12 @@ ATTACKS = (
     _attack("odd-json", odd_json, SERVED_OR_REFUSED | {504}),
     _attack("many-choices", many_choices, SERVED_OR_REFUSED | {429}, bounds=Bounds(growth_mib=128)),
     _attack("urgent-requests", urgent_requests, SERVED_OR_REFUSED),
-    _attack("grammar-bombs", grammar_bombs, SERVED_OR_REFUSED, bounds=Bounds(growth_mib=256)),
+    _attack(
+        "grammar-bombs",
+        grammar_bombs,
+        SERVED_OR_REFUSED,
+        bounds=Bounds(growth_mib=256),
+        at_least_s=5.0,
+    ),
     _attack("made-up-kv-params", made_up_kv_params, SERVED_OR_REFUSED, connectors=("pull", "push")),
 )

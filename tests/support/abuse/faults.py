@@ -161,7 +161,12 @@ ATTACKS = (
         )
         for name in ("prefill-0", "decode-0")
     ),
-    Attack("query-of-death", "Requests during which instances hang up", query_of_death),
+    Attack(
+        "query-of-death",
+        "Requests during which instances hang up",
+        query_of_death,
+        at_least_s=4.0,
+    ),
     Attack(
         "stuck-stderr-of-proxy", "A full disk, an unread pipe as its log", stuck_stderr_of_proxy
     ),

@@ -150,12 +150,18 @@ def from_the_schema(target: Target, attempts: Attempts) -> None:
 
 
 ATTACKS = (
-    Attack("raw-http", "Bytes against the HTTP parsers", raw_http),
-    Attack("raw-sessions", "Bytes against side channels and transports", raw_sessions),
+    Attack("raw-http", "Bytes against the HTTP parsers", raw_http, at_least_s=4.0),
+    Attack(
+        "raw-sessions",
+        "Bytes against side channels and transports",
+        raw_sessions,
+        at_least_s=4.0,
+    ),
     Attack(
         "openapi",
         "Random requests from the OpenAPI schema",
         from_the_schema,
         bounds=Bounds(growth_mib=128),
+        at_least_s=8.0,
     ),
 )
