@@ -175,5 +175,6 @@ ATTACKS = (
         "A full disk, an unread pipe as its log",
         stuck_stderr_of_instance,
         is_short=False,
+        at_least_s=60.0,
     ),
 )
