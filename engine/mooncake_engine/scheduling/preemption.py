@@ -45,11 +45,11 @@ class Preemption:
         victim = max(candidates, key=priority_key).group
         is_alone = all(holder.group is group for holder in holders)
         if victim is not group:
-            self._preempt(victim, step)
+            self.preempt(victim, step)
         elif is_alone and len(group.holders()) > 1:
             self.recompute(group.holders()[-1])
         else:
-            self._preempt(group, step)
+            self.preempt(group, step)
 
     def recompute(self, request: Request) -> None:
         """Preemption by recompute: give the blocks back and queue again, at the old priority."""
@@ -75,7 +75,8 @@ class Preemption:
             self._queues.wait(member)
         return True
 
-    def _preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
+    def preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
+        """Take all blocks of a group, which no step in flight runs."""
         holders, num_sequences = group.holders(), len(group.members)
         copies = self._blocks.swap_out(holders) if num_sequences > 1 else None
         if copies is None:

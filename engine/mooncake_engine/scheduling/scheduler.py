@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
+from mooncake_engine.scheduling.batch_work import BatchWork, is_batch
 from mooncake_engine.scheduling.draft_scheduling import DraftScheduler
 from mooncake_engine.scheduling.kv_residency import HeldBlocks, count_held
 from mooncake_engine.scheduling.output_processor import OutputProcessor
@@ -68,6 +69,7 @@ class Scheduler:
         self._outputs = OutputProcessor(limits, self._queues, blocks, connector)
         self._remote_kv = RemoteKVQueue(limits, self._queues, blocks, self._outputs, connector)
         self._preemption = Preemption(self._queues, blocks)
+        self._batch = BatchWork(self._queues, blocks)
         self.speculation = DraftScheduler(limits, blocks)
         self._budget = StepBudget(limits)
         self._delay = AdmissionDelay(limits.delay_factor)
@@ -206,15 +208,37 @@ class Scheduler:
 
     def _schedule_requests(self, step: StepBuilder) -> None:
         self._delay.begin_step(self._queues.now)
-        if not self._schedule_running(step):
+        before = self._preemption.num_preemptions
+        if not self._make_room(step) or not self._schedule_running(step):
+            return
+        if self._preemption.num_preemptions != before:
             return
         self._schedule_new(step)
-        is_queued = len(self._queues.waiting) or len(self._queues.swapped)
+        first, loading = self._highest_priority(), self._queues.preallocating.peek()
+        is_queued = first is not None and not (
+            loading is not None and is_batch(first) and not is_batch(loading)
+        )
         # a peer writes at any time, also before blocks that were given up have been copied
         if not is_queued and not any(
             self._reaches_freed(flight.plan) for flight in self._in_flight
         ):
             self._remote_kv.start(self._watermark_blocks)
+
+    def _make_room(self, step: StepBuilder) -> bool:
+        """Preempt batch work for the interactive request that waits first; False if steps in
+        flight have to complete before."""
+        waiting = self._batch.find_waiting()
+        if waiting is None:
+            return True
+        while victim := self._batch.find_victim():
+            reserve = self._watermark_blocks + self._batch.num_kept_free(waiting)
+            if self._batch.has_room(waiting, self._budget.max_num_seqs, reserve):
+                break
+            if self._in_flight:
+                self._waits_for_steps = True
+                return False
+            self._preemption.preempt(victim.group, step)
+        return True
 
     def _reaches_freed(self, plan: StepPlan) -> bool:
         """Whether a plan in flight works on blocks that may have been given up since."""
@@ -324,7 +348,10 @@ class Scheduler:
         if self._preemption.num_preemptions == before:
             self._schedule_loaded(step, len(prompts))
         step.budget = min(step.budget, self._budget.beside_decodes(len(step.decodes)))
+        is_awaited = self._batch.find_waiting() is not None
         for request in prompts:
+            if is_awaited and is_batch(request):
+                continue
             if not self._schedule_prompt(request, step):
                 return False
         return self._preemption.num_preemptions == before
@@ -464,6 +491,8 @@ class Scheduler:
             if request := queues.ready.peek():
                 is_scheduled = self._schedule_ready(request, step)
             elif request := self._highest_priority():
+                if is_batch(request) and self._batch.find_waiting() is not None:
+                    return
                 is_scheduled = self._schedule_waiting(request, step, may_start=may_start)
             else:
                 return

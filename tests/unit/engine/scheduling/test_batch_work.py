@@ -1,0 +1,129 @@
+"""Batch work runs in what interactive requests leave, and makes room at once."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings, strategies as st
+from support.scheduling import Bench, token_of
+
+from mooncake_engine.messages import BATCH_PRIORITY
+from mooncake_engine.scheduling.request import RequestStatus
+
+NO_EOS: frozenset[int] = frozenset()
+
+
+def states(bench: Bench) -> dict[str, RequestStatus]:
+    return {name: r.state for name, r in bench.scheduler._queues.requests.items()}
+
+
+def test_batch_work_makes_room_for_an_interactive_request_at_once() -> None:
+    """Without its class, the newer request would wait for the older one to end."""
+    bench = Bench(8, token=None, eos_token_ids=NO_EOS)
+    bench.add("batch", range(20), max_tokens=8, priority=BATCH_PRIORITY)
+    bench.step()
+    bench.add("chat", range(50, 70), arrival=1.0, max_tokens=4)
+    bench.step()
+    assert states(bench)["batch"] is RequestStatus.WAITING
+    bench.step()
+    assert states(bench)["chat"] is RequestStatus.RUNNING
+    answers = bench.run()
+    # the first one came before
+    assert answers["batch"] == [token_of("batch", index) for index in range(1, 8)]
+    assert bench.scheduler.num_preemptions == 1
+
+
+def test_a_place_is_made_too() -> None:
+    bench = Bench(32, max_num_seqs=1, token=None, eos_token_ids=NO_EOS)
+    bench.add("batch", range(8), priority=BATCH_PRIORITY)
+    bench.step()
+    bench.add("chat", range(50, 58), arrival=1.0)
+    bench.step()
+    bench.step()
+    assert states(bench) == {"batch": RequestStatus.WAITING, "chat": RequestStatus.RUNNING}
+
+
+def test_with_room_for_both_nothing_is_preempted() -> None:
+    bench = Bench(32, token=None, eos_token_ids=NO_EOS)
+    bench.add("batch", range(8), priority=BATCH_PRIORITY)
+    bench.step()
+    bench.add("chat", range(50, 58), arrival=1.0)
+    plan, _ = bench.step()
+    assert {sequence.request_id for sequence in plan.sequences} == {"batch", "chat"}
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_a_long_batch_prompt_pauses_for_a_prompt_that_comes() -> None:
+    bench = Bench(32, max_num_batched_tokens=16, token=None, eos_token_ids=NO_EOS)
+    bench.add("batch", range(80), max_tokens=1, priority=BATCH_PRIORITY)
+    bench.step()
+    bench.add("chat", range(100, 116), arrival=1.0, max_tokens=1)
+    plan, _ = bench.step()
+    assert [(s.request_id, s.count) for s in plan.sequences] == [("chat", 16)]
+    plan, _ = bench.step()
+    assert [s.request_id for s in plan.sequences] == ["batch"], "and goes on where it was"
+    assert plan.sequences[0].start == 16
+
+
+def test_more_batch_work_does_not_start_while_somebody_waits() -> None:
+    bench = Bench(8, max_num_seqs=2, token=None, eos_token_ids=NO_EOS)
+    for name in ("one", "two"):
+        bench.add(name, range(12), max_tokens=8)
+    bench.add("batch", range(50, 54), priority=BATCH_PRIORITY)
+    bench.add("three", range(70, 74), arrival=1.0)
+    seen = []
+    while bench.scheduler.has_work:
+        plan, _ = bench.step()
+        seen += [new.request_id for new in plan.new_requests if new.request_id not in seen]
+    assert seen == ["one", "two", "three", "batch"]
+
+
+def test_queued_batch_work_does_not_hold_up_the_kv_that_interactive_requests_wait_for() -> None:
+    bench = Bench(10, max_num_seqs=8, token=None, eos_token_ids=NO_EOS)
+    bench.add("first", range(24), max_tokens=8)
+    bench.step()
+    bench.add("batch", range(50, 74), priority=BATCH_PRIORITY)
+    bench.add("loaded", [90], arrival=1.0, first_token=5, max_tokens=4)
+    bench.step()
+    assert states(bench)["batch"] is RequestStatus.WAITING
+    assert states(bench)["loaded"] is not RequestStatus.PREALLOCATING
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(1, 20), st.booleans(), st.integers(0, 6), st.sampled_from((None, "g"))),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(REQUESTS, st.sampled_from((1, 2, 3)), st.sampled_from((0, 8)))
+def test_all_work_is_done_with_the_same_tokens(
+    load: list[tuple[int, bool, int, str | None]], depth: int, num_host_blocks: int
+) -> None:
+    """However requests of both classes come, everybody ends, with the tokens of a lone run."""
+    bench = Bench(
+        *(10,),
+        num_host_blocks=num_host_blocks,
+        max_num_seqs=3,
+        token=None,
+        depth=depth,
+        eos_token_ids=NO_EOS,
+    )
+    for number, (length, is_batch, wait, group) in enumerate(load):
+        for _ in range(wait):
+            bench.step()
+        priority = BATCH_PRIORITY if is_batch else 0
+        size = 2 if group and length < 10 else 1
+        for index in range(size):
+            bench.add(
+                f"r{number}-{index}",
+                range(length),
+                arrival=float(number),
+                max_tokens=6,
+                priority=priority,
+                group=f"g{number}" if size > 1 else None,
+            )
+    answers = bench.run()
+    for name, tokens in answers.items():
+        assert tokens[-1] == token_of(name, 5)
+    assert bench.num_free == 10
