@@ -78,6 +78,7 @@ class EndpointOptions:
         port_range: where to take that from; None: anywhere.
         secret: shared by all instances of a deployment. A peer proves that it knows it before
             anything it says is honoured. Empty accepts every peer of the same (empty) secret.
+        allow_no_secret: listen without one on other addresses than loopback.
         device: the device whose memory is going to be registered.
         connections: parallel connections or queue pairs per peer, where that means anything.
         extra: transport-specific settings, by name; unknown names raise.
@@ -88,6 +89,7 @@ class EndpointOptions:
     port: int = 0
     port_range: PortRange | None = None
     secret: bytes = b""
+    allow_no_secret: bool = False
     device: str = "cpu"
     connections: int = 2
     extra: dict[str, str] = field(default_factory=dict)

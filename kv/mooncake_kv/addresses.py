@@ -8,6 +8,7 @@ import logging
 import socket
 from dataclasses import replace
 
+from mooncake_hal.session.addressing import is_loopback
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 
@@ -23,9 +24,12 @@ def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
 
     Raises:
         KVConfigError: a name has no address; or the instance listens on all addresses, which peers
-            can't connect to, and there is no default route to choose one by.
+            can't connect to, and there is no default route to choose one by; or others than this
+            host reach it, and there is no secret that keeps strangers out.
     """
     host = resolve(config.host, "--kv-host")
+    if not config.secret:
+        _check_open(host, is_allowed=config.allow_no_secret)
     if config.advertise_host:
         advertised = resolve(config.advertise_host, "--kv-advertise-host")
         if ipaddress.ip_address(advertised).is_unspecified:
@@ -43,6 +47,21 @@ def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
     else:
         advertised = host
     return replace(config, host=host, advertise_host=advertised)
+
+
+def _check_open(host: str, *, is_allowed: bool) -> None:
+    """Raises KVConfigError where an instance without a secret would be reached from elsewhere."""
+    if is_loopback(host):
+        who = "every user of this host"
+    elif is_allowed:
+        who = f"whoever reaches {host}"
+    else:
+        raise KVConfigError(
+            f"listening on --kv-host {host} without a secret, whoever reaches it could read and "
+            "write KV: give all instances the same --kv-secret-file, or say with "
+            "--kv-allow-no-secret that the network is closed to others"
+        )
+    logger.warning("no --kv-secret-file: %s may read and write this instance's KV", who)
 
 
 def resolve(host: str, option: str) -> str:

@@ -106,6 +106,14 @@ class KVTransferConfig:
             help="file with the secret that all instances of a deployment share",
         ),
     )
+    allow_no_secret: bool = field(
+        default=False,
+        metadata=option(
+            "--kv-allow-no-secret",
+            help="listen on other addresses than loopback without --kv-secret-file: whoever "
+            "reaches them may read and write KV",
+        ),
+    )
     lease_s: float = field(
         default=30.0,
         metadata=option(

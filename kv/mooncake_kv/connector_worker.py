@@ -137,6 +137,7 @@ class RankTransports:
             advertise_host=config.advertise_host or None,
             port_range=config.port_range,
             secret=secret,
+            allow_no_secret=config.allow_no_secret,
             device=memory.region.device,
         )
         try:

@@ -53,9 +53,15 @@ def advertised_host(options: EndpointOptions, listener: socket.socket) -> str:
     """Return the address that peers connect to.
 
     Raises:
-        ValueError: it listens on all addresses, and advertise_host does not say which one to use.
+        ValueError: it listens on all addresses, and advertise_host does not say which one to use;
+            or other hosts reach it, and there is no secret.
     """
     host = str(listener.getsockname()[0])
+    if not (options.secret or options.allow_no_secret or is_loopback(host)):
+        raise ValueError(
+            f"listening on {host} without a secret, any host that connects would be let in: give "
+            "one, or say with allow_no_secret that this is meant"
+        )
     if options.advertise_host is None and ipaddress.ip_address(host).is_unspecified:
         raise ValueError(f"listening on {host}: say with advertise_host what peers connect to")
     return options.advertise_host or host

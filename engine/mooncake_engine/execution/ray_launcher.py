@@ -6,12 +6,14 @@ connections, proved by a key that only the actors are told.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import logging
 import os
 import secrets
 import socket
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _PLACE_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 60.0
+_PROVE_TIMEOUT_S = 5.0
 _KEY_BYTES = 32
 
 
@@ -241,10 +244,14 @@ class RayLauncher:
 
 
 def _accept(listener: socket.socket, key: bytes) -> Connection:
-    """The next connection that knows the key; others are turned away."""
+    """The next connection that knows the key; others are turned away, and so is one that is silent,
+    or drips, for longer than a rank needs."""
     while True:
         accepted, address = listener.accept()
+        shared = accepted.dup()
+        ended_late = threading.Timer(_PROVE_TIMEOUT_S, _hang_up, [shared])
         connection = Connection(accepted.detach())
+        ended_late.start()
         try:
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
@@ -253,6 +260,15 @@ def _accept(listener: socket.socket, key: bytes) -> Connection:
             connection.close()
         else:
             return connection
+        finally:
+            ended_late.cancel()
+            shared.close()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection that another thread reads from."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _ray() -> Any:

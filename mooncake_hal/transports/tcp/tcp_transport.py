@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import logging
 import socket
 import threading
@@ -246,17 +245,12 @@ def out_of_reach(address: TcpAddress, *, tls: bool) -> str | None:
 def _own_address(
     options: EndpointOptions, epoch: bytes, listener: socket.socket, *, tls: bool
 ) -> TcpAddress:
-    host, port = listener.getsockname()[:2]
     advertised = advertised_host(options, listener)
-    if not ipaddress.ip_address(host).is_loopback and not options.secret:
-        logger.warning(
-            "tcp: listening on %s without a secret: any host that connects is let in", host
-        )
     return TcpAddress(
         version=VERSION,
         epoch=epoch,
         host=advertised,
-        port=port,
+        port=listener.getsockname()[1],
         machine=host_identity(),
         tls=tls,
     )

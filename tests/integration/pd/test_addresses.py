@@ -20,6 +20,7 @@ from mooncake_hal.transports.tcp import tcp_sockets
 
 PROMPT = prompt_of(100)
 OVER_TCP: dict[str, Any] = {"transports": ("tcp",)}
+OPEN = {**OVER_TCP, "secret": "of the deployment"}
 
 
 def check_told(of: Instance, host: str, ports: PortRange) -> None:
@@ -52,7 +53,7 @@ def test_peers_find_what_they_are_told(
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens
         sides = [
-            {**OVER_TCP, **size, "host": host, "advertise_host": told, "port_range": free_range(3)}
+            {**OPEN, **size, "host": host, "advertise_host": told, "port_range": free_range(3)}
             for size in sizes
         ]
         pushes = connector == LAYERWISE

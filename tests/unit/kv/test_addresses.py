@@ -36,7 +36,7 @@ def address_of_default_route() -> str | None:
 def test_peers_are_told_what_was_said_or_where_we_listen(
     host: str, told: str, expected: tuple[str, str]
 ) -> None:
-    settled = settle_addresses(KVTransferConfig(host=host, advertise_host=told))
+    settled = settle_addresses(KVTransferConfig(host=host, advertise_host=told, secret="s"))
     assert (settled.host, settled.advertise_host) == expected
     assert settle_addresses(settled) == settled
 
@@ -50,7 +50,7 @@ def test_names_become_addresses() -> None:
 def test_who_listens_on_all_addresses_tells_that_of_the_default_route_or_asks_for_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = KVTransferConfig(host="0.0.0.0")
+    config = KVTransferConfig(host="0.0.0.0", secret="s")
     expected = address_of_default_route()
     if expected is None:
         with pytest.raises(KVConfigError, match="give one with --kv-advertise-host"):
@@ -65,3 +65,32 @@ def test_who_listens_on_all_addresses_tells_that_of_the_default_route_or_asks_fo
 def test_all_addresses_are_none_to_connect_to(told: str) -> None:
     with pytest.raises(KVConfigError, match="peers can't connect to --kv-advertise-host"):
         settle_addresses(KVTransferConfig(advertise_host=told))
+
+
+PUBLIC = ("0.0.0.0", "192.0.2.7", "::")
+
+
+@pytest.mark.parametrize("host", PUBLIC)
+def test_without_a_secret_only_this_host_may_reach_it(host: str) -> None:
+    with pytest.raises(KVConfigError, match=f"--kv-host {host} without a secret.*--kv-allow-no"):
+        settle_addresses(KVTransferConfig(host=host, advertise_host="192.0.2.9"))
+
+
+@pytest.mark.parametrize("host", PUBLIC)
+def test_who_means_it_is_warned(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = KVTransferConfig(host=host, advertise_host="192.0.2.9", allow_no_secret=True)
+    settle_addresses(config)
+    assert f"whoever reaches {host} may read and write this instance's KV" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_on_loopback_the_users_of_the_host_are_named(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settle_addresses(KVTransferConfig(host=host))
+    assert "no --kv-secret-file: every user of this host may read" in caplog.text
+
+
+def test_with_a_secret_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    settle_addresses(KVTransferConfig(host="192.0.2.7", secret="s"))
+    assert not caplog.records

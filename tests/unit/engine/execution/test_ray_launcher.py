@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
 
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution import ray_launcher
 from mooncake_engine.execution.ray_launcher import RankLocation, RayRank
 from mooncake_hal.port_range import PortRange
 from mooncake_kv.config import KVTransferConfig
@@ -49,3 +55,41 @@ def test_on_our_host_it_listens_as_we_do() -> None:
 def test_loopback_does_not_reach_another_host() -> None:
     with pytest.raises(ConfigError, match=r"rank 1 is on 10.0.0.2, where peers can't reach"):
         adapted("127.0.0.1", "127.0.0.1")
+
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_stranger_who_says_nothing_or_drips_blocks_no_rank(
+    drips: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_launcher, "_PROVE_TIMEOUT_S", 0.3)
+    is_over = threading.Event()
+
+    def drip(stranger: socket.socket) -> None:
+        length, byte = (100).to_bytes(4, "big"), b"x"
+        for piece in [length, *[byte] * 90]:
+            if is_over.wait(0.05):
+                return
+            try:
+                stranger.sendall(piece)
+            except OSError:
+                return
+
+    with (
+        caplog.at_level(logging.WARNING),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as stranger,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        if drips:
+            threads.submit(drip, stranger)
+        connecting = threads.submit(Client, listener.getsockname(), authkey=KEY)
+        ours: Connection = ray_launcher._accept(listener, KEY)
+        is_over.set()
+        with ours, connecting.result(60) as theirs:
+            theirs.send("a rank")
+            assert ours.poll(60)
+            assert ours.recv() == "a rank"
+    assert "is not one of our ranks" in caplog.text

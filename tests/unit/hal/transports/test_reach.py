@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -93,12 +94,12 @@ def test_every_interface_needs_an_advertised_address() -> None:
         load_tcp().open(EndpointOptions(host="0.0.0.0", secret=b"x"))
 
 
-def test_a_public_interface_without_a_secret_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_public_interface_without_a_secret_is_refused_unless_it_is_meant() -> None:
     options = EndpointOptions(host="0.0.0.0", advertise_host="127.0.0.1")
-    load_tcp().open(options).close()
-    assert "listening on 0.0.0.0 without a secret" in caplog.text
+    with pytest.raises(ValueError, match=r"listening on 0\.0\.0\.0 without a secret"):
+        load_tcp().open(options)
+    load_tcp().open(replace(options, allow_no_secret=True)).close()
+    load_tcp().open(replace(options, secret=b"x")).close()
 
 
 def test_device_memory_is_refused() -> None:
