@@ -23,6 +23,7 @@ from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
 from mooncake_engine.kv_connector import resolve
 from mooncake_engine.process.child_processes import StopSignals
 from mooncake_engine.server.app import create_app
+from mooncake_engine.server.guarded_connection import ConnectionLimits, GuardedConnection
 from mooncake_engine.server.live_requests import LiveRequests
 from mooncake_engine.server.request_tracing import Tracing, load_tracing
 from mooncake_engine.server.server_options import ServerOptions
@@ -188,10 +189,11 @@ def _announce(line: str) -> None:
 
 
 def _run_server(app: Starlette, listener: socket.socket, url: str, background: Background) -> None:
+    GuardedConnection.limits = ConnectionLimits.for_process()
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=GuardedConnection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -78,6 +78,17 @@ def test_wheels_are_built_from_folders_with_a_project(path: Path) -> None:
         assert folder == "." or folder.removeprefix("./").split("/")[0] in copied(path)
 
 
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
+def test_what_is_ours_is_installed_by_its_file_and_never_by_a_name(path: Path) -> None:
+    """An index may have the name, too, with a higher version."""
+    installs = [run for run in arguments_of(path, "RUN") if "pip install" in run]
+    assert any("/wheels/" in run for run in installs)
+    for run in installs:
+        words = run.replace('"', " ").split()
+        assert "--find-links" not in words
+        assert not [word for word in words if re.match(r"mooncake[-_]", word)]
+
+
 @pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.suffix)
 def test_instances_that_share_cores_do_not_spin(path: Path) -> None:
     assert any("OMP_WAIT_POLICY=PASSIVE" in line for line in arguments_of(path, "ENV"))

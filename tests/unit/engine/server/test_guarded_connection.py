@@ -1,0 +1,218 @@
+"""Bounds of an instance's HTTP connections: heads, fields, time, pipelines, and their number."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from mooncake_engine.server.guarded_connection import ConnectionLimits, GuardedConnection
+
+PATIENT = ConnectionLimits(head_s=300.0, body_s=300.0, stalled_s=300.0)
+SHORT_S = 0.2
+REQUEST = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: h\r\n"
+LARGE = 64 << 20
+WAIT_S = 60.0
+
+
+async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Says how many bytes the body has; or sends many, to ``/large``."""
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    headers = [(b"content-type", b"text/plain")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if scope["path"] == "/large":
+        for _ in range(LARGE >> 20):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+    await send({"type": "http.response.body", "body": str(num_bytes).encode()})
+
+
+Address = tuple[str, int]
+
+
+@contextmanager
+def served(limits: ConnectionLimits) -> Iterator[tuple[Address, uvicorn.Server]]:
+    protocol = type("Limited", (GuardedConnection,), {"limits": limits})
+    config = uvicorn.Config(app, loop="uvloop", http=protocol, ws="none", lifespan="off")
+    config.log_config = None
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined,method-assign,unused-ignore]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()[:2], server
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(WAIT_S)
+
+
+def connect(address: Address) -> socket.socket:
+    connection = socket.create_connection(address, timeout=WAIT_S)
+    return connection
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Whether the server has closed it, with whatever last words."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def ask(connection: socket.socket, request: bytes = REQUEST) -> bytes:
+    connection.sendall(request)
+    answer = b""
+    while not answer.endswith(b"0\r\n\r\n"):
+        piece = connection.recv(1 << 16)
+        assert piece, answer
+        answer += piece
+    return answer
+
+
+def send_all(connection: socket.socket, *pieces: bytes) -> None:
+    """Send as much as is taken."""
+    try:
+        for piece in pieces:
+            connection.sendall(piece)
+    except ConnectionError:
+        pass
+
+
+def test_requests_are_served_one_after_the_other() -> None:
+    with served(PATIENT) as (address, _), connect(address) as connection:
+        for _ in range(3):
+            assert b"200 OK" in ask(connection)
+        body = POST + b"Content-Length: 300000\r\n\r\n" + b"x" * 300_000
+        assert b"300000" in ask(connection, body)
+
+
+HEADS = {
+    "one long field": [POST, b"X: " + b"x" * (1 << 20)],
+    "a long path": [b"GET /", b"x" * (1 << 20)],
+    "many fields": [POST, *[f"X-{i}: y\r\n".encode() for i in range(1000)]],
+    "a field without an end": [POST, *[b"X: " + b"x" * 1000] * 1000],
+    "many trailers": [
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n",
+        *[f"X-{i}: y\r\n".encode() for i in range(1000)],
+    ],
+    "a long trailer": [
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n",
+        *[b"X: " + b"x" * 1000] * 1000,
+    ],
+    "a long chunk extension": [
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1;",
+        *[b"x" * 1000] * 1000,
+    ],
+    "many requests at once": [b"POST /large HTTP/1.1\r\nHost: h\r\n\r\n", REQUEST * 100],
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_is_too_long_or_too_many_ends_the_connection(name: str) -> None:
+    with served(PATIENT) as (address, _), connect(address) as other:
+        with connect(address) as connection:
+            send_all(connection, *HEADS[name])
+            assert is_ended(connection)
+        assert b"200 OK" in ask(other)
+
+
+SLOW = {
+    "nothing": b"",
+    "a piece of a head": POST,
+    "a piece of a body": POST + b"Content-Length: 10\r\n\r\n123",
+    "a piece of a chunk": POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n12",
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_who_is_late_is_cut_off(name: str) -> None:
+    limits = replace(PATIENT, head_s=SHORT_S, body_s=SHORT_S)
+    with served(limits) as (address, server), connect(address) as connection:
+        send_all(connection, SLOW[name])
+        assert is_ended(connection)
+        assert not server.server_state.connections
+
+
+def test_a_head_that_drips_has_one_deadline() -> None:
+    with served(replace(PATIENT, head_s=SHORT_S)) as (address, _), connect(address) as connection:
+        connection.settimeout(0.02)
+        for _ in range(3000):
+            try:
+                connection.sendall(b"G" if not _ else b"E")
+                if not connection.recv(100):
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("it was never cut off")
+
+
+def test_the_time_of_a_head_does_not_count_for_a_response() -> None:
+    limits = replace(PATIENT, head_s=SHORT_S, body_s=SHORT_S)
+    with served(limits) as (address, _), connect(address) as connection:
+        assert b"200 OK" in ask(connection)
+        with connect(address) as late:
+            assert is_ended(late)  # so much time has passed
+        assert b"200 OK" in ask(connection)
+
+
+def test_who_takes_nothing_of_its_response_is_dropped() -> None:
+    with (
+        served(replace(PATIENT, stalled_s=SHORT_S)) as (address, server),
+        connect(address) as connection,
+    ):
+        connection.sendall(b"GET /large HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert connection.recv(1)
+        while server.server_state.connections:
+            threading.Event().wait(0.01)
+
+
+def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
+    with served(replace(PATIENT, connections=3)) as (address, server), ExitStack() as stack:
+        known = [stack.enter_context(connect(address)) for _ in range(3)]
+        for connection in known:
+            ask(connection)
+        newest = stack.enter_context(connect(address))
+        assert b"200 OK" in ask(newest)
+        assert is_ended(known[0])
+        for connection in known[1:]:
+            assert b"200 OK" in ask(connection)
+        assert len(server.server_state.connections) == 3
+
+
+def test_where_all_are_busy_a_new_one_is_refused() -> None:
+    with served(replace(PATIENT, connections=2)) as (address, _), ExitStack() as stack:
+        busy = [stack.enter_context(connect(address)) for _ in range(2)]
+        for connection in busy:
+            connection.sendall(POST + b"Content-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+            assert b"100 Continue" in connection.recv(100)
+        newest = stack.enter_context(connect(address))
+        assert is_ended(newest)
+        for connection in busy:
+            assert b"3" in ask(connection, b"abc")
+
+
+def test_half_of_the_descriptors_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert ConnectionLimits.for_process().connections == 512
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert ConnectionLimits.for_process().connections == PATIENT.connections
