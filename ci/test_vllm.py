@@ -1,12 +1,12 @@
 """Our connector inside a real vLLM (its CPU build): tokens, bookkeeping, and who frees what.
 
-    python ci/test_vllm.py [--pairs 1:1/shm,1:1/tcp] [--start-timeout 600]
+    python ci/test_vllm.py [--pairs 1:1/shm,1:1/tcp,1:1/shm/push] [--start-timeout 600]
 
-A pair is P's and D's tensor-parallel size and the transport. First one vLLM answers alone; then,
-for each pair, P and D with HalPullConnector answer the same, in fp32: token for token the same,
-directly and through the proxy, whole and streamed, 16 at once. Then what goes wrong on purpose:
-parameters that are used twice, contradict the prompt or name nobody; clients that leave. In the end
-every block is free on both sides, and the figures say that KV came over.
+A pair is P's and D's tensor-parallel size, the transport, and who moves KV. First one vLLM answers
+alone; then, for each pair, P and D with our connector answer the same, in fp32: token for token the
+same, directly and through the proxy, whole and streamed, 16 at once. Then what goes wrong on
+purpose: parameters that are used twice, contradict the prompt or name nobody; clients that leave.
+In the end every block is free on both sides, and the figures say that KV came over.
 
 Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can't be run here.
 """
@@ -54,7 +54,9 @@ COMPLETIONS = "/v1/completions"
 def main() -> int:
     """Install, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--pairs", default="1:1/shm,1:1/tcp", help="P:D/transport, ...")
+    parser.add_argument(
+        "--pairs", default="1:1/shm,1:1/tcp,1:1/shm/push", help="P:D/transport[/push], ..."
+    )
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
     try:
@@ -80,21 +82,23 @@ class Pair:
     Args:
         prefill_tp, decode_tp: their tensor-parallel sizes.
         transport: by which KV goes.
+        flow: ``"pull"`` or ``"push"``.
     """
 
     prefill_tp: int
     decode_tp: int
     transport: str
+    flow: str
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Read ``2:1/tcp``."""
-        sizes, _, transport = text.partition("/")
+        """Read ``2:1/tcp`` or ``1:1/shm/push``."""
+        sizes, transport, flow = (*text.split("/"), "pull")[:3]
         prefill, _, decode = sizes.partition(":")
-        return cls(int(prefill), int(decode), transport)
+        return cls(int(prefill), int(decode), transport, flow)
 
     def __str__(self) -> str:
-        return f"{self.prefill_tp}:{self.decode_tp}/{self.transport}"
+        return f"{self.prefill_tp}:{self.decode_tp}/{self.transport}/{self.flow}"
 
 
 def answers_alone(python: Path, timeout_s: float) -> dict[str, Json]:
@@ -115,7 +119,7 @@ def check_pair(
             stack.enter_context(
                 serving(
                     python,
-                    transfer_config(role, pair.transport),
+                    transfer_config(role, pair),
                     cores(first, size),
                     log,
                     *("--tensor-parallel-size", str(size), "--max-num-batched-tokens", "256"),
@@ -128,20 +132,20 @@ def check_pair(
         ]
         for url, log in zip(urls, logs, strict=True):
             wait_until_healthy(url, log, args.start_timeout)
-        proxy = stack.enter_context(proxying(*urls))
+        proxy = stack.enter_context(proxying(*urls, pair.flow))
         run = Run(str(pair), *urls, proxy, wanted)
-        for check in CHECKS:
+        for check in CHECKS[pair.flow]:
             check(run)
     return run.problems
 
 
-def transfer_config(role: str, transport: str) -> Json:
+def transfer_config(role: str, pair: Pair) -> Json:
     """What ``--kv-transfer-config`` says."""
     return {
-        "kv_connector": "HalPullConnector",
+        "kv_connector": "HalPullConnector" if pair.flow == "pull" else "HalPushConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"transport": [transport], "lease_seconds": 20},
+        "kv_connector_extra_config": {"transport": [pair.transport], "lease_seconds": 20},
     }
 
 
@@ -168,7 +172,7 @@ class Run:
     def expect(self, what: str, found: object, wanted: object) -> None:
         """Say whether something is as wanted."""
         same = found == wanted
-        print(f"{self.name:10} {what:34} {'ok' if same else 'WRONG'}", flush=True)
+        print(f"{self.name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
         if not same:
             self.problems.append(
                 f"{self.name} {what}: wanted {wanted!r:.200}, found {found!r:.200}"
@@ -272,11 +276,43 @@ def through_the_proxy(run: Run) -> None:
             continue
         plain = {key: value for key, value in body.items() if key != "return_token_ids"}
         [choice] = run.wanted[name]["choices"]
-        wanted = choice.get("text") or choice["message"]["content"], choice["finish_reason"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        wanted = text, choice["finish_reason"]
         for how, extra in (("whole", {}), ("streamed", {"stream": True})):
             run.expect(f"proxy: {name}, {how}", ask(run.proxy, path, plain | extra), wanted)
     fallbacks = figure(run.proxy, "mooncake_proxy_local_prefill_total")
     run.expect("prompts that D computed itself", fallbacks, 0)
+
+
+def at_once_through_the_proxy(run: Run) -> None:
+    """Many, at the same time; and children of one request."""
+    named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
+    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+        answers = list(threads.map(lambda item: post(run.proxy, *item[1]), named))
+    wanted = [token_ids(run.wanted[name]) for name, _ in named]
+    run.expect(f"proxy: {NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
+    children = token_ids(post(run.proxy, *cases()["n = 3"]))
+    run.expect("proxy: n = 3", children, token_ids(run.wanted["n = 3"]))
+
+
+def kv_was_pushed(run: Run) -> None:
+    """Both sides have counted it, and nothing failed."""
+    for url, what in ((run.prefill, "push_failures"), (run.decode, "load_failures")):
+        run.expect(what, figure(url, f"vllm:mooncake_hal_{what}_total"), 0)
+    sent = figure(run.prefill, "vllm:mooncake_hal_bytes_sent_total")
+    run.expect("bytes", figure(run.decode, "vllm:mooncake_hal_bytes_received_total"), sent)
+    run.expect("some bytes", sent > 0, True)
+
+
+def clients_of_the_proxy_leave(run: Run) -> None:
+    """While P computes, and while D answers."""
+    path, body = cases()["trouble"]
+    for seed in range(6):
+        long = completion(tokens(900, 10 + seed), max_tokens=200, stream=True)
+        leave(run.proxy, path, long)
+    run.expect(
+        "after that", token_ids(post(run.proxy, path, body)), token_ids(run.wanted["trouble"])
+    )
 
 
 def trouble(run: Run) -> None:
@@ -340,15 +376,24 @@ def until_zero(url: str, name: str) -> float:
     return value
 
 
-CHECKS: tuple[Callable[[Run], None], ...] = (
-    same_tokens,
-    at_once,
-    kv_came_over,
-    through_the_proxy,
-    trouble,
-    clients_leave,
-    all_is_free,
-)
+CHECKS: dict[str, tuple[Callable[[Run], None], ...]] = {
+    "pull": (
+        same_tokens,
+        at_once,
+        kv_came_over,
+        through_the_proxy,
+        trouble,
+        clients_leave,
+        all_is_free,
+    ),
+    "push": (
+        through_the_proxy,
+        at_once_through_the_proxy,
+        kv_was_pushed,
+        clients_of_the_proxy_leave,
+        all_is_free,
+    ),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

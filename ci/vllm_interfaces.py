@@ -36,6 +36,7 @@ CLASSES = {
     f"{CONNECTOR}/factory.py": ("KVConnectorFactory",),
     "v1/request.py": ("Request", "RequestStatus"),
     "v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
+    "v1/core/sched/output.py": ("NewRequestData", "CachedRequestData", "SchedulerOutput"),
     "v1/kv_cache_interface.py": (
         "KVCacheConfig",
         "KVCacheGroupSpec",

@@ -98,10 +98,10 @@ def serving(
 
 
 @contextmanager
-def proxying(prefill: str, decode: str) -> Iterator[str]:
+def proxying(prefill: str, decode: str, flow: str = "pull") -> Iterator[str]:
     """The proxy in front of two instances that are up; its URL."""
     port, log = free_port(), CACHE / "vllm-proxy.log"
-    pools = ["--prefill", prefill, "--decode", decode, "--decode-emits-first-token"]
+    pools = ["--prefill", prefill, "--decode", decode, "--decode-emits-first-token", "--flow", flow]
     command = [sys.executable, "-m", "mooncake_proxy", "--port", str(port), *pools]
     with process(command, dict(os.environ), log):
         url = f"http://127.0.0.1:{port}"

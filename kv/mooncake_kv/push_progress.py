@@ -57,9 +57,11 @@ class PromptProgress:
 
     Args:
         layers: half-open range of the model's layers that this rank has.
+        unit: tokens that are moved as one: until the prompt ends, whole units are due.
     """
 
     layers: tuple[int, int]
+    unit: int = 1
     pass_number: int = 0
     _block_ids: list[int] = field(default_factory=list)
     _num_due: int = 0  # tokens before this one are due in all layers
@@ -79,6 +81,7 @@ class PromptProgress:
         """
         left = self.end_step()
         self._block_ids.extend(new_block_ids)
+        stop -= stop % self.unit
         if stop > self._num_due:
             self._step = _Step(
                 (self._num_due, stop), tuple(self._block_ids), set(range(*self.layers))
@@ -197,17 +200,19 @@ def expected_bytes(
     num_tokens: int,
     spread: int,
 ) -> dict[tuple[int, int], int]:
-    """How many bytes each (writer, reader) pair has to move for ``num_tokens`` of all layers.
+    """How many bytes each (writer, reader) pair has to move for ``num_tokens`` of all layers; of
+    units that tokens are moved in, all that these tokens are in.
 
     Raises:
         PlanError: the writers don't hold what a reader needs.
     """
     if num_tokens <= 0:
         return {}
-    token_bytes = sum(geometry.plane_dims) * geometry.element_bytes
+    num_units = -(-num_tokens // geometry.unit)
+    unit_bytes = sum(geometry.plane_dims) * geometry.element_bytes
     expected = {}
     for reader, wanted in enumerate(readers):
         for writer in elect_sources(wanted, writers, spread):
             box = intersect(wanted, writers[writer])
-            expected[writer, reader] = box.layers * box.heads * num_tokens * token_bytes
+            expected[writer, reader] = box.layers * box.heads * num_units * unit_bytes
     return expected

@@ -270,6 +270,7 @@ class PushWorker(ConnectorWorker):
         super().__init__(context)
         shard = context.memory.shard
         self._layers = (shard.layer_start, shard.layer_stop)
+        self._unit = context.memory.geometry.unit
         self._sessions: dict[str, PushSession] = {}
         self._send_threads: dict[str, SendThread] = {}
         self._peers: dict[str, tuple[RankMetadata, ...]] = {}
@@ -383,7 +384,7 @@ class PushWorker(ConnectorWorker):
     def _session(self, request_id: str) -> PushSession:
         session = self._sessions.get(request_id)
         if session is None:
-            session = PushSession(request_id, PromptProgress(self._layers))
+            session = PushSession(request_id, PromptProgress(self._layers, self._unit))
             self._sessions[request_id] = session
         return session
 

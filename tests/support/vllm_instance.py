@@ -18,9 +18,22 @@ from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerSide
 from mooncake_vllm.vllm_worker_side import Device, WorkerSide
 
-HOST = Device("cpu", Hardware("cpu", "test"), object, lambda: None)  # type: ignore[arg-type]
+HOST = Device(
+    "cpu",
+    Hardware("cpu", "test"),
+    lambda: SimpleNamespace(record=int, query=bool, synchronize=int),  # type: ignore[arg-type]
+    lambda: None,
+)
 MODEL = ModelFingerprint("weights", {"dtype": "float32"})
 DEADLINE_S = 60.0
+NO_TOKENS: Any = SimpleNamespace(
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(
+        req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+    ),
+    num_scheduled_tokens={},
+)
+"""A step in which nothing is computed."""
 
 
 @dataclass
@@ -62,11 +75,22 @@ class FakeVllm:
         self.scheduler, self.workers, self.caches = scheduler, workers, caches
         self.told = Told()
 
-    def step(self) -> None:
-        """One step without tokens."""
-        started = self.scheduler.take_started()
+    def step(self, output: Any = NO_TOKENS, *, names_layers: bool = True) -> None:
+        """One step: of a ``SchedulerOutput``, or without tokens.
+
+        Args:
+            output: what is computed.
+            names_layers: whether the hooks of layers are called, as eager mode does; a graph
+                that was captured calls none.
+        """
+        started, pushes = self.scheduler.take_started(), self.scheduler.push_steps(output)
         for rank, worker in enumerate(self.workers):
+            worker.begin_step(pushes)
             worker.release_loads(started)
+            if names_layers and pushes:
+                for name in self.caches[rank].layers:
+                    worker.layer_done(name)
+            worker.end_step()
             results = worker.take_results()
             for ids, told in (
                 (results.sent, self.told.sent),
@@ -85,6 +109,32 @@ class FakeVllm:
             assert time.monotonic() < deadline, f"{request_id} was never reported: {self.told}"
             self.step()
             time.sleep(0.001)  # vLLM's own pause between empty steps
+
+    def compute(
+        self, request: Asked, blocks: list[int], chunks: Sequence[int], *, names_layers: bool = True
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Run a prompt in chunks that end before these tokens, and finish it."""
+        done = 0
+        for number, stop in enumerate(chunks):
+            new = SimpleNamespace(
+                req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=0
+            )
+            known = SimpleNamespace(
+                req_ids=[request.request_id],
+                resumed_req_ids=set(),
+                new_block_ids=[None],
+                num_computed_tokens=[done],
+            )
+            output = SimpleNamespace(
+                scheduled_new_reqs=[] if number else [new],
+                scheduled_cached_reqs=known if number else NO_TOKENS.scheduled_cached_reqs,
+                num_scheduled_tokens={request.request_id: stop - done},
+            )
+            self.step(output, names_layers=names_layers)
+            done = stop
+        request.num_computed_tokens, request.output_token_ids = done, [7]
+        request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+        return self.scheduler.request_finished(request, blocks)
 
     def prefill(self, request: Asked, blocks: list[int]) -> dict[str, Any]:
         """Finish a prefill; returns its answer's parameters."""

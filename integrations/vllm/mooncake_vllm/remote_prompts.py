@@ -6,9 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from mooncake_kv.params import RemoteKV
-
 PeerKey = tuple[str, str]
+"""What tells a prompt from all others: its holder and lease, or the URL that it is posted to."""
 
 
 class PromptState(Enum):
@@ -28,7 +27,7 @@ class RemotePrompt:
 
     Args:
         name: what the connector calls it: the id of the request that came first.
-        key: the holder's epoch, and its name for the lease.
+        key: what children of one request have in common.
         num_tokens: whose KV is there.
         members: requests that are here and want it.
         loader: the one that loads it.
@@ -54,14 +53,13 @@ class RemotePrompts:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def expect(self, request_id: str, remote: RemoteKV) -> bool:
+    def expect(self, request_id: str, key: PeerKey, num_tokens: int) -> bool:
         """A request has come; returns whether it is the first for this prompt."""
-        key = remote.engine_id, remote.request_id
         with self._lock:
             prompt = self._by_key.get(key)
             is_first = prompt is None
             if prompt is None:
-                prompt = RemotePrompt(request_id, key, remote.num_tokens)
+                prompt = RemotePrompt(request_id, key, num_tokens)
                 self._by_key[key] = self._by_name[request_id] = prompt
             prompt.members.add(request_id)
             self._by_request[request_id] = prompt

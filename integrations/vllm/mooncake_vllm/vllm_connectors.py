@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector_worker import PushStep
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.transfer_stats import Differences, HalPromMetrics, HalStats
 from mooncake_vllm.vllm_instance import (
@@ -85,9 +86,15 @@ def _nothing() -> None:
 
 @dataclass
 class HalStepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is Any where types are
-    """Scheduler to workers, with a step: the loads whose blocks it allocated."""
+    """Scheduler to workers, with a step.
+
+    Args:
+        loads: those whose blocks it allocated.
+        pushes: what it computes of prompts that are sent.
+    """
 
     loads: tuple[str, ...] = ()
+    pushes: tuple[PushStep, ...] = ()
 
 
 class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
@@ -141,7 +148,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(HalStepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return HalStepMetadata(self._at_scheduler.take_started())
+        side = self._at_scheduler
+        return HalStepMetadata(side.take_started(), side.push_steps(scheduler_output))
 
     @guarded(lambda: (False, None))
     def request_finished(
@@ -177,6 +185,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Loads begin here, before the step's forward, unless the step zeroes new blocks first."""
         super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, HalStepMetadata):
+            self._worker.begin_step(connector_metadata.pushes)
         if not self._zeroes_blocks:
             self._release(connector_metadata)
 
@@ -188,13 +198,19 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: what a step reads is there before it is scheduled."""
 
+    @guarded(_nothing)
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: the peer reads."""
+        """A layer that is pushed may leave now; one that no hook names, after the step."""
+        if self._worker is not None:
+            self._worker.layer_done(layer_name)
 
+    @guarded(_nothing)
     def wait_for_save(self) -> None:
-        """Nothing: a finished request's blocks stay until the peer has read them."""
+        """Waits for nothing: blocks that are read or sent stay until a report."""
+        if self._worker is not None:
+            self._worker.end_step()
 
     @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -262,3 +278,9 @@ class HalPullConnector(HalConnector):
     """D reads a finished prompt's KV from P, under a lease; see ``mooncake_kv.pull_connector``."""
 
     connector_name = "MooncakeConnector"
+
+
+class HalPushConnector(HalConnector):
+    """P writes into D's blocks, layer by layer; see ``mooncake_kv.push_connector``."""
+
+    connector_name = "MooncakeLayerwiseConnector"

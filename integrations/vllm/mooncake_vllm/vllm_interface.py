@@ -41,6 +41,38 @@ class Request(Protocol):
         ...
 
 
+class NewRequest(Protocol):
+    """``vllm.v1.core.sched.output.NewRequestData``: runs for the first time."""
+
+    req_id: str
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+
+
+class CachedRequests(Protocol):
+    """``vllm.v1.core.sched.output.CachedRequestData``: the workers know these already.
+
+    Of those in ``resumed_req_ids``, which start over, ``new_block_ids`` is the whole table.
+    """
+
+    req_ids: list[str]
+    resumed_req_ids: set[str]
+    new_block_ids: list[tuple[list[int], ...] | None]
+    num_computed_tokens: list[int]
+
+
+class SchedulerOutput(Protocol):
+    """``vllm.v1.core.sched.output.SchedulerOutput``: a step."""
+
+    scheduled_cached_reqs: CachedRequests
+    num_scheduled_tokens: dict[str, int]
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[NewRequest]:
+        """Those that run for the first time."""
+        ...
+
+
 class KVCacheBlocks(Protocol):
     """``vllm.v1.core.kv_cache_manager.KVCacheBlocks``."""
 

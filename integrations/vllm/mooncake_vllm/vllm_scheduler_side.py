@@ -21,6 +21,7 @@ from mooncake_kv.connector import (
     LoadEnded,
     find_connector,
 )
+from mooncake_kv.connector_worker import PushStep
 from mooncake_kv.errors import InvalidKVParams, KVConfigError
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.model_fingerprint import ModelFingerprint
@@ -45,14 +46,17 @@ from mooncake_vllm.rank_link import (
     ToWorker,
 )
 from mooncake_vllm.remote_prompts import RemotePrompts
-from mooncake_vllm.vllm_interface import KVCacheBlocks, Request
+from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
 
 logger = logging.getLogger(__name__)
 
-HANDED_OVER = "FINISHED_LENGTH_CAPPED"
-"""The ending of a prefill that another instance continues. One that stopped by itself (its first
-token ends the answer) leaves nothing to continue."""
+COMPLETE = {
+    TransferMode.PULL: ("FINISHED_LENGTH_CAPPED",),
+    TransferMode.PUSH: ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+}
+"""Endings of a prefill that another instance continues. If its first token ends the answer, nobody
+is asked to come for its KV; but one that is pushed to waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +141,20 @@ class SchedulerSide:
         if not raw:
             return
         params = self._read(request, raw)
+        request_id = request.request_id
+        if params.keeps_kv:
+            self._sending.add(request_id)
+            if params.target is not None:
+                self._connector.on_new_request(request_id, params)
+            return
         if params.remote is not None:
-            if self._prompts.expect(request.request_id, params.remote):
-                self._connector.on_new_request(request.request_id, params)
-        elif params.keeps_kv:
-            self._sending.add(request.request_id)
+            key = params.remote.engine_id, params.remote.request_id
+        elif params.metaserver is not None:
+            key = params.metaserver, ""  # its URL is one attempt's
+        else:
+            return
+        if self._prompts.expect(request_id, key, len(request.prompt_token_ids or ())):
+            self._connector.on_new_request(request_id, params)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:
         """Tokens that a request can load beyond those; None: ask again. No side effects."""
@@ -163,6 +176,40 @@ class SchedulerSide:
         started, self._started = tuple(self._started), []
         return started
 
+    def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
+        """What a step computes of the prompts whose KV is sent while it is computed."""
+        if self._mode is not TransferMode.PUSH or not self._sending:
+            return ()
+        found = [
+            self._push_step(step, new.req_id, new.num_computed_tokens, new.block_ids, True)
+            for new in step.scheduled_new_reqs
+            if new.req_id in self._sending
+        ]
+        known = step.scheduled_cached_reqs
+        columns = (known.req_ids, known.num_computed_tokens, known.new_block_ids)
+        return (
+            *found,
+            *(
+                self._push_step(step, name, done, blocks, name in known.resumed_req_ids)
+                for name, done, blocks in zip(*columns, strict=True)
+                if name in self._sending
+            ),
+        )
+
+    def _push_step(
+        self,
+        step: SchedulerOutput,
+        request_id: str,
+        num_computed: int,
+        tables: tuple[list[int], ...] | None,
+        starts_over: bool,
+    ) -> PushStep:
+        stop = num_computed + step.num_scheduled_tokens[request_id]
+        blocks = tuple(expand_blocks(tables[0], self._pages)) if tables else ()
+        if starts_over:
+            return PushStep(request_id, stop, (), blocks)
+        return PushStep(request_id, stop, blocks)
+
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, KVTransferDict | None]:
@@ -177,10 +224,14 @@ class SchedulerSide:
         prompt = request.prompt_token_ids or []
         needed = -(-len(prompt) // self._page_tokens)
         is_whole = request.num_computed_tokens >= len(prompt) and len(block_ids) >= needed
-        if request.status.name != HANDED_OVER or not is_whole:
+        is_complete = request.status.name in COMPLETE[self._mode] and is_whole
+        if not is_complete and self._mode is TransferMode.PULL:
             return False, None
         self._held.add(request_id)
         try:
+            if not is_complete:  # what has left already is drained before the blocks are free
+                self._connector.cancel_send(request_id)
+                return True, None
             params = self._connector.request_finished(
                 request_id,
                 expand_blocks(block_ids[:needed], self._pages),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from mooncake_hal.deployment import Hardware
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import find_connector
-from mooncake_kv.connector_worker import RankContext, RankMemory
+from mooncake_kv.connector_worker import LayerDone, PushStep, RankContext, RankMemory
 from mooncake_kv.ranks import Load, decode_to_rank
 from mooncake_vllm.rank_link import (
     FromWorker,
@@ -24,7 +24,7 @@ from mooncake_vllm.rank_link import (
     WorkerDied,
     WorkerLink,
 )
-from mooncake_vllm.vllm_memory import TRANSPORTS, CacheView
+from mooncake_vllm.vllm_memory import TRANSPORTS, CacheView, layer_index
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,7 @@ class WorkerSide:
         self, config: KVTransferConfig, rank: int, path: Path, view: CacheView, device: Device
     ) -> None:
         self._reports = Reports()
+        self._layer_done: LayerDone | None = None
         self._loads = HeldLoads(lambda order: self._worker.receive(order))
         self._link = WorkerLink(path)
         self._link.send(
@@ -171,6 +172,20 @@ class WorkerSide:
     def release_loads(self, names: Iterable[str]) -> None:
         """Loads that may begin: see ``HeldLoads``. The step's thread."""
         self._loads.release(names)
+
+    def begin_step(self, steps: Sequence[PushStep]) -> None:
+        """A step is about to run these requests' tokens. The step's thread."""
+        self._layer_done = self._worker.begin_step(steps)
+
+    def layer_done(self, layer_name: str) -> None:
+        """The step's KV of that layer is written, or enqueued. The step's thread."""
+        if self._layer_done is not None:
+            self._layer_done(layer_index(layer_name))
+
+    def end_step(self) -> None:
+        """The step's kernels are all enqueued. The step's thread."""
+        self._layer_done = None
+        self._worker.end_step()
 
     def take_results(self) -> Results:
         """What vLLM is to be told. The step's thread."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,10 @@ LEFT_ALONE = {
     "bind_kv_cache_manager": "blocks are held by reports only",
     "bind_gpu_block_pool": "as above",
     "get_finished_count": "every worker reports",
-    "has_pending_push_work": "a lease keeps vLLM stepping by itself",
+    "has_pending_push_work": "blocks that are kept keep vLLM stepping",
     "has_pending_block_frees": "leases end by themselves, soon",
     "requires_kv_delivery": "the role decides, as the base has it",
-    "requires_piecewise_for_cudagraph": "nothing happens in a layer",
+    "requires_piecewise_for_cudagraph": "what no layer's hook names is sent after the step",
     "register_finished_partial_tail": "for stores",
     "supports_divergent_local_hybrid_hits": "hybrid caches are refused",
     "get_external_cache_hit_sources": "the base's",
@@ -166,7 +167,8 @@ def test_vllms_own_calls_bind(facts: dict[str, Any]) -> None:
 
 @release
 def test_what_is_read_of_requests_and_blocks_is_there(facts: dict[str, Any]) -> None:
-    for name, owner in classes(INTERFACE).items():
+    for owner in classes(INTERFACE).values():
+        [name] = re.findall(r"``vllm\.[\w.]*\.(\w+)``", ast.get_docstring(owner) or "")
         wanted = {
             node.target.id if isinstance(node, ast.AnnAssign) else node.name  # type: ignore[union-attr]
             for node in owner.body

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from mooncake_kv.params import RemoteKV
 from mooncake_vllm.remote_prompts import RemotePrompts
 
-
-def remote(request_id: str = "lease", num_tokens: int = 100) -> RemoteKV:
-    return RemoteKV("peer", request_id, "127.0.0.1", 1, (0,), num_tokens)
+LEASE = ("peer", "lease")
 
 
 def test_the_first_of_a_prompt_is_announced_and_its_siblings_are_not() -> None:
     prompts = RemotePrompts()
-    assert prompts.expect("a", remote())
-    assert not prompts.expect("b", remote())
-    assert prompts.expect("c", remote("another"))
+    assert prompts.expect("a", LEASE, 100)
+    assert not prompts.expect("b", LEASE, 100)
+    assert prompts.expect("c", ("peer", "another"), 100)
 
 
 def test_siblings_wait_for_the_one_that_loads_and_then_do_without() -> None:
     prompts = RemotePrompts()
     for name in "ab":
-        prompts.expect(name, remote())
+        prompts.expect(name, LEASE, 100)
     assert prompts.num_to_load("b", 64) == 36
     assert prompts.begin("b") == "a"
     assert prompts.num_to_load("a", 0) is None
@@ -33,7 +30,7 @@ def test_siblings_wait_for_the_one_that_loads_and_then_do_without() -> None:
 
 def test_a_last_token_alone_is_not_worth_a_load() -> None:
     prompts = RemotePrompts()
-    prompts.expect("a", remote())
+    prompts.expect("a", LEASE, 100)
     assert [prompts.num_to_load("a", have) for have in (0, 98, 99, 100)] == [100, 2, 0, 0]
     assert prompts.skip("a") == "a"
     assert prompts.skip("a") is None
@@ -48,7 +45,7 @@ def test_what_nobody_knows_loads_nothing() -> None:
 
 def test_a_lease_that_was_lost_in_the_queue_ends_no_load() -> None:
     prompts = RemotePrompts()
-    prompts.expect("a", remote())
+    prompts.expect("a", LEASE, 100)
     assert prompts.end("a") is None
     assert prompts.begin("a") is None
 
@@ -56,7 +53,7 @@ def test_a_lease_that_was_lost_in_the_queue_ends_no_load() -> None:
 def test_the_last_to_leave_cancels_what_nobody_took() -> None:
     prompts = RemotePrompts()
     for name in "ab":
-        prompts.expect(name, remote())
+        prompts.expect(name, LEASE, 100)
     assert prompts.leave("a") is None
     assert prompts.leave("b") == "a"
     assert len(prompts) == 0
@@ -65,7 +62,7 @@ def test_the_last_to_leave_cancels_what_nobody_took() -> None:
 def test_one_that_leaves_while_it_loads_is_still_reported_once() -> None:
     prompts = RemotePrompts()
     for name in "ab":
-        prompts.expect(name, remote())
+        prompts.expect(name, LEASE, 100)
     prompts.begin("a")
     assert prompts.leave("a") == "a"
     assert prompts.leave("b") is None
@@ -76,8 +73,8 @@ def test_one_that_leaves_while_it_loads_is_still_reported_once() -> None:
 
 def test_after_all_have_left_the_name_may_come_again() -> None:
     prompts = RemotePrompts()
-    prompts.expect("a", remote())
+    prompts.expect("a", LEASE, 100)
     prompts.begin("a")
     prompts.end("a")
     prompts.leave("a")
-    assert prompts.expect("a", remote())
+    assert prompts.expect("a", LEASE, 100)

@@ -1,0 +1,216 @@
+"""P writes a prompt's KV into D's blocks while it computes, by the connector's two sides, without
+vLLM: D reserves blocks and tells a metaserver, which sends P the request, as the proxy does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.metaserver import Metaserver
+from support.vllm_caches import Caches, make_caches
+from support.vllm_instance import Asked, FakeVllm, running
+
+from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_kv.config import KVTransferConfig
+from mooncake_vllm.vllm_memory import LINEAR, ModelKV
+
+MODEL = ModelKV(AttentionKind.GQA, 2, 4, (8, 8), "float32")
+CONFIG = KVTransferConfig(
+    connector="MooncakeLayerwiseConnector", transports=("tcp",), advertise_host="127.0.0.1"
+)
+PROMPT = list(range(100, 114))
+P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
+
+
+class Post:
+    """A metaserver in a thread of its own, which keeps what was posted."""
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] = {}
+        self._posted = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.server = Metaserver(self._take)
+        self._run(self.server.start())
+
+    def wait(self) -> dict[str, Any]:
+        assert self._posted.wait(60)
+        return self.params
+
+    def close(self) -> None:
+        self._run(self.server.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _take(self, key: str, params: dict[str, Any]) -> None:
+        self.params = params
+        self._posted.set()
+
+    def _run(self, coroutine: Any) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def post(stack: ExitStack) -> Post:
+    server = Post()
+    stack.callback(server.close)
+    return server
+
+
+def caches(tp_size: int, seed: int, format: str) -> list[Caches]:
+    ranks = [
+        make_caches(MODEL, "LBHNC", 8, 4, tp=(rank, tp_size), format=format)
+        for rank in range(tp_size)
+    ]
+    random = np.random.default_rng(seed)
+    for rank in ranks:
+        rank.fill(random.random(rank.stacked().shape, dtype=np.float32))
+    return ranks
+
+
+def start(
+    stack: ExitStack, folder: Path, tps: tuple[int, int] = (1, 1), format: str = LINEAR
+) -> tuple[FakeVllm, FakeVllm]:
+    return (
+        stack.enter_context(running("p", folder, caches(tps[0], 1, format), CONFIG)),
+        stack.enter_context(running("d", folder, caches(tps[1], 2, format), CONFIG)),
+    )
+
+
+def whole(instance: FakeVllm, blocks: list[int]) -> Any:
+    parts = [rank.stacked()[:, blocks] for rank in instance.caches]
+    joined = np.concatenate(parts, axis=2).swapaxes(1, 2)
+    layers, heads, num_blocks, tokens, content = joined.shape
+    return joined.reshape(layers, heads, num_blocks * tokens, content)
+
+
+def expect(decode: FakeVllm, post: Post, name: str = "d", num_computed: int = 0) -> Asked:
+    """D gets a request, and reserves blocks for it."""
+    request = Asked(name, PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url(name)})
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS, num_computed) == len(PROMPT) - num_computed
+    decode.step()
+    return request
+
+
+@pytest.mark.parametrize("names_layers", [True, False])
+@pytest.mark.parametrize("format", [LINEAR, "vllm-cpu/vec/4"])
+@pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
+def test_a_prompt_arrives_whole_chunk_by_chunk(
+    stack: ExitStack,
+    tmp_path: Path,
+    post: Post,
+    tps: tuple[int, int],
+    format: str,
+    names_layers: bool,
+) -> None:
+    prefill, decode = start(stack, tmp_path, tps, format)
+    expect(decode, post)
+    request = Asked("p", PROMPT, post.wait())
+    prefill.scheduler.on_new_request(request)
+    kept = prefill.compute(request, P_BLOCKS, (3, 9, 14), names_layers=names_layers)
+    assert kept == (True, None)
+    decode.step_until(decode.told.received, "d")
+    prefill.step_until(prefill.told.sent, "p")
+    assert not decode.told.failed
+    found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
+    assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
+
+
+@pytest.mark.parametrize("format", [LINEAR, "vllm-cpu/vec/4"])
+def test_a_prefix_of_d_is_not_sent(
+    stack: ExitStack, tmp_path: Path, post: Post, format: str
+) -> None:
+    prefill, decode = start(stack, tmp_path, format=format)
+    before = whole(decode, D_BLOCKS)
+    expect(decode, post, num_computed=8)
+    request = Asked("p", PROMPT, post.wait())
+    prefill.scheduler.on_new_request(request)
+    prefill.compute(request, P_BLOCKS, (14,))
+    decode.step_until(decode.told.received, "d")
+    assert not decode.told.failed
+    found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
+    assert (found[:, :, :8] == before[:, :, :8]).all()
+    assert (found[:, :, 8:14] == wanted[:, :, 8:14]).all()
+
+
+def test_children_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, post: Post) -> None:
+    prefill, decode = start(stack, tmp_path)
+    child = expect(decode, post)
+    sibling = replace(child, request_id="d2")
+    decode.scheduler.on_new_request(sibling)
+    assert decode.admit(sibling, D_BLOCKS) is None
+    request = Asked("p", PROMPT, post.wait())
+    prefill.scheduler.on_new_request(request)
+    prefill.compute(request, P_BLOCKS, (14,))
+    decode.step_until(decode.told.received, "d")
+    assert decode.admit(sibling, D_BLOCKS) == 0
+    assert len(post.server.posts) == 1
+
+
+def test_a_prompt_that_is_there_is_posted_all_the_same(
+    stack: ExitStack, tmp_path: Path, post: Post
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = {"do_remote_prefill": True, "metaserver": post.server.url("d")}
+    waiting = Asked("d", PROMPT, params)
+    decode.scheduler.on_new_request(waiting)
+    assert decode.admit(waiting, D_BLOCKS, num_computed=13) == 0
+    request = Asked("p", PROMPT, post.wait())
+    prefill.scheduler.on_new_request(request)
+    prefill.compute(request, P_BLOCKS, (14,))
+    prefill.step_until(prefill.told.sent, "p")
+    decode.step()
+    assert not decode.told.received
+
+
+def test_a_prefill_that_ends_early_fails_the_load(
+    stack: ExitStack, tmp_path: Path, post: Post
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    expect(decode, post)
+    request = Asked("p", PROMPT, post.wait())
+    prefill.scheduler.on_new_request(request)
+    request.status.name = "FINISHED_ABORTED"
+    assert prefill.scheduler.request_finished(request, P_BLOCKS[:1]) == (True, None)
+    decode.step_until(decode.told.received, "d")
+    prefill.step_until(prefill.told.sent, "p")
+    assert decode.told.failed == {"d"}
+
+
+def test_a_decode_that_ends_early_frees_both(stack: ExitStack, tmp_path: Path, post: Post) -> None:
+    prefill, decode = start(stack, tmp_path)
+    waiting = expect(decode, post)
+    request = Asked("p", PROMPT, post.wait())
+    assert decode.scheduler.request_finished(waiting, D_BLOCKS) == (False, None)
+    decode.step_until(decode.told.received, "d")
+    prefill.scheduler.on_new_request(request)
+    prefill.compute(request, P_BLOCKS, (14,))
+    prefill.step_until(prefill.told.sent, "p")
+
+
+def test_one_that_is_pulled_is_refused_by_name(
+    stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, _ = start(stack, tmp_path)
+    request = replace(Asked("p", PROMPT), kv_transfer_params={"do_remote_decode": True})
+    prefill.scheduler.on_new_request(request)
+    assert prefill.compute(request, P_BLOCKS, (14,)) == (False, None)
+    assert "wants KV to be handed over by pull, this instance's connector does it by push" in (
+        caplog.text
+    )
