@@ -106,7 +106,11 @@ def answers_alone(python: Path, timeout_s: float) -> dict[str, Json]:
     log = CACHE / "vllm-alone.log"
     with serving(python, None, "0", log) as url:
         wait_until_healthy(url, log, timeout_s)
-        return {name: post(url, path, body) for name, (path, body) in cases().items()}
+        answers = {name: post(url, path, body) for name, (path, body) in cases().items()}
+    for name, answer in answers.items():
+        if "choices" not in answer:
+            raise SystemExit(f"one vLLM alone does not answer {name}: {answer}")
+    return answers
 
 
 def check_pair(
@@ -199,7 +203,7 @@ def cases() -> dict[str, tuple[str, Json]]:
     found |= {
         "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
         "n = 3": completion(tokens(200, 3), n=3),
-        "logprobs": completion(tokens(150, 4), logprobs=2),
+        "penalties": completion(tokens(150, 4), presence_penalty=1.5, repetition_penalty=1.2),
         "trouble": completion(tokens(280, 5)),
     }
     with_paths = {name: (COMPLETIONS, body) for name, body in found.items()}
