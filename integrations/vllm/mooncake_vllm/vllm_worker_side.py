@@ -161,13 +161,17 @@ class WorkerSide:
                     make_event=device.make_event,
                     bind_thread=device.bind_thread,
                     emit=lambda message: self._link.send(FromWorker(message)),
-                    fail=lambda exc: self._link.send(WorkerDied(repr(exc))),
+                    fail=self.report_death,
                 )
             )
         except BaseException:
             self._link.close()
             raise
         self._link.listen(self._obey)
+
+    def report_death(self, cause: BaseException) -> None:
+        """A thread of the worker died: the instance ends with it. Any thread."""
+        self._link.send(WorkerDied(repr(cause)))
 
     def release_loads(self, names: Iterable[str]) -> None:
         """Loads that may begin: see ``HeldLoads``. The step's thread."""

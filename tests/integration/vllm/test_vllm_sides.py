@@ -17,6 +17,7 @@ from support.vllm_instance import Asked, FakeVllm, running
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
+from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.vllm_memory import LINEAR, ModelKV
 
 MODEL = ModelKV(AttentionKind.GQA, 2, 4, (8, 8), "float32")
@@ -220,6 +221,28 @@ def test_a_lease_that_nobody_wants_ends(stack: ExitStack, tmp_path: Path) -> Non
     if decode.admit(request, D_BLOCKS):
         decode.step_until(decode.told.received, "d")
         assert decode.told.failed == {"d"}
+
+
+def test_a_prefill_instance_that_is_gone_fails_the_load_once(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    prefill.scheduler.close()
+    for worker in prefill.workers:
+        worker.close()
+    request = Asked("d", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    decode.admit(request, D_BLOCKS)
+    decode.step_until(decode.told.received, "d")
+    assert decode.told.failed == {"d"}
+
+
+def test_a_worker_whose_thread_died_ends_the_engine(stack: ExitStack, tmp_path: Path) -> None:
+    _, decode = start(stack, tmp_path)
+    decode.workers[0].report_death(RuntimeError("a defect"))
+    with pytest.raises(ConnectorDied, match="rank 0: RuntimeError"):
+        decode.step_until(decode.told.received, "nobody")
 
 
 def test_pages_of_another_packing_are_refused_by_name(

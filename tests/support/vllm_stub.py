@@ -1,0 +1,92 @@
+"""The few names of vLLM that the connector imports, for tests of what it does around them.
+
+They have what ``tests/contract/vllm`` says of vLLM's own, and nothing of what vLLM does with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
+
+
+class KVConnectorBase_V1:  # vLLM's name
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._vllm_config, self._role = vllm_config, role
+        self._kv_cache_config = kv_cache_config
+        self._connector_metadata: Any = None
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._connector_metadata = connector_metadata
+
+    def has_connector_metadata(self) -> bool:
+        return self._connector_metadata is not None
+
+    def _get_connector_metadata(self) -> Any:
+        return self._connector_metadata
+
+
+@dataclass
+class KVConnectorTransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+class KVConnectorMetadata:
+    pass
+
+
+@dataclass
+class KVConnectorStats:
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, config: Any, types: Any, labelnames: Any, values: Any) -> None:
+        self.per_engine_labelvalues = values
+
+
+class Role:
+    SCHEDULER, WORKER = 0, 1
+
+
+class Factory:
+    registered: dict[str, tuple[str, str]] = {}  # noqa: RUF012  # one per test: see install
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        cls.registered[name] = module_path, class_name
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let these be imported as vLLM, for one test."""
+    Factory.registered = {}
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.platforms": {"current_platform": SimpleNamespace(device_type="cpu")},
+        "vllm.distributed": {"get_pp_group": None, "get_tp_group": None},
+        f"{CONNECTOR}.factory": {"KVConnectorFactory": Factory},
+        f"{CONNECTOR}.v1.base": {
+            "KVConnectorBase_V1": KVConnectorBase_V1,
+            "KVConnectorMetadata": KVConnectorMetadata,
+            "KVConnectorRole": Role,
+            "KVConnectorTransferResults": KVConnectorTransferResults,
+        },
+        f"{CONNECTOR}.v1.metrics": {
+            "KVConnectorPromMetrics": KVConnectorPromMetrics,
+            "KVConnectorStats": KVConnectorStats,
+        },
+        "prometheus_client": {"Counter": "counter", "Gauge": "gauge"},
+    }
+    for name, content in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("vllm_connectors", "transfer_stats"):
+        monkeypatch.delitem(sys.modules, f"mooncake_vllm.{name}", raising=False)

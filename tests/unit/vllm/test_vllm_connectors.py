@@ -1,0 +1,202 @@
+"""The guard around vLLM's hooks, and what they pass on; vLLM itself is a stand-in here."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from support import vllm_stub
+
+from mooncake_vllm import vllm_plugin
+from mooncake_vllm.errors import ConnectorDied
+from mooncake_vllm.vllm_worker_side import Results
+
+
+@pytest.fixture
+def connectors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    vllm_stub.install(monkeypatch)
+    return importlib.import_module("mooncake_vllm.vllm_connectors")
+
+
+class Broken:
+    """A side whose every method raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*args: object) -> None:
+            raise self._error
+
+        return method
+
+
+def connector(connectors: ModuleType, **sides: Any) -> Any:
+    """One without its constructor, which needs ranks."""
+    made = object.__new__(connectors.HalPullConnector)
+    config = SimpleNamespace(needs_kv_cache_zeroing=sides.pop("zeroes", False))
+    vllm_stub.KVConnectorBase_V1.__init__(made, None, 0, config)
+    made.num_errors = 0
+    made._differences = connectors.Differences()
+    made._scheduler, made._worker = sides.get("scheduler"), sides.get("worker")
+    return made
+
+
+CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("on_new_request", (None,), None),
+    ("get_num_new_matched_tokens", (None, 0), (0, False)),
+    ("update_state_after_alloc", (None, None, 5), None),
+    ("request_finished", (None, []), (False, None)),
+    ("get_kv_connector_stats", (), None),
+    ("bind_connector_metadata", (SimpleNamespace(loads=("a",)),), None),
+    ("save_kv_layer", ("model.layers.0.attn", None, None), None),
+    ("wait_for_save", (), None),
+    ("shutdown", (), None),
+]
+
+
+@pytest.mark.parametrize(("hook", "arguments", "instead"), CALLS, ids=[call[0] for call in CALLS])
+def test_an_error_in_a_hook_is_logged_and_counted(
+    connectors: ModuleType,
+    caplog: pytest.LogCaptureFixture,
+    hook: str,
+    arguments: tuple[Any, ...],
+    instead: Any,
+) -> None:
+    broken = Broken(RuntimeError("a defect"))
+    made = connector(connectors, scheduler=broken, worker=broken)
+    assert getattr(made, hook)(*arguments) == instead
+    assert made.num_errors == 1
+    assert f"HalPullConnector.{hook} failed" in caplog.text
+    assert "RuntimeError: a defect" in caplog.text
+
+
+def test_a_step_always_has_metadata_and_results(connectors: ModuleType) -> None:
+    broken = Broken(ValueError("a defect"))
+    made = connector(connectors, scheduler=broken, worker=broken)
+    assert made.build_connector_meta(None) == connectors.HalStepMetadata()
+    assert made.get_transfer_results(set()) == vllm_stub.KVConnectorTransferResults()
+
+
+def test_only_a_dead_connector_ends_the_engine(connectors: ModuleType) -> None:
+    made = connector(connectors, scheduler=Broken(ConnectorDied("its thread")))
+    with pytest.raises(ConnectorDied, match="its thread"):
+        made.on_new_request(None)
+
+
+class Worker:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def begin_step(self, steps: Any) -> None:
+        self.told.append(("step", steps))
+
+    def release_loads(self, names: Any) -> None:
+        self.told.append(("release", names))
+
+    def take_results(self) -> Results:
+        return Results({"s"}, {"r", "f"}, {"f"})
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_loads_begin_before_the_forward_unless_new_blocks_are_zeroed(
+    connectors: ModuleType, zeroes: bool
+) -> None:
+    worker = Worker()
+    made = connector(connectors, worker=worker, zeroes=zeroes)
+    made.bind_connector_metadata(connectors.HalStepMetadata(("a",), ()))
+    at_bind = [("step", ())] if zeroes else [("step", ()), ("release", ("a",))]
+    assert worker.told == at_bind
+    made.start_load_kv(None, scheduler_output=None)
+    assert worker.told == [("step", ()), ("release", ("a",))]
+
+
+def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
+    found = connector(connectors, worker=Worker()).get_transfer_results(set())
+    assert found == vllm_stub.KVConnectorTransferResults({"s"}, {"r", "f"}, {"f"})
+
+
+def test_a_count_of_tokens_is_asynchronous(connectors: ModuleType) -> None:
+    for count, wanted in ((5, (5, True)), (0, (0, False)), (None, (None, False))):
+        side = SimpleNamespace(num_to_load=lambda request, done, count=count: count)
+        made = connector(connectors, scheduler=side)
+        assert made.get_num_new_matched_tokens(None, 0) == wanted
+
+
+def test_figures_are_differences(connectors: ModuleType) -> None:
+    figures = {"loads": 2.0, "leases_held": 1.0}
+    made = connector(connectors, scheduler=SimpleNamespace(stats=lambda: dict(figures)))
+    assert made.get_kv_connector_stats().data == {"loads": 2.0, "leases_held": 1.0}
+    assert made.get_kv_connector_stats() is None
+    figures |= {"loads": 5.0, "leases_held": 0.0}
+    assert made.get_kv_connector_stats().data == {"loads": 3.0, "leases_held": 0.0}
+
+
+def test_every_figure_of_the_connectors_is_published(connectors: ModuleType) -> None:
+    from mooncake_kv.config import KVTransferConfig
+    from mooncake_kv.connector import find_connector
+
+    stats = importlib.import_module("mooncake_vllm.transfer_stats")
+    known = {*stats.COUNTERS, *stats.GAUGES}
+    for each in (connectors.HalPullConnector, connectors.HalPushConnector):
+        source = find_connector(each.connector_name)(KVTransferConfig(), 1)
+        names = {
+            constant
+            for constant in type(source).stats.__code__.co_consts
+            for constant in (constant if isinstance(constant, tuple) else (constant,))
+            if isinstance(constant, str)
+        }
+        assert len(names) >= 8
+        assert names <= known
+
+
+def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
+    seen: list[tuple[str, str, float]] = []
+
+    class Metric:
+        def __init__(self, name: str, documentation: str, labelnames: list[str]) -> None:
+            self.name = name
+
+        def labels(self, *values: object) -> Any:
+            return SimpleNamespace(
+                inc=lambda value: seen.append((self.name, "inc", value)),
+                set=lambda value: seen.append((self.name, "set", value)),
+            )
+
+    kinds = {"counter": Metric, "gauge": Metric}
+    made = connectors.HalPullConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
+    made.observe({"loads": 2.0, "leases_held": 1.0})
+    assert seen == [
+        ("vllm:mooncake_hal_loads", "inc", 2.0),
+        ("vllm:mooncake_hal_leases_held", "set", 1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "words"),
+    [
+        ("0.29.2", [], "needs vLLM 0.30 or newer, this is 0.29.2"),
+        ("0.30.0", ["HalPullConnector", "HalPushConnector"], ""),
+        ("0.33.0+cpu", ["HalPullConnector", "HalPushConnector"], ""),
+        ("0.34.0", ["HalPullConnector", "HalPushConnector"], "was checked against vLLM up to"),
+    ],
+)
+def test_the_plugin_registers_where_vllm_is_new_enough(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    names: list[str],
+    words: str,
+) -> None:
+    vllm_stub.install(monkeypatch)
+    monkeypatch.setattr(vllm_plugin, "version", lambda name: version)
+    with caplog.at_level(logging.WARNING):
+        vllm_plugin.register()
+    assert list(vllm_stub.Factory.registered) == names
+    assert words in caplog.text
+    assert bool(words) == bool(caplog.text)

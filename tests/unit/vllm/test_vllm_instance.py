@@ -1,0 +1,159 @@
+"""What vLLM's configuration says of an instance, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_kv.model_fingerprint import model_fingerprint
+from mooncake_vllm.errors import UnsupportedByVllmConnector
+from mooncake_vllm.vllm_instance import (
+    check_supported,
+    describe_device,
+    describe_instance,
+    fingerprint,
+    model_kv,
+    page_format,
+)
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """By vLLM's name."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    """By vLLM's name."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """By vLLM's name."""
+
+
+def spec(kind: type = FullAttentionSpec, **changes: Any) -> Any:
+    plain = {
+        "head_size": 64,
+        "head_size_v": 64,
+        "dtype": torch.bfloat16,
+        "tokens_per_state": 1,
+        "kv_quant_mode": 0,
+        "page_size_padded": None,
+        "num_head_slots": None,
+        "state_content_bytes": None,
+    }
+    return kind(**(plain | changes))
+
+
+def caches(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in specs])
+
+
+def config(**changes: Any) -> Any:
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "nnodes_within_dp": 1,
+    }
+    transfer = SimpleNamespace(engine_id="name", is_kv_producer=True, is_kv_consumer=False)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**(parallel | changes)),
+        kv_transfer_config=transfer,
+        model_config=model(),
+        instance_id="abcde",
+    )
+
+
+def model(**changes: Any) -> Any:
+    plain: dict[str, Any] = {
+        "model": str(EXAMPLE),
+        "revision": None,
+        "dtype": torch.float32,
+        "quantization": None,
+        "hf_config": SimpleNamespace(to_json_string=lambda: "{}"),
+        "hf_text_config": SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
+        "get_total_num_kv_heads": lambda: 8,
+        "get_total_num_hidden_layers": lambda: 32,
+    }
+    return SimpleNamespace(**(plain | changes))
+
+
+@pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
+def test_plain_caches_are_taken(kind: type) -> None:
+    check_supported(config(), caches(spec(kind)))
+
+
+@pytest.mark.parametrize(
+    ("cache", "changes", "words"),
+    [
+        (caches(spec(), spec(SlidingWindowSpec)), {}, "groups (FullAttentionSpec, SlidingWindow"),
+        (caches(spec(SlidingWindowSpec)), {}, "a KV cache of SlidingWindowSpec"),
+        (caches(spec(kv_quant_mode=1)), {}, "kv_quant_mode is 1"),
+        (caches(spec(tokens_per_state=4)), {}, "tokens_per_state is 4"),
+        (caches(spec(page_size_padded=4096)), {}, "page_size_padded is 4096"),
+        (caches(spec()), {"decode_context_parallel_size": 2}, "decode_context_parallel_size 2"),
+        (caches(spec()), {"nnodes_within_dp": 2}, "on several hosts"),
+    ],
+)
+def test_the_rest_is_refused_by_name(cache: Any, changes: dict[str, int], words: str) -> None:
+    with pytest.raises(UnsupportedByVllmConnector) as refused:
+        check_supported(config(**changes), cache)
+    assert words in str(refused.value)
+
+
+def test_every_boot_is_an_epoch_of_its_own() -> None:
+    first, second = (describe_instance(config(tensor_parallel_size=2)) for _ in range(2))
+    assert first.engine_id != second.engine_id
+    assert first.engine_id.startswith("name-")
+    assert (first.num_ranks, first.sends, first.loads) == (2, True, False)
+
+
+def test_a_model_is_told_as_the_engine_tells_it() -> None:
+    assert fingerprint(model()) == model_fingerprint(EXAMPLE, "float32")
+    settings = fingerprint(model(quantization="fp8")).settings
+    assert settings["quantization by vLLM"] == "fp8"
+
+
+def test_one_without_readable_weights_is_told_by_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = fingerprint(model(model=str(tmp_path)))
+    assert found.settings["told by"] == "its name"
+    assert "by its name and configuration alone" in caplog.text
+    assert found != fingerprint(model(model=str(tmp_path), revision="other"))
+
+
+def test_what_a_token_keeps() -> None:
+    plain = model_kv(model(), spec())
+    assert (plain.kind, plain.kv_heads, plain.plane_dims) == (AttentionKind.GQA, 8, (64, 64))
+    assert (plain.layers, plain.dtype) == (32, "bfloat16")
+    latent = model_kv(model(), spec(MLAAttentionSpec))
+    assert (latent.kind, latent.kv_heads, latent.plane_dims) == (AttentionKind.MLA, 1, (512, 64))
+
+
+def test_pages_of_a_cpu_are_named_by_their_packing() -> None:
+    layers = [SimpleNamespace(isa="amx")] * 2
+    assert page_format("cpu", layers, 128) == "vllm-cpu/amx/128"
+    assert page_format("cpu", [object()], 128) == "vllm-cpu/unknown/128"
+    assert page_format("cuda", layers, 16) == "linear"
+
+
+def test_devices() -> None:
+    host = describe_device(SimpleNamespace(device_type="cpu"), None)
+    event = host.make_event()
+    event.record()
+    event.synchronize()
+    host.bind_thread()
+    assert (host.kind, event.query()) == ("cpu", True)
+    capability = SimpleNamespace(major=9, minor=0)
+    card = describe_device(
+        SimpleNamespace(device_type="cuda", get_device_capability=lambda: capability), 1
+    )
+    assert (card.hardware.backend, card.hardware.generation) == ("cuda", "sm_90")
