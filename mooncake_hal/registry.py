@@ -29,6 +29,7 @@ from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, Transport
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
+    from mooncake_hal.host_copies import HostCopies
     from mooncake_hal.transport import Transport
 
 ENTRY_POINT_GROUP = "mooncake_hal"
@@ -143,6 +144,24 @@ class Registry:
             raise BackendUnavailable(wanted, row.reason)
         _require_sound(row)
         return _load_backend(spec, plugin)
+
+    def host_copies(self, device: str) -> HostCopies:
+        """Copies between a device's memory and the host's.
+
+        Args:
+            device: such as ``"cuda:0"``.
+
+        Raises:
+            BackendUnavailable: no backend offers them for such a device, or it is not here.
+            DeviceError: there is no such device.
+        """
+        kind, _, index = device.partition(":")
+        for spec, _ in self.backends.values():
+            if spec.device_type == kind and spec.host_copies is not None:
+                return spec.host_copies(int(index or 0))
+        raise BackendUnavailable(
+            kind, "no installed backend copies between such a device's memory and the host's"
+        )
 
     def load_transport(self, name: str) -> Transport:
         """Load a transport.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
+    from mooncake_hal.host_copies import HostCopies
     from mooncake_hal.port_range import ReservedPorts
     from mooncake_hal.transport import Transport
 
@@ -72,6 +73,11 @@ class BackendSpec:
         probe: cheap, side-effect-free look at the machine; imports nothing heavy.
         load: import and construct the backend. Raises BackendUnavailable when the probe was
             too hopeful.
+        device_type: what torch calls its devices, ``"cuda"`` or ``"npu"``; empty where KV lies in
+            the host's own memory.
+        host_copies: takes a device's index; copies between that device's memory and the host's,
+            for memory that this process's backend allocated. Raises BackendUnavailable or
+            DeviceError. None where transports reach the memory themselves.
     """
 
     name: str
@@ -79,6 +85,8 @@ class BackendSpec:
     priority: int
     probe: Callable[[], Availability]
     load: Callable[[], Backend]
+    device_type: str = ""
+    host_copies: Callable[[int], HostCopies] | None = None
 
 
 @dataclass(frozen=True, slots=True)

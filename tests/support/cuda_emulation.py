@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 from support.triton_interpreter import repair
 
 from mooncake_hal.backend import DeviceInfo
+from mooncake_hal.host_copies import Addresses
 from mooncake_hal.native import compile_c
 from mooncake_hal.session.addressing import host_identity
 from mooncake_hal.transport import MemoryRegion
+from mooncake_hal.transports.staged.staged_transport import InnerTransport, StagedTransport
+from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 from mooncake_hal_cpu.cpu_backend import CpuBackend
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import Tuning
@@ -29,9 +32,9 @@ from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
 from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
 from mooncake_hal_cuda.memory.nvlink_domain import NvlinkFabric
 from mooncake_hal_cuda.transports import ipc_protocol
+from mooncake_hal_cuda.transports.cuda_host_copies import CudaHostCopies
 from mooncake_hal_cuda.transports.cuda_ipc import IpcTransport
-from mooncake_hal_cuda.transports.device_copier import Addresses, DeviceCopier
-from mooncake_hal_cuda.transports.staged import StagedTransport
+from mooncake_hal_cuda.transports.device_copier import DeviceCopier
 
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = DeviceInfo(0, "emulated", "sm_90", 4 << 30)
@@ -120,7 +123,12 @@ def load_ipc() -> IpcTransport:
 def load_staged() -> StagedTransport:
     """The ``staged`` transport of the emulated device."""
     repair()
-    return StagedTransport(emulated_driver, InterpretedCopier)
+
+    def find_copies(device: str) -> CudaHostCopies:
+        index = int(device.removeprefix("cuda:"))
+        return CudaHostCopies(emulated_driver(), index, InterpretedCopier)
+
+    return StagedTransport(find_copies, {"tcp": InnerTransport(load_tcp(), 10)})
 
 
 class DeviceBuffer:

@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16")
 """The attention ops take no others."""
 KV_LAYOUTS = ("LPBTH",)
 """Ops want K and V as tensors of their own: ``[blocks, tokens, heads, dim]``."""
-TRANSPORTS = ("hccs",)
+TRANSPORTS = ("hccs", "staged")
 
 MAX_GRAPHS = 600
 """A graph holds one of the device's 2,048 streams, and two more with collectives in it (vLLM-Ascend
@@ -113,6 +113,13 @@ class AscendMemory:
         made = TensorAllocation(region, tensor, npu.empty_cache)
         self._allocations[region.address] = made
         return made
+
+    def allocation_around(self, address: int) -> Tensor | None:
+        """All of the allocation that an address lies in; None if it is in none."""
+        for begin, made in list(self._allocations.items()):
+            if begin <= address < begin + made.region.nbytes:
+                return made.tensor
+        return None
 
     def tensor_at(self, address: int) -> Tensor | None:
         """All of the allocation that begins at an address; None if none does."""

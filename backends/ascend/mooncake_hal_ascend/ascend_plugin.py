@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.hookspecs import hookimpl
@@ -12,12 +12,22 @@ from mooncake_hal_ascend.ascend_machine import diagnose, look
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
+    from mooncake_hal.host_copies import HostCopies
+    from mooncake_hal_ascend.ascend_backend import AscendMemory
 
 
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
     """Offer Ascend NPUs."""
-    return BackendSpec(name="ascend", api_version=API_VERSION, priority=90, probe=probe, load=load)
+    return BackendSpec(
+        name="ascend",
+        api_version=API_VERSION,
+        priority=90,
+        probe=probe,
+        load=load,
+        device_type="npu",
+        host_copies=load_host_copies,
+    )
 
 
 def probe() -> Availability:
@@ -36,6 +46,22 @@ def load() -> Backend:
     if not found.ok:  # importing torch-npu without CANN would say less, or break torch
         raise BackendUnavailable("ascend", found.reason)
     return _construct()
+
+
+def load_host_copies(index: int) -> HostCopies:
+    """Copies of the memory that ``load()``'s backend allocates.
+
+    Raises:
+        BackendUnavailable: see ``load``.
+        DeviceError: there is no such NPU.
+    """
+    backend = load()
+    device = backend.runtime.device(index)
+    from mooncake_hal_ascend.ascend_runtime import NpuSideStream
+    from mooncake_hal_ascend.npu_host_copies import NpuHostCopies
+
+    memory = cast("AscendMemory", backend.memory)
+    return NpuHostCopies(memory.allocation_around, device, NpuSideStream())
 
 
 @cache

@@ -12,6 +12,7 @@ from mooncake_hal_cuda.cuda_machine import diagnose, look
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
+    from mooncake_hal.host_copies import HostCopies
     from mooncake_hal.transport import Transport
 
 IPC_PRIORITY = 60
@@ -21,7 +22,15 @@ IPC_PRIORITY = 60
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
     """Offer NVIDIA GPUs."""
-    return BackendSpec(name="cuda", api_version=API_VERSION, priority=100, probe=probe, load=load)
+    return BackendSpec(
+        name="cuda",
+        api_version=API_VERSION,
+        priority=100,
+        probe=probe,
+        load=load,
+        device_type="cuda",
+        host_copies=load_host_copies,
+    )
 
 
 @hookimpl
@@ -47,6 +56,19 @@ def load() -> Backend:
     except (ImportError, OSError, RuntimeError) as exc:
         raise BackendUnavailable("cuda", f"torch or triton can't be imported: {exc}") from exc
     return CudaBackend()
+
+
+def load_host_copies(index: int) -> HostCopies:
+    """Load the driver.
+
+    Raises:
+        DeviceError: it does not load, or has no such device.
+    """
+    keep_kernels_in_project_cache()
+    from mooncake_hal_cuda.libcuda import CudaDriver
+    from mooncake_hal_cuda.transports.cuda_host_copies import CudaHostCopies
+
+    return CudaHostCopies(CudaDriver(), index)
 
 
 def load_ipc() -> Transport:

@@ -150,7 +150,9 @@ def test_fewer_ranks_for_prefill_are_refused() -> None:
         async with cpu(TINY_LLAMA) as on_cpu, pair(TINY_LLAMA, **sides, **OVER_HCCS) as both:
             [case] = await clear_cases(on_cpu, (17,))
             found = await ask_pair(both, case.prompt, FEW)
-            assert "sizes are 1 for prefill and 2 for decode" in str(found.error)
+            assert "hccs: it needs a tensor-parallel size of prefill that is a multiple" in str(
+                found.error
+            )
 
     asyncio.run(main())
 

@@ -23,8 +23,8 @@ from support.pd import (
 from support.push import WAYS, PushPair
 
 from mooncake_hal.specs import Availability
+from mooncake_hal.transports.staged import staged_plugin
 from mooncake_hal_cuda import cuda_plugin
-from mooncake_hal_cuda.transports import staged_plugin
 
 FEW = replace(GREEDY, max_tokens=4)
 DRAWN = replace(FEW, temperature=0.9, top_k=40, top_p=0.95, seed=7)

@@ -18,13 +18,15 @@ from support.cuda_emulation import (
 )
 
 from mooncake_hal.errors import CapabilityError, DeviceError, PeerLost, TransferTimeout
+from mooncake_hal.negotiation import OpenedTransport, Transports
 from mooncake_hal.transport import EndpointOptions
+from mooncake_hal.transports.staged.staged_peer import StagingBuffer
 from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 from mooncake_hal_cuda.memory import virtual_memory
 from mooncake_hal_cuda.memory.memory_kinds import MemoryKind
 from mooncake_hal_cuda.memory.virtual_memory import Attribute, HandleType, VirtualMemory
+from mooncake_hal_cuda.transports.cuda_host_copies import CudaHostCopies
 from mooncake_hal_cuda.transports.ipc_peer import DescriptorMailbox, send_descriptor
-from mooncake_hal_cuda.transports.staged_peer import Gpu, StagingBuffer
 
 MIB = 1 << 20
 DESCRIPTOR = HandleType.POSIX_FILE_DESCRIPTOR
@@ -178,9 +180,11 @@ def test_what_needs_a_device_is_refused_in_a_thread_without_one() -> None:
 
 def test_staging_is_given_back_by_any_thread() -> None:
     """A connection's reader, for example, which never had a device."""
-    gpu = Gpu(emulated_driver(), 0, InterpretedCopier)
-    inner = load_tcp().open(EndpointOptions(host="127.0.0.1", secret=b"secret"))
-    buffer, copier = StagingBuffer.allocate(gpu, inner), gpu.copier()
+    copies = CudaHostCopies(emulated_driver(), 0, InterpretedCopier)
+    tcp = load_tcp()
+    endpoint = tcp.open(EndpointOptions(host="127.0.0.1", secret=b"secret"))
+    inner = Transports([OpenedTransport(tcp, endpoint, 10)])
+    buffer, copier = StagingBuffer.allocate(copies, inner), copies.copier()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(copier.drain).result()
         thread.submit(copier.close).result()

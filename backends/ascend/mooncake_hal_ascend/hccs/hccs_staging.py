@@ -144,8 +144,8 @@ class Scatterer:
         region = self._tensor_at(base)
         assert region is not None, "can_scatter() was not asked"
         row = row_bytes(targets, sizes, base)
-        target = _rows(region, row)
-        packed = _rows(buffer, row)[: int(sizes.sum()) // row]
+        target = as_rows(region, row)
+        packed = as_rows(buffer, row)[: int(sizes.sum()) // row]
         rows = torch.from_numpy(rows_of(targets, sizes, base, row))
 
         def copy() -> None:
@@ -154,7 +154,7 @@ class Scatterer:
         return self._stream.run(copy, target.device)
 
 
-def _rows(memory: Tensor, row: int) -> Tensor:
+def as_rows(memory: Tensor, row: int) -> Tensor:
     """Flat uint8 as rows: [n, row / 4] int32."""
     whole = memory.numel() // row * row
     return memory[:whole].view(ELEMENT).view(-1, row // ELEMENT.itemsize)

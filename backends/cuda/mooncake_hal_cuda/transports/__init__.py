@@ -1,1 +1,1 @@
-"""The transports of this backend: ``cuda_ipc`` within a host, ``staged`` through pinned memory."""
+"""What moves KV out of and into GPUs: ``cuda_ipc`` within a host, and copies to host memory."""

@@ -21,12 +21,18 @@ from mooncake_hal.session.authentication import encode
 from mooncake_hal.session.regions import AttachedRegions
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion
+from mooncake_hal.transports.copy_worker import CopyWorker
 from mooncake_hal.transports.session_endpoint import compare_addresses, open_endpoint
 from mooncake_hal_cuda.libcuda import CudaDriver
 from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
 from mooncake_hal_cuda.memory.virtual_memory import HandleType
-from mooncake_hal_cuda.transports.copy_worker import CopyWorker
-from mooncake_hal_cuda.transports.device_copier import BETWEEN, WITHIN, DeviceCopier, MakeCopier
+from mooncake_hal_cuda.transports.device_copier import (
+    BETWEEN,
+    WITHIN,
+    DeviceCopier,
+    MakeCopier,
+    SpanCopier,
+)
 from mooncake_hal_cuda.transports.ipc_peer import IpcPeer, PeerMappings, send_descriptor
 from mooncake_hal_cuda.transports.ipc_protocol import (
     NAME,
@@ -116,7 +122,9 @@ class IpcDataPath:
         except (DeviceError, CapabilityError) as exc:
             raise TransportUnavailable(NAME, f"{options.device}: {exc}") from exc
         device = torch.device(options.device)
-        self._worker = CopyWorker(lambda: make_copier(driver, device, index))
+        self._worker: CopyWorker[SpanCopier] = CopyWorker(
+            lambda: make_copier(driver, device, index)
+        )
 
     def info(self) -> bytes:
         return encode(self._info)

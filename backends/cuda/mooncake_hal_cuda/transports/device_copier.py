@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mooncake_hal.errors import DeviceError
+from mooncake_hal.host_copies import Addresses
 from mooncake_hal_cuda.libcuda import CudaDriver
-
-Addresses = NDArray[np.uint64]
 
 _CHUNK_BYTES = 64 << 10
 _ALIGNMENT = 16
@@ -127,24 +125,6 @@ class DeviceCopier:
         raw = self._stream.value or 0
         stream = torch.cuda.ExternalStream(raw, self._device)  # type: ignore[no-untyped-call]  # torch
         return torch.cuda.stream(stream)
-
-
-class HostCopier:
-    """Of an endpoint of host memory: tcp moves all of it, so nothing is enqueued here."""
-
-    def copy(
-        self, targets: Addresses, sources: Addresses, nbytes: Addresses, route: CopyRoute
-    ) -> None:
-        raise DeviceError("memory of the host is not copied by a device")
-
-    def mark(self) -> Callable[[], None]:
-        return self.drain
-
-    def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def launch_copy(

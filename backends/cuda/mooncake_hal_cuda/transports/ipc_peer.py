@@ -14,15 +14,16 @@ from contextlib import closing
 import numpy as np
 
 from mooncake_hal.errors import DeviceError, PeerLost, TransferTimeout, TransportUnavailable
+from mooncake_hal.host_copies import Addresses
 from mooncake_hal.session.authentication import encode
 from mooncake_hal.session.regions import AttachedRegions
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import Spans
+from mooncake_hal.transports.copy_worker import CopyWorker, InFlightPart
+from mooncake_hal.transports.copying_peer import CopyingPeer
 from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing, MemoryKind
 from mooncake_hal_cuda.memory.virtual_memory import Mapped
-from mooncake_hal_cuda.transports.copy_worker import CopyWorker, InFlightPart
-from mooncake_hal_cuda.transports.copying_peer import CopyingPeer
-from mooncake_hal_cuda.transports.device_copier import Addresses, CopyRoute, SpanCopier
+from mooncake_hal_cuda.transports.device_copier import CopyRoute, SpanCopier
 from mooncake_hal_cuda.transports.ipc_protocol import (
     NAME,
     IpcEndpointInfo,
@@ -206,7 +207,7 @@ class PeerMappings:
             os.close(descriptor)  # what is mapped stays
 
 
-class IpcPeer(CopyingPeer):
+class IpcPeer(CopyingPeer[SpanCopier]):
     """A peer whose memory is mapped here.
 
     Args:
@@ -221,7 +222,7 @@ class IpcPeer(CopyingPeer):
         self,
         session: Session,
         local: AttachedRegions,
-        worker: CopyWorker,
+        worker: CopyWorker[SpanCopier],
         mappings: PeerMappings,
         route: CopyRoute,
     ) -> None:

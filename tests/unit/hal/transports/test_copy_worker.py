@@ -9,11 +9,17 @@ import pytest
 
 from mooncake_hal.errors import TransferCancelled, TransferError
 from mooncake_hal.transport import Spans
+from mooncake_hal.transports import copy_worker
+from mooncake_hal.transports.copy_worker import (
+    Copier,
+    CopyJob,
+    InFlightPart,
+    PartMover,
+    split_parts,
+)
+from mooncake_hal.transports.staged.staged_peer import joined
+from mooncake_hal.transports.staged.staged_transport import NothingToCopy
 from mooncake_hal.transports.staging import packed_addresses
-from mooncake_hal_cuda.transports import copy_worker
-from mooncake_hal_cuda.transports.copy_worker import CopyJob, InFlightPart, PartMover, split_parts
-from mooncake_hal_cuda.transports.device_copier import HostCopier, SpanCopier
-from mooncake_hal_cuda.transports.staged_peer import joined
 
 
 def numbers(*values: int) -> np.ndarray:
@@ -54,7 +60,7 @@ class Line:
         self.stop: Callable[[], None] = lambda: None
         self._fails_at = fails_at
 
-    def __call__(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+    def __call__(self, part: Spans, deadline: float, copier: Copier) -> InFlightPart:
         name = int(part.local[0])
         self.events.append(f"begin {name}")
         self.stop()
@@ -70,7 +76,7 @@ class Line:
         self.events.append(f"confirm {len(spans)}")
 
 
-def job_of(line: Line) -> CopyJob:
+def job_of(line: Line) -> CopyJob[Copier]:
     parts = numbers(0, 1, 2)
     way = PartMover(line, line.confirm, most_bytes=10)
     return CopyJob(Spans(parts, parts, numbers(10, 10, 10)), 60.0, way, frozenset())
@@ -78,7 +84,7 @@ def job_of(line: Line) -> CopyJob:
 
 def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
     line = Line()
-    job_of(line).run(HostCopier())
+    job_of(line).run(NothingToCopy())
     moved = ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
     assert line.events == [*moved, "confirm 3"]
 
@@ -86,7 +92,7 @@ def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
 def test_what_is_underway_when_a_part_is_lost_is_drained() -> None:
     line = Line(fails_at=0)
     with pytest.raises(TransferError, match="lost"):
-        job_of(line).run(HostCopier())
+        job_of(line).run(NothingToCopy())
     assert line.events == ["begin 0", "begin 1", "drain 1"]
 
 
@@ -95,5 +101,5 @@ def test_a_stopped_transfer_is_drained() -> None:
     job = job_of(line)
     line.stop = job.is_stopped.set
     with pytest.raises(TransferCancelled):
-        job.run(HostCopier())
+        job.run(NothingToCopy())
     assert line.events == ["begin 0", "drain 0"]

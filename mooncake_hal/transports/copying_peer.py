@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +15,12 @@ from mooncake_hal.errors import PeerLost, RegionRevoked, TransferError, Transfer
 from mooncake_hal.session.regions import AttachedRegions, RegionIndex, check_spans
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import Spans, Transfer
+from mooncake_hal.transports.copy_worker import C, CopyJob, CopyWorker, InFlightPart, PartMover
 from mooncake_hal.transports.spans import cut
 from mooncake_hal.transports.transfers import DONE
-from mooncake_hal_cuda.transports.copy_worker import CopyJob, CopyWorker, InFlightPart, PartMover
-from mooncake_hal_cuda.transports.device_copier import SpanCopier
 
 
-class CopyingPeer:
+class CopyingPeer(Generic[C]):
     """A peer whose transfers the worker's thread copies; subclasses move one part at a time.
 
     Args:
@@ -31,13 +31,13 @@ class CopyingPeer:
     """
 
     def __init__(
-        self, session: Session, local: AttachedRegions, worker: CopyWorker, most_bytes: int
+        self, session: Session, local: AttachedRegions, worker: CopyWorker[C], most_bytes: int
     ) -> None:
         self._session = session
         self._local = local
         self._worker = worker
         self._most_bytes = most_bytes
-        self._jobs: set[CopyJob] = set()
+        self._jobs: set[CopyJob[C]] = set()
         self._error: TransferError | None = None
         self._lock = threading.Lock()
         self.closed = False
@@ -71,10 +71,10 @@ class CopyingPeer:
         for job in touched:
             job.transfer.abort(RegionRevoked(f"region {key} was revoked in mid-transfer"))
 
-    def _read(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+    def _read(self, part: Spans, deadline: float, copier: C) -> InFlightPart:
         raise NotImplementedError
 
-    def _write(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+    def _write(self, part: Spans, deadline: float, copier: C) -> InFlightPart:
         raise NotImplementedError
 
     def _confirm(self, spans: Spans, deadline: float) -> None:

@@ -6,24 +6,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from mooncake_hal.host_copies import Addresses, HostCopier, HostCopies
+from mooncake_hal.negotiation import Transports
 from mooncake_hal.session.authentication import decode, encode
 from mooncake_hal.session.regions import AttachedRegions
 from mooncake_hal.session.session import Session
-from mooncake_hal.transport import Endpoint, MemoryRegion, Peer, Spans
-from mooncake_hal.transports.staging import packed_addresses
-from mooncake_hal_cuda.libcuda import CudaDriver
-from mooncake_hal_cuda.transports.copy_worker import CopyWorker, InFlightPart
-from mooncake_hal_cuda.transports.copying_peer import CopyingPeer, seconds_left
-from mooncake_hal_cuda.transports.device_copier import (
-    HOST,
-    Addresses,
-    DeviceCopier,
-    MakeCopier,
-    SpanCopier,
-)
-from mooncake_hal_cuda.transports.staged_protocol import (
+from mooncake_hal.transport import MemoryRegion, Peer, Spans
+from mooncake_hal.transports.copy_worker import CopyWorker, InFlightPart
+from mooncake_hal.transports.copying_peer import CopyingPeer, seconds_left
+from mooncake_hal.transports.staged.staged_protocol import (
     SLOT_BYTES,
     SLOTS,
     Gather,
@@ -31,35 +23,17 @@ from mooncake_hal_cuda.transports.staged_protocol import (
     Scatter,
     StagingOpened,
 )
+from mooncake_hal.transports.staging import packed_addresses
 
 SETUP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """The device of an endpoint.
-
-    Args:
-        driver: of the hardware.
-        index: the device's number.
-        make_copier: another one only in tests.
-    """
-
-    driver: CudaDriver
-    index: int
-    make_copier: MakeCopier
-
-    def copier(self) -> DeviceCopier:
-        """One for the calling thread."""
-        return self.make_copier(self.driver, torch.device("cuda", self.index), self.index)
-
-
-@dataclass(frozen=True, slots=True)
 class StagingBuffer:
-    """Pinned memory that the inner endpoint has registered; close it once.
+    """Pinned memory that the inner endpoints have registered; close it once.
 
     Args:
-        address: first byte, for this process and for its device.
+        address: first byte, for this process.
         undo: frees it.
     """
 
@@ -67,34 +41,31 @@ class StagingBuffer:
     undo: ExitStack
 
     @classmethod
-    def allocate(cls, gpu: Gpu, inner: Endpoint) -> StagingBuffer:
+    def allocate(cls, copies: HostCopies, inner: Transports) -> StagingBuffer:
         """All slots of it; raises DeviceError or OutOfMemory."""
-        nbytes = SLOTS * SLOT_BYTES
         with ExitStack() as undo:
-            gpu.driver.bind(gpu.index)
-            address = gpu.driver.allocate_host(nbytes)
-            undo.callback(gpu.driver.free_host, address)
-            undo.callback(gpu.driver.bind, gpu.index)  # any thread may close it
-            key = inner.register(MemoryRegion(address, nbytes))
-            undo.callback(inner.revoke, key)
-            return cls(address, undo.pop_all())
+            pinned = copies.allocate_pinned(SLOTS * SLOT_BYTES)
+            undo.callback(pinned.close)
+            keys = inner.register(MemoryRegion(pinned.address, pinned.nbytes))
+            undo.callback(inner.revoke, keys)
+            return cls(pinned.address, undo.pop_all())
 
     def slot(self, number: int) -> int:
         """Where a slot begins."""
         return self.address + number * SLOT_BYTES
 
     def gather(
-        self, copier: SpanCopier, addresses: Addresses, nbytes: Addresses, slot: int
+        self, copier: HostCopier, addresses: Addresses, nbytes: Addresses, slot: int
     ) -> None:
         """Pack pieces of device memory into a slot."""
-        copier.copy(packed_addresses(self.slot(slot), nbytes), addresses, nbytes, HOST)
+        copier.gather(addresses, nbytes, self.slot(slot))
         copier.drain()
 
     def scatter(
-        self, copier: SpanCopier, addresses: Addresses, nbytes: Addresses, slot: int
+        self, copier: HostCopier, addresses: Addresses, nbytes: Addresses, slot: int
     ) -> None:
         """Unpack a slot into pieces of device memory."""
-        copier.copy(addresses, packed_addresses(self.slot(slot), nbytes), nbytes, HOST)
+        copier.scatter(self.slot(slot), addresses, nbytes)
         copier.drain()
 
     def close(self) -> None:
@@ -107,7 +78,7 @@ class StagedPath:
     """What lies between our memory and the peer's.
 
     Args:
-        inner: the tcp connection between the two processes.
+        inner: the inner connection between the two processes.
         ours: our staging, or None if our regions are host memory.
         theirs: where the peer's staging begins, or None if its regions are host memory.
     """
@@ -126,7 +97,7 @@ class StagedPath:
         return joined(local, remote, part.nbytes)
 
 
-class StagedPeer(CopyingPeer):
+class StagedPeer(CopyingPeer[HostCopier]):
     """Moves parts of up to SLOT_BYTES: packs, sends, unpacks. While one is sent, the one before
     it is unpacked, or the one after it packed.
 
@@ -138,13 +109,17 @@ class StagedPeer(CopyingPeer):
     """
 
     def __init__(
-        self, session: Session, local: AttachedRegions, worker: CopyWorker, path: StagedPath
+        self,
+        session: Session,
+        local: AttachedRegions,
+        worker: CopyWorker[HostCopier],
+        path: StagedPath,
     ) -> None:
         super().__init__(session, local, worker, SLOT_BYTES)
         self._path = path
         self._next_slot = 0
 
-    def _read(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+    def _read(self, part: Spans, deadline: float, copier: HostCopier) -> InFlightPart:
         self._locate(part, deadline)
         slot, ours = self._take_slot(), self._path.ours
         if self._path.theirs is not None:
@@ -159,7 +134,7 @@ class StagedPeer(CopyingPeer):
 
         return InFlightPart(finish, transfer.cancel)
 
-    def _write(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+    def _write(self, part: Spans, deadline: float, copier: HostCopier) -> InFlightPart:
         self._locate(part, deadline)
         slot, ours = self._take_slot(), self._path.ours
         if ours is not None:

@@ -9,7 +9,7 @@ from mooncake_hal.session.authentication import UNREADABLE, decode
 from mooncake_hal.transports.staging import StagingLimits
 
 NAME = "staged"
-VERSION = 3
+VERSION = 4
 
 SLOTS = 2
 """Of a peer's staging on either side: one is packed or unpacked while the other one travels."""
@@ -22,11 +22,11 @@ class StagedEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_un
     """What an endpoint publishes.
 
     Args:
-        inner: address of its tcp endpoint.
-        is_host: whether its regions are host memory, which tcp reaches itself.
+        inner: addresses of its inner endpoints, by transport.
+        is_host: whether its regions are host memory, which the inner transport reaches itself.
     """
 
-    inner: bytes
+    inner: dict[str, bytes]
     is_host: bool
 
 

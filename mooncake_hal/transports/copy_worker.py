@@ -9,14 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_hal.errors import HalError, TransferCancelled, TransferError
 from mooncake_hal.transport import Spans, TransferState
 from mooncake_hal.transports.transfers import RunningTransfer, deadline_after
-from mooncake_hal_cuda.transports.device_copier import Addresses, SpanCopier
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,22 @@ class InFlightPart:
     drain: Callable[[], None]
 
 
-class MovePart(Protocol):
+class Copier(Protocol):
+    """What the thread copies with, and gives back at its end; the rest is the transport's."""
+
+    def close(self) -> None:
+        """Give it back."""
+        ...
+
+
+C = TypeVar("C", bound=Copier)
+C_contra = TypeVar("C_contra", bound=Copier, contravariant=True)
+
+
+class MovePart(Protocol[C_contra]):
     """Moves a part of a transfer."""
 
-    def __call__(self, part: Spans, deadline: float, copier: SpanCopier) -> InFlightPart:
+    def __call__(self, part: Spans, deadline: float, copier: C_contra, /) -> InFlightPart:
         """Start to move it: the next part is started before this one is finished.
 
         Raises:
@@ -48,8 +60,8 @@ class MovePart(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PartMover:
+@dataclass(frozen=True)
+class PartMover(Generic[C]):
     """How a peer moves a transfer.
 
     Args:
@@ -59,12 +71,12 @@ class PartMover:
         most_bytes: of a part.
     """
 
-    move: MovePart
+    move: MovePart[C]
     confirm: Callable[[Spans, float], None]
     most_bytes: int
 
 
-class CopyJob:
+class CopyJob(Generic[C]):
     """One transfer for the worker.
 
     Args:
@@ -78,7 +90,7 @@ class CopyJob:
         self,
         spans: Spans,
         timeout: float,
-        way: PartMover,
+        way: PartMover[C],
         local_keys: frozenset[int],
     ) -> None:
         self._spans = spans
@@ -92,7 +104,7 @@ class CopyJob:
         """Whether its transfer has ended."""
         return self.transfer.poll() is not TransferState.PENDING
 
-    def run(self, copier: SpanCopier) -> None:
+    def run(self, copier: C) -> None:
         """Copy all of it.
 
         Raises:
@@ -111,7 +123,7 @@ class CopyJob:
             for left in underway:
                 left.drain()
 
-    def _begin(self, pieces: slice, copier: SpanCopier) -> InFlightPart:
+    def _begin(self, pieces: slice, copier: C) -> InFlightPart:
         if self.is_stopped.is_set():
             raise TransferCancelled("stopped before it was done")
         if time.monotonic() > self.transfer.deadline:
@@ -121,21 +133,21 @@ class CopyJob:
         return self._way.move(part, self.transfer.deadline, copier)
 
 
-class CopyWorker:
+class CopyWorker(Generic[C]):
     """Owns a copier; jobs are done in the order they came.
 
     Args:
         make_copier: called on the thread, which it binds to the device.
     """
 
-    def __init__(self, make_copier: Callable[[], SpanCopier]) -> None:
+    def __init__(self, make_copier: Callable[[], C]) -> None:
         self._make_copier = make_copier
-        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[CopyJob[C] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="cuda-copy", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="device-copy", daemon=True)
         self._thread.start()
 
-    def submit(self, job: CopyJob) -> None:
+    def submit(self, job: CopyJob[C]) -> None:
         """Take a job; raises TransferError if the thread has failed."""
         if self._error is not None:
             raise TransferError("the copying thread failed") from self._error
@@ -157,7 +169,7 @@ class CopyWorker:
             self._error = exc
             self._refuse_all(exc)
 
-    def _end(self, job: CopyJob, copier: SpanCopier) -> None:
+    def _end(self, job: CopyJob[C], copier: C) -> None:
         error: TransferError | None = None
         try:
             job.run(copier)
@@ -175,7 +187,7 @@ class CopyWorker:
             job.transfer.part_ended(TransferError(f"the copying thread failed: {exc!r}"))
 
 
-def split_parts(nbytes: Addresses, most_bytes: int) -> list[tuple[int, int]]:
+def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, int]]:
     """Ranges of pieces, each of at most ``most_bytes`` and PART_PIECES: [(begin, end), ...].
 
     Args:

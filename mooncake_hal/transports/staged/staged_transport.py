@@ -1,0 +1,276 @@
+"""The ``staged`` transport: memory of any device through pinned memory of the host.
+
+Each side packs pieces of its device's memory into pinned memory, or unpacks them from there, with
+the host copies that its backend offers; between the two hosts an inner transport moves what is
+packed: rdma where both have it, else tcp. So an NPU, a GPU and a CPU exchange KV that nothing else
+carries between them. A side without a device needs no staging: the inner transport reaches its
+memory itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from mooncake_hal.errors import (
+    BackendUnavailable,
+    DeviceError,
+    TransferError,
+    TransportUnavailable,
+)
+from mooncake_hal.host_copies import Addresses, HostCopier, HostCopies
+from mooncake_hal.negotiation import OpenedTransport, Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.session.authentication import encode
+from mooncake_hal.session.regions import AttachedRegions
+from mooncake_hal.session.session import Session
+from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Transport
+from mooncake_hal.transports.copy_worker import CopyWorker
+from mooncake_hal.transports.rdma import rdma_plugin
+from mooncake_hal.transports.session_endpoint import compare_addresses, open_endpoint
+from mooncake_hal.transports.staged.staged_peer import (
+    StagedPath,
+    StagedPeer,
+    StagingBuffer,
+    open_staging,
+)
+from mooncake_hal.transports.staged.staged_protocol import (
+    LIMITS,
+    NAME,
+    VERSION,
+    Gather,
+    OpenStaging,
+    StagedEndpointInfo,
+    StagingOpened,
+    decode_call,
+    decode_endpoint,
+)
+from mooncake_hal.transports.tcp import tcp_plugin
+
+logger = logging.getLogger(__name__)
+
+TCP, RDMA = "tcp", "rdma"
+
+FindHostCopies = Callable[[str], HostCopies]
+"""Takes a device's name, such as ``"npu:0"``; raises BackendUnavailable or DeviceError."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerTransport:
+    """One that may move what is packed; the highest priority that both hosts have is taken."""
+
+    transport: Transport
+    priority: int
+
+
+class StagedTransport:
+    """Copies through pinned host memory on the sides that have a device.
+
+    Args:
+        find_copies: of an endpoint's device.
+        inner: what moves packed memory, tcp among them.
+    """
+
+    name = NAME
+    can_revoke = True
+
+    def __init__(self, find_copies: FindHostCopies, inner: Mapping[str, InnerTransport]) -> None:
+        self._find_copies = find_copies
+        self._inner = inner
+
+    def open(self, options: EndpointOptions) -> Endpoint:
+        """Extra settings are those of tcp, which takes a free port of its own."""
+        local = AttachedRegions("this side")
+        copies = self._copies_of(options.device)
+        data_path = StagedDataPath(copies, self._open_inner(options), options.device, local)
+        return open_endpoint(data_path, local, options)
+
+    def reaches(self, local: bytes, remote: bytes) -> str | None:
+        return compare_addresses(
+            (local, remote), NAME, VERSION, decode_endpoint, self._why_unreachable
+        )
+
+    def _why_unreachable(self, ours: StagedEndpointInfo, theirs: StagedEndpointInfo) -> str | None:
+        reasons = []
+        for name in sorted(set(ours.inner) & set(theirs.inner) & set(self._inner)):
+            reason = self._inner[name].transport.reaches(ours.inner[name], theirs.inner[name])
+            if reason is None:
+                return None
+            reasons.append(f"{name}: {reason}")
+        return "; ".join(reasons) or "no inner transport in common"
+
+    def _copies_of(self, device: str) -> HostCopies | None:
+        if device == "cpu":
+            return None
+        try:
+            return self._find_copies(device)
+        except (BackendUnavailable, DeviceError) as exc:
+            raise TransportUnavailable(NAME, str(exc)) from exc
+
+    def _open_inner(self, options: EndpointOptions) -> Transports:
+        """All that open; tcp has to, the others are better where they are there."""
+        opened = []
+        with ExitStack() as undo:
+            for name, inner in self._inner.items():
+                is_needed = name == TCP
+                extra = options.extra if is_needed else {}
+                wanted = replace(options, device="cpu", port=0, extra=extra)
+                try:
+                    endpoint = inner.transport.open(wanted)
+                except TransportUnavailable as exc:
+                    if is_needed:
+                        raise
+                    logger.info("%s goes without %s: %s", NAME, name, exc.reason)
+                    continue
+                undo.callback(endpoint.close)
+                opened.append(OpenedTransport(inner.transport, endpoint, inner.priority))
+            undo.pop_all()
+        return Transports(opened)
+
+
+def load() -> StagedTransport:
+    """Construct the transport."""
+    inner = {TCP: InnerTransport(tcp_plugin.load(), tcp_plugin.PRIORITY)}
+    if rdma_plugin.probe().ok:
+        try:
+            inner[RDMA] = InnerTransport(rdma_plugin.load(), rdma_plugin.PRIORITY)
+        except TransportUnavailable as exc:
+            logger.warning("%s goes over tcp: %s", NAME, exc)
+    return StagedTransport(lambda device: Registry.discover().host_copies(device), inner)
+
+
+class NothingToCopy:
+    """The copier of a side without a device: its memory is moved by the inner transport alone."""
+
+    def gather(self, addresses: Addresses, nbytes: Addresses, host: int) -> None:
+        raise DeviceError("memory of the host is not copied by a device")
+
+    def scatter(self, host: int, addresses: Addresses, nbytes: Addresses) -> None:
+        raise DeviceError("memory of the host is not copied by a device")
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a peer that connected to us packs and unpacks with."""
+
+    staging: StagingBuffer
+    copier: HostCopier
+
+
+class StagedDataPath:
+    """An endpoint's inner endpoints, and the copies that its peers ask for.
+
+    Args:
+        copies: of the device of all regions, or None if they are host memory.
+        inner: open endpoints of the inner transports, for host memory.
+        device: of all regions.
+        local: the endpoint's own regions.
+    """
+
+    name = NAME
+    version = VERSION
+
+    def __init__(
+        self,
+        copies: HostCopies | None,
+        inner: Transports,
+        device: str,
+        local: AttachedRegions,
+    ) -> None:
+        self._copies = copies
+        self._device = device
+        self._local = local
+        self._inner = inner
+        self._inner_keys: dict[int, dict[str, int]] = {}
+        self._served: dict[Session, _Served] = {}
+        self._peers: list[StagedPeer] = []
+        self._lock = threading.Lock()
+        self._worker: CopyWorker[HostCopier] = CopyWorker(
+            NothingToCopy if copies is None else copies.copier
+        )
+
+    def info(self) -> bytes:
+        return encode(StagedEndpointInfo(self._inner.addresses, self._copies is None))
+
+    def unreachable_reason(self, info: bytes) -> str | None:
+        theirs = set(decode_endpoint(info).inner)
+        if theirs & set(self._inner.names):
+            return None
+        return f"inner transports are {self._inner.names} here, {sorted(theirs)} there"
+
+    def attach(self, key: int, region: MemoryRegion) -> bytes:
+        """Host memory is the inner endpoints'."""
+        if region.device != self._device:
+            raise TransportUnavailable(
+                NAME, f"this endpoint was opened for {self._device}, not for {region.device}"
+            )
+        if self._copies is None:
+            self._inner_keys[key] = self._inner.register(region)
+        return b""
+
+    def detach(self, key: int) -> None:
+        """Peers are served under the lock, so that the region is not touched after this."""
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:
+            peer.withdraw(key)
+        if (inner_keys := self._inner_keys.pop(key, None)) is not None:
+            self._inner.revoke(inner_keys)
+
+    def handle_request(self, session: Session, payload: bytes) -> bytes:
+        """Packs and unpacks, in regions that are live at that moment."""
+        call = decode_call(payload)
+        with self._lock:
+            if isinstance(call, OpenStaging):
+                return self._open(session)
+            if session not in self._served:
+                raise TransferError(f"{NAME}: staging is opened first")
+            served = self._served[session]
+            addresses, nbytes = LIMITS.read_pieces(call.slot, call.addresses, call.nbytes)
+            self._local.locate(addresses, nbytes)
+            move = served.staging.gather if isinstance(call, Gather) else served.staging.scatter
+            move(served.copier, addresses, nbytes, call.slot)
+        return b""
+
+    def session_ended(self, session: Session) -> None:
+        with self._lock:
+            served = self._served.pop(session, None)
+        if served is not None:
+            served.copier.close()
+            served.staging.close()
+
+    def connect(self, session: Session, info: bytes, timeout: float) -> StagedPeer:
+        theirs = decode_endpoint(info)
+        with ExitStack() as undo:
+            inner = self._inner.connect(theirs.inner, timeout=timeout).peer
+            undo.callback(inner.close)
+            ours = None
+            if self._copies is not None:
+                ours = StagingBuffer.allocate(self._copies, self._inner)
+                undo.callback(ours.close)
+            path = StagedPath(inner, ours, None if theirs.is_host else open_staging(session))
+            undo.pop_all()
+        peer = StagedPeer(session, self._local, self._worker, path)
+        with self._lock:
+            self._peers = [known for known in self._peers if not known.closed] + [peer]
+        return peer
+
+    def close(self) -> None:
+        self._worker.close()
+        self._inner.close()
+
+    def _open(self, session: Session) -> bytes:
+        if self._copies is None or session in self._served:
+            raise TransferError(f"{NAME}: there is no staging to open, or it is open")
+        staging = StagingBuffer.allocate(self._copies, self._inner)
+        self._served[session] = _Served(staging, self._copies.copier())
+        return encode(StagingOpened(staging.address))
