@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Addresses = NDArray[np.uint64]
 
 
-class PinnedBuffer(Protocol):
+class PinnedMemory(Protocol):
     """Host memory that a device copies from and to without the processor's help."""
 
     @property
@@ -70,7 +70,7 @@ class HostCopier(Protocol):
 class HostCopies(Protocol):
     """Of one device. Any thread."""
 
-    def allocate_pinned(self, nbytes: int) -> PinnedBuffer:
+    def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Allocate pinned memory; raises OutOfMemory or DeviceError."""
         ...
 

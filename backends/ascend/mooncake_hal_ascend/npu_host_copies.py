@@ -22,7 +22,7 @@ AllocationAround = Callable[[int], "Tensor | None"]
 """The tensor, flat uint8, of the backend's allocation around an address."""
 
 
-class NpuPinnedBuffer:
+class NpuPinnedMemory:
     """Pinned memory.
 
     Args:
@@ -64,11 +64,11 @@ class NpuHostCopies:
         self._pinned: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
-    def allocate_pinned(self, nbytes: int) -> NpuPinnedBuffer:
+    def allocate_pinned(self, nbytes: int) -> NpuPinnedMemory:
         tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
         with self._lock:
             self._pinned[tensor.data_ptr()] = tensor
-        return NpuPinnedBuffer(tensor, self._forget)
+        return NpuPinnedMemory(tensor, self._forget)
 
     def copier(self) -> NpuHostCopier:
         return NpuHostCopier(self, self._device, self._stream)

@@ -12,7 +12,7 @@ from mooncake_hal_cuda.libcuda import CudaDriver
 from mooncake_hal_cuda.transports.device_copier import HOST, DeviceCopier, MakeCopier
 
 
-class CudaPinnedBuffer:
+class CudaPinnedMemory:
     """Pinned memory, good at the same address for every GPU.
 
     Args:
@@ -72,8 +72,8 @@ class CudaHostCopies:
     index: int
     make_copier: MakeCopier = DeviceCopier
 
-    def allocate_pinned(self, nbytes: int) -> CudaPinnedBuffer:
-        return CudaPinnedBuffer(self.driver, self.index, nbytes)
+    def allocate_pinned(self, nbytes: int) -> CudaPinnedMemory:
+        return CudaPinnedMemory(self.driver, self.index, nbytes)
 
     def copier(self) -> CudaHostCopier:
         device = torch.device("cuda", self.index)
