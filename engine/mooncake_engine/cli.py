@@ -327,6 +327,22 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_batch(args: argparse.Namespace) -> int:
+    from mooncake_engine.process.batch_runner import Batch, authorization, run_batch
+    from mooncake_engine.process.progress_bar import ProgressBar
+
+    batch = Batch(
+        args.url,
+        args.input_file,
+        args.output_file,
+        concurrency=args.concurrency,
+        max_attempts=args.max_attempts,
+        headers=authorization(),
+    )
+    print(run_batch(batch, ProgressBar()))
+    return 0
+
+
 def _options(args: argparse.Namespace) -> int:
     print(markdown_table(OPTIONS[args.of]), end="")
     return 0
@@ -443,6 +459,49 @@ COMMANDS = (
             *_INSTANCE_OPTIONS,
             *_CONNECTOR_OPTIONS,
             CONFIG_FILE,
+        ),
+    ),
+    Command(
+        "run-batch",
+        "serve a file of requests in what interactive requests leave",
+        _run_batch,
+        (
+            Option(
+                flag="--url",
+                is_required=True,
+                metavar="URL",
+                help="URL of a proxy or an instance, with or without /v1",
+            ),
+            Option(
+                flag="--input-file",
+                parse=Path,
+                is_required=True,
+                metavar="FILE",
+                help="requests: OpenAI's batch file, JSON lines with custom_id, url and body",
+            ),
+            Option(
+                flag="--output-file",
+                parse=Path,
+                is_required=True,
+                metavar="FILE",
+                help="results are appended to it; what it answers already is not asked again",
+            ),
+            Option(
+                flag="--concurrency",
+                parse=positive_int,
+                default=32,
+                metavar="N",
+                help="requests under way at once",
+            ),
+            Option(
+                flag="--max-attempts",
+                parse=positive_int,
+                default=5,
+                metavar="N",
+                help="attempts for a request that fails; one that is refused for now (429, 503) "
+                "is sent until it is taken",
+            ),
+            replace(_LOG_LEVEL, default="warning"),
         ),
     ),
     Command(

@@ -1,0 +1,246 @@
+"""``mooncake-engine run-batch``: a file of requests, served in what interactive requests leave.
+
+The files are OpenAI's batch files: a line of JSON per request, a line per result. A run that was
+ended is continued by the same command: what the result file has is not asked again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.messages import BATCH_PRIORITY
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+_REFUSALS = (429, 503)
+"""The server takes nothing now; it may take it later."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class BatchFailed(EngineError):
+    """Some requests of a batch have no answer; the result file says why."""
+
+
+class _Line(msgspec.Struct):
+    """A request, as OpenAI's batch files have it."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    method: str = "POST"
+
+
+class _Result(msgspec.Struct):
+    """What a result file is read for."""
+
+    custom_id: str
+    response: dict[str, Any] | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        return (self.response or {}).get("status_code") == 200
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What to run.
+
+    Args:
+        url: of the endpoint, with or without ``/v1``.
+        input_file, output_file: requests, and where results are appended.
+        concurrency: requests under way at once.
+        max_attempts: how often one is sent that fails without being refused.
+        headers: for every request.
+        pause: between attempts; takes seconds.
+    """
+
+    url: str
+    input_file: Path
+    output_file: Path
+    concurrency: int = 32
+    max_attempts: int = 5
+    headers: dict[str, str] = field(default_factory=dict)
+    pause: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url must be http://HOST:PORT or https://…, got {self.url!r}")
+        for flag, value in (
+            ("--concurrency", self.concurrency),
+            ("--max-attempts", self.max_attempts),
+        ):
+            if value < 1:
+                raise ConfigError(f"{flag} must be at least 1, got {value}")
+
+
+def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
+    """Serve what has no answer yet; returns what was done, in words.
+
+    Raises:
+        ConfigError: the files can't be used; nothing was sent.
+        BatchFailed: some requests failed.
+    """
+    lines = _read_requests(batch.input_file)
+    answered = _continue_results(batch.output_file)
+    left = [line for line in lines if line.custom_id not in answered]
+    num_done = num_failed = 0
+    lock = threading.Lock()
+    with batch.output_file.open("ab") as results, ThreadPoolExecutor(batch.concurrency) as pool:
+
+        def one(line: _Line) -> None:
+            nonlocal num_done, num_failed
+            result = _serve(batch, line)
+            with lock:
+                results.write(msgspec.json.encode(result) + b"\n")
+                results.flush()  # what is written is done, whatever comes
+                num_done += 1
+                num_failed += not _is_answered(result)
+                on_progress("running the batch", num_done / len(left))
+
+        for ended in [pool.submit(one, line) for line in left]:
+            ended.result()
+    words = (
+        f"{len(left)} requests served, {num_failed} of them failed; "
+        f"{len(lines) - len(left)} were answered before: {batch.output_file}"
+    )
+    if num_failed:
+        raise BatchFailed(f"{words}; run the command again to try those that failed")
+    return words
+
+
+def _is_answered(result: dict[str, Any]) -> bool:
+    return bool(result["response"] and result["response"]["status_code"] == 200)
+
+
+# --- files ---------------------------------------------------------------------------------
+
+
+def _read_requests(path: Path) -> list[_Line]:
+    """All requests; the first line that can't be served refuses the file."""
+    try:
+        content = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"can't read --input-file {path}: {exc.strerror}") from exc
+    lines: dict[str, _Line] = {}
+    for number, text in enumerate(content.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = msgspec.json.decode(text, type=_Line)
+        except msgspec.MsgspecError as exc:
+            raise ConfigError(f"{path}, line {number} is no request of a batch: {exc}") from exc
+        for problem in _problems(line, lines):
+            raise ConfigError(f"{path}, line {number} ({line.custom_id}): {problem}")
+        lines[line.custom_id] = line
+    if not lines:
+        raise ConfigError(f"--input-file {path} holds no request")
+    return list(lines.values())
+
+
+def _problems(line: _Line, known: dict[str, _Line]) -> Iterator[str]:
+    if line.custom_id in known:
+        yield "its custom_id is another line's, too"
+    if line.method != "POST" or line.url not in ENDPOINTS:
+        yield f"wanted POST to {' or '.join(ENDPOINTS)}, got {line.method} {line.url}"
+    if line.body.get("stream"):
+        yield "a batch has no streams: leave stream out"
+
+
+def _continue_results(path: Path) -> set[str]:
+    """Who is answered already. A line that was cut off as a run ended is taken away."""
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        with path.open("ab") as results:
+            results.truncate(len(whole))
+        found = [msgspec.json.decode(line, type=_Result) for line in whole.splitlines()]
+    except OSError as exc:
+        raise ConfigError(f"can't write --output-file {path}: {exc.strerror}") from exc
+    except msgspec.MsgspecError as exc:
+        raise ConfigError(f"--output-file {path} holds what is no result: {exc}") from exc
+    return {result.custom_id for result in found if result.is_answered}
+
+
+# --- requests ------------------------------------------------------------------------------
+
+
+def _serve(batch: Batch, line: _Line) -> dict[str, Any]:
+    """A request's line of the result file, after as many attempts as it takes."""
+    priority = max(line.body.get("priority") or 0, BATCH_PRIORITY)
+    body = msgspec.json.encode({**line.body, "priority": priority})
+    num_failures, pause_s = 0, _FIRST_PAUSE_S
+    while True:
+        answer = _ask(batch, line.url, body)
+        if answer.status is not None and answer.status < 500 and answer.status != 429:
+            break
+        num_failures += answer.status not in _REFUSALS
+        if num_failures >= batch.max_attempts:
+            break
+        batch.pause(min(answer.retry_after_s or pause_s, _LONGEST_PAUSE_S))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
+    error = {"code": "no_answer", "message": answer.error}
+    return {
+        "id": f"batch_req_{line.custom_id}",
+        "custom_id": line.custom_id,
+        "response": None if answer.status is None else response,
+        "error": error if answer.status is None else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int | None
+    body: Any = None
+    request_id: str = ""
+    retry_after_s: float = 0.0
+    error: str = ""
+
+
+def _ask(batch: Batch, path: str, body: bytes) -> _Answer:
+    url = batch.url.rstrip("/").removesuffix("/v1") + path
+    headers = {"Content-Type": "application/json", **batch.headers}
+    request = urllib.request.Request(url, body, headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # not by http_proxy
+    try:
+        try:
+            with opener.open(request) as response:
+                return _understood(response.status, response.headers, response.read())
+        except urllib.error.HTTPError as exc:
+            with exc:
+                return _understood(exc.code, exc.headers, exc.read())
+    except (OSError, http.client.HTTPException) as exc:
+        return _Answer(None, error=f"{url} does not answer: {exc}")
+
+
+def _understood(status: int, headers: Any, content: bytes) -> _Answer:
+    try:
+        body = json.loads(content)
+    except ValueError:
+        body = content.decode(errors="replace")
+    try:
+        retry_after_s = max(float(headers.get("retry-after", 0.0)), 0.0)
+    except ValueError:  # a date
+        retry_after_s = 0.0
+    return _Answer(status, body, headers.get("x-request-id", ""), retry_after_s)
+
+
+def authorization() -> dict[str, str]:
+    """The header for the API key in OPENAI_API_KEY, if there is one."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}

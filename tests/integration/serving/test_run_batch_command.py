@@ -1,0 +1,140 @@
+"""``mooncake-engine run-batch`` against a server of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_engine import FakeEngine, upper_case
+
+from mooncake_engine.errors import ConfigError, Overloaded
+from mooncake_engine.messages import BATCH_PRIORITY, EngineRequest
+from mooncake_engine.process.batch_runner import Batch, BatchFailed, run_batch
+
+Run = Callable[..., str]
+
+
+def line(name: str, **changes: Any) -> dict[str, Any]:
+    body = {"model": "fake", "prompt": name, **changes.pop("body", {})}
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body} | changes
+
+
+def written(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    return {one["custom_id"]: one for one in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.fixture
+def run(served: Any, tmp_path: Path) -> Run:
+    def run(*lines: dict[str, Any], **options: Any) -> str:
+        source = written(tmp_path / "in.jsonl", *lines)
+        batch = Batch(served.url, source, tmp_path / "out.jsonl", **options)
+        return run_batch(batch, lambda stage, share: None)
+
+    return run
+
+
+def test_a_file_of_requests_becomes_a_file_of_results(
+    run: Run, served: Any, tmp_path: Path
+) -> None:
+    chat = {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}]}}
+    chat["body"]["model"] = "fake"
+    said = run(line("tea"), line("milk", body={"priority": 2000}), {"custom_id": "c", **chat})
+    assert said.startswith("3 requests served, 0 of them failed; 0 were answered before")
+    found = results(tmp_path / "out.jsonl")
+    assert found["tea"]["response"]["status_code"] == 200
+    assert found["tea"]["response"]["body"]["choices"][0]["text"] == "TEA"
+    assert found["tea"]["error"] is None
+    assert found["c"]["response"]["body"]["object"] == "chat.completion"
+    seen = {bytes(request.prompt_token_ids): request.priority for request in served.engine.seen}
+    assert (seen[b"tea"], seen[b"milk"]) == (BATCH_PRIORITY, 2000)
+
+
+def test_a_run_that_was_ended_goes_on(run: Run, served: Any, tmp_path: Path) -> None:
+    run(line("tea"))
+    with (tmp_path / "out.jsonl").open("a") as torn:
+        torn.write('{"custom_id": "milk", "respo')
+    said = run(line("tea"), line("milk"))
+    assert said.startswith("1 requests served, 0 of them failed; 1 were answered before")
+    assert [bytes(r.prompt_token_ids) for r in served.engine.seen] == [b"tea", b"milk"]
+    assert set(results(tmp_path / "out.jsonl")) == {"tea", "milk"}
+
+
+def test_a_refused_request_is_sent_until_it_is_taken(run: Run, served: Any) -> None:
+    engine: FakeEngine = served.engine
+    engine.refusal = Overloaded("too many")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 7:
+            engine.refusal = None
+
+    assert "0 of them failed" in run(line("tea"), max_attempts=2, pause=pause)
+    assert len(pauses) == 7
+    assert all(0 < seconds <= 60 for seconds in pauses)
+
+
+def test_what_fails_is_told_and_tried_again(run: Run, served: Any, tmp_path: Path) -> None:
+    def fail_milk(request: EngineRequest) -> list[int]:
+        if bytes(request.prompt_token_ids) == b"milk":
+            raise RuntimeError("sour")
+        return upper_case(request)
+
+    served.engine.script = fail_milk
+    wrong = line("wrong", body={"temperature": "hot"})
+    pauses: list[float] = []
+    with pytest.raises(BatchFailed, match="3 requests served, 2 of them failed"):
+        run(line("tea"), line("milk"), wrong, max_attempts=3, pause=pauses.append)
+    found = results(tmp_path / "out.jsonl")
+    assert found["wrong"]["response"]["status_code"] == 400
+    assert found["milk"]["response"]["status_code"] == 500
+    assert len(pauses) == 2, "three attempts of the one that may succeed another time"
+    served.engine.script = upper_case
+    run(line("tea"), line("milk"))
+    assert results(tmp_path / "out.jsonl")["milk"]["response"]["status_code"] == 200
+
+
+def test_a_server_that_is_not_there_is_no_answer(tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", line("tea"))
+    batch = Batch("http://127.0.0.1:9", source, tmp_path / "out.jsonl", max_attempts=1)
+    with pytest.raises(BatchFailed):
+        run_batch(batch, lambda stage, share: None)
+    [found] = results(tmp_path / "out.jsonl").values()
+    assert found["response"] is None
+    assert found["error"]["code"] == "no_answer"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "holds no request"),
+        ([{"custom_id": "a"}], r"line 1 is no request of a batch: .*missing required field"),
+        ([line("a"), line("a")], r"line 2 \(a\): its custom_id is another line's, too"),
+        ([line("a", method="GET")], "wanted POST to /v1/completions or"),
+        ([line("a", url="/v1/embeddings")], "got POST /v1/embeddings"),
+        ([line("a", body={"stream": True})], "a batch has no streams"),
+    ],
+)
+def test_a_file_that_can_not_be_served_is_refused_before_anything_is_sent(
+    run: Run, served: Any, lines: list[dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(*lines)
+    assert not served.engine.seen
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"url": "ftp://x"}, "--url must be"), ({"concurrency": 0}, "--concurrency must be at least")],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Batch(**{"url": "http://x", "input_file": tmp_path, "output_file": tmp_path, **options})
