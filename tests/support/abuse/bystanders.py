@@ -16,7 +16,7 @@ from support.abuse.verdicts import Largest
 from support.programs import TINY_LLAMA
 from support.proxy_fakes_client import NO_TLS, events_of
 
-AT_ONCE = 3
+AT_ONCE = 2
 DEADLINE_S = 60.0
 PROBE_EVERY_S = 0.25
 LATE_S = 10.0
@@ -139,7 +139,7 @@ class Bystanders:
             ]
             tasks += [
                 asyncio.create_task(self._probes(client, name, url, ending))
-                for name, url in self._urls().items()
+                for name, url in self.urls().items()
                 if name not in self.stopped
             ]
             try:
@@ -150,7 +150,8 @@ class Bystanders:
             for case in self.cases:
                 await self._one(client, case)
 
-    def _urls(self) -> dict[str, str]:
+    def urls(self) -> dict[str, str]:
+        """Of the instances and the proxy, by name."""
         roles = {"prefill": self.target.prefills, "decode": self.target.decodes}
         urls = {f"{role}-{i}": url for role, pool in roles.items() for i, url in enumerate(pool)}
         return urls | {"proxy": self.target.proxy}

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.abuse.attack import Attack, Running
 from support.abuse.bystanders import Bystanders, Case, make_cases
-from support.abuse.deployment import Deployment, PeakMemory, deployment
+from support.abuse.deployment import Deployment, PeakMemory, ResidentMemory, deployment
 from support.abuse.verdicts import Bounds, Largest, Outcome
+from support.pd_processes import Served
 
 POLL_S = 0.05
 MIXED = 3
 """Attacks at once in a soak."""
+IDLE_S = 60.0
+HELD_MIB = 256
+"""Memory that a process may keep after all attacks: what its allocator does not give back."""
 Report = Callable[[Outcome], None]
 
 
@@ -46,6 +51,7 @@ class Field:
         self._plan = plan
         self._stack = ExitStack()
         self._running: tuple[Deployment, list[Case]] | None = None
+        self.began_with = ResidentMemory({})
 
     def __enter__(self) -> Field:
         return self
@@ -64,6 +70,7 @@ class Field:
             cases = asyncio.run(make_cases(started.target))
             asyncio.run(_warm_up(started, cases))
             self._running = started, cases
+            self.began_with = ResidentMemory(started.pids())
         return self._running
 
 
@@ -82,6 +89,8 @@ def run_each(attacks: Sequence[Attack], plan: Plan, report: Report) -> list[Outc
                 if attack.connectors[0] == connector:
                     outcomes.append(attack_once([attack], plan.seconds, field, plan))
                     report(outcomes[-1])
+            outcomes.append(afterwards(connector, field))
+            report(outcomes[-1])
     return outcomes
 
 
@@ -92,19 +101,17 @@ def soak(attacks: Sequence[Attack], minutes: float, plan: Plan, report: Report) 
     with ExitStack() as stack:
         connectors = sorted({attack.connectors[0] for attack in attacks})
         fields = {name: stack.enter_context(Field(name, plan)) for name in connectors}
-        for connector in _alternating(connectors):
+        for connector in itertools.cycle(connectors):
             if time.monotonic() > ends:
-                return outcomes
+                break
             able = [attack for attack in attacks if connector in attack.connectors]
             mixed = numbers.sample(able, min(MIXED, len(able)))
             outcomes.append(attack_once(mixed, plan.seconds, fields[connector], plan))
             report(outcomes[-1])
-    raise AssertionError("not reached")
-
-
-def _alternating(connectors: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from connectors
+        for connector, field in fields.items():
+            outcomes.append(afterwards(connector, field))
+            report(outcomes[-1])
+    return outcomes
 
 
 def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: Plan) -> Outcome:
@@ -129,11 +136,44 @@ def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: P
         bystanders.right,
         tuple(bystanders.wrong),
         tuple(bystanders.unanswered),
-        _largest(memory),
+        _largest(memory.growth_mib()),
         bystanders.silence_s,
         tuple(complaints),
         _together(bounds).slacken(plan.slack),
     )
+
+
+def afterwards(connector: str, field: Field) -> Outcome:
+    """What is left of a deployment after all attacks: it is whole, answers as before, and gives
+    back its blocks and its memory."""
+    running, cases = field.ready()
+    bystanders = Bystanders(running.target, cases)
+    complaints = asyncio.run(_settle(running, bystanders))
+    return Outcome(
+        f"afterwards, {connector}",
+        len(cases),
+        running.lost(),
+        bystanders.right,
+        tuple(bystanders.wrong),
+        tuple(bystanders.unanswered),
+        _largest(field.began_with.growth_mib()),
+        bystanders.silence_s,
+        tuple(complaints),
+        Bounds(growth_mib=HELD_MIB).slacken(running.target.slack),
+    )
+
+
+async def _settle(running: Deployment, bystanders: Bystanders) -> list[str]:
+    complaints = []
+    async with bystanders.around():
+        pass
+    for name, url in bystanders.urls().items():
+        if name != "proxy":
+            try:
+                await Served(url, running.programs[name]).wait_until_idle(IDLE_S)
+            except AssertionError as exc:
+                complaints.append(f"{name}: {exc}")
+    return complaints
 
 
 async def _watch(under_way: Sequence[Running], bystanders: Bystanders) -> None:
@@ -151,8 +191,8 @@ def _together(bounds: Sequence[Bounds]) -> Bounds:
     )
 
 
-def _largest(memory: PeakMemory) -> Largest:
+def _largest(growth_mib: dict[str, float]) -> Largest:
     found = Largest()
-    for name, mib in memory.growth_mib().items():
+    for name, mib in growth_mib.items():
         found = found.or_larger(mib, name)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,24 +115,39 @@ def _when_ready(url: str) -> object:
         time.sleep(0.1)
 
 
-class PeakMemory:
-    """Peak resident memory of processes since it was made."""
+class ResidentMemory:
+    """Resident memory of processes, above what it was when this was made.
 
-    def __init__(self, pids: dict[int, str]) -> None:
-        self._before = {}
-        self._names = pids
-        for pid in pids:
-            if (resident := _mib_of(pid, "VmRSS")) is not None:
-                Path(f"/proc/{pid}/clear_refs").write_text("5")
-                self._before[pid] = resident
+    Args:
+        names: of the processes, by id.
+    """
+
+    figure = "VmRSS"
+
+    def __init__(self, names: dict[int, str]) -> None:
+        found = {pid: _mib_of(pid, "VmRSS") for pid in names}
+        self._before = {pid: mib for pid, mib in found.items() if mib is not None}
+        self._names = names
 
     def growth_mib(self) -> dict[str, float]:
         """By name; processes that have ended are left out."""
         found = {}
         for pid, before in self._before.items():
-            if (peak := _mib_of(pid, "VmHWM")) is not None:
-                found[self._names[pid]] = peak - before
+            if (now := _mib_of(pid, self.figure)) is not None:
+                found[self._names[pid]] = now - before
         return found
+
+
+class PeakMemory(ResidentMemory):
+    """The same at its peak since this was made."""
+
+    figure = "VmHWM"
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__(names)
+        for pid in self._before:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def _mib_of(pid: int, name: str) -> float | None:

@@ -131,8 +131,14 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    first, *others = zip(cells, WIDTHS, strict=True)
-    return f"{first[0]:<{first[1]}}" + "".join(f"{cell:>{width}}" for cell, width in others)
+    name, *others = cells
+    figures = zip(others, WIDTHS[1:], strict=True)
+    line = "".join(f"{cell:>{width}}" for cell, width in figures)
+    return (
+        f"{name}\n{'':<{WIDTHS[0]}}{line}"
+        if len(name) > WIDTHS[0]
+        else f"{name:<{WIDTHS[0]}}{line}"
+    )
 
 
 def _some(reasons: Sequence[str]) -> str:
