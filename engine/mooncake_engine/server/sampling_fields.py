@@ -36,6 +36,9 @@ _SAME_NAME = (
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
+_MAX_CHOICES = 1999
+"""Texts to choose from. The grammar library follows 2,000 possibilities at once: more texts that
+begin alike would fail in the middle of an output."""
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 8192
 _MAX_STOP_TOKEN_IDS = 1024
@@ -239,9 +242,11 @@ def _of_structure(wanted: StructuredOutputs | None) -> Grammar | None:
     if wanted.json is not None:
         return json_schema_grammar(_schema(wanted.json))
     if wanted.choice is not None:
-        if not wanted.choice:
+        if not 0 < len(wanted.choice) <= _MAX_CHOICES:
             raise InvalidRequest(
-                "structured_outputs.choice must hold at least one text", param="structured_outputs"
+                "structured_outputs.choice must hold at least one text and at most "
+                f"{_MAX_CHOICES}, got {len(wanted.choice)}",
+                param="structured_outputs",
             )
         return choice_grammar(wanted.choice)
     if wanted.regex is not None:

@@ -69,6 +69,8 @@ class GrammarCompiler:
             else:
                 text = kind.grammar_from_lark(grammar.source)
             matcher = kind(self._tokens, text, log_level=0, limits=self._limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # what fails at the first token is refused here
         except ValueError as exc:  # a schema that is no JSON
             raise InvalidRequest(f"the grammar is wrong: {exc}", param=PARAM) from exc
         if matcher.is_error():

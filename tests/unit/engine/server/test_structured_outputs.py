@@ -79,6 +79,7 @@ def as_schema(schema: Any) -> dict[str, Any]:
         ({"structured_outputs": {"grammar": "start: missing"}}, "Lark grammar is refused"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is no JSON"),
         ({"structured_outputs": {"choice": []}}, "at least one text"),
+        ({"structured_outputs": {"choice": ["a"] * 2000}}, "at most 1999, got 2000"),
         ({"structured_outputs": {}}, "must hold one of json, regex, choice and grammar"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "must hold one of"),
         (as_schema({}) | {"structured_outputs": {"regex": "a"}}, "exclude each other"),

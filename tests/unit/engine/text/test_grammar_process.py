@@ -132,6 +132,22 @@ def test_a_wrong_grammar_is_refused_with_the_librarys_words(process: GrammarProc
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(GrammarKind.REGEX, "(a|aa)+" * 200 + "$"),
+        json_schema_grammar({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    ],
+    ids=["expressions", "recursion"],
+)
+def test_what_would_fail_at_the_first_token_is_refused(
+    process: GrammarProcess, grammar: Grammar
+) -> None:
+    with pytest.raises(InvalidRequest, match="is refused"):
+        process.check(grammar)
+
+
+@pytest.mark.timeout(300)
 def test_a_child_ends_with_its_owner() -> None:
     process = GrammarProcess(TABLE, PATIENT)
     process.check(FINE)
