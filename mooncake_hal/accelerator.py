@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
-from mooncake_hal.backend import DeviceInfo, Event, MemoryInfo
-from mooncake_hal.backend_parts import GraphPool
+from mooncake_hal.backend import CopyStream, DeviceInfo, Event, Fence, MemoryInfo
+from mooncake_hal.backend_parts import CopyThread, GraphPool
 from mooncake_hal.errors import DeviceError
 
 
@@ -38,6 +39,39 @@ class AcceleratorEvent:
 
     def synchronize(self) -> None:
         self._event.synchronize()
+
+
+class AcceleratorCopyStream:
+    """A stream for copies, and the thread that enqueues on it and waits for it: a copy from or to
+    memory that is not page-locked would hold up whoever enqueues it.
+
+    Args:
+        module: of the devices.
+        device: whose stream.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._stream: Any = module.Stream(device)
+        self._thread = CopyThread(f"{device.type}-{device.index}")
+
+    def submit(self, work: Callable[[], object]) -> Fence:
+        enqueued = self._module.Event()
+        enqueued.record(self._module.current_stream(self._device))
+        return self._thread.submit(partial(self._run, work, enqueued))
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _run(self, work: Callable[[], object], enqueued: Any) -> None:
+        self._module.set_device(self._device)
+        with self._module.stream(self._stream):
+            enqueued.wait(self._stream)
+            work()
+            done = self._module.Event()
+            done.record(self._stream)
+        done.synchronize()
 
 
 class AcceleratorRuntime:
@@ -98,6 +132,9 @@ class AcceleratorRuntime:
 
     def event(self, index: int) -> Event:
         return AcceleratorEvent(self._module, self.device(index))
+
+    def copy_stream(self, index: int) -> CopyStream:
+        return AcceleratorCopyStream(self._module, self.device(index))
 
     def run_captured(
         self, run: Callable[[], None], capture: Callable[[Any, Any], AbstractContextManager[Any]]

@@ -110,6 +110,33 @@ class Graph(Protocol):
         ...
 
 
+class Fence(Protocol):
+    """The end of a piece of work on a copy stream."""
+
+    def query(self) -> bool:
+        """Whether the work is over."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until it is; what is enqueued from then on sees what it has left. Raises what the
+        work raised."""
+        ...
+
+
+class CopyStream(Protocol):
+    """Copies between device and host memory, in order, beside what the model computes."""
+
+    def submit(self, work: Callable[[], object]) -> Fence:
+        """Run ``work`` behind everything that the calling thread has enqueued so far, and behind
+        what was submitted before; returns at once. What is enqueued later is not ordered with it:
+        who touches the same memory waits for the fence."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was submitted and end. Idempotent."""
+        ...
+
+
 class Runtime(Protocol):
     """Devices, threads, streams and graphs."""
 
@@ -144,6 +171,10 @@ class Runtime(Protocol):
 
     def event(self, index: int) -> Event:
         """A new event on that device."""
+        ...
+
+    def copy_stream(self, index: int) -> CopyStream:
+        """A new copy stream of that device; its owner closes it."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Graph:

@@ -1,17 +1,18 @@
-"""What backends are put together from: a runtime without streams, an allocation, a pool for graphs,
-a group of one rank.
+"""What backends are put together from: a runtime without streams, a thread for copies, an
+allocation, a pool for graphs, a group of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from mooncake_hal.backend import Event
+from mooncake_hal.backend import CopyStream, Event, Fence
 from mooncake_hal.errors import DeviceError
 from mooncake_hal.transport import MemoryRegion
 
@@ -27,6 +28,36 @@ class FinishedEvent:
 
     def synchronize(self) -> None:
         pass
+
+
+class _WorkFence:
+    """Of work that a thread does."""
+
+    def __init__(self, work: Future[object]) -> None:
+        self._work = work
+
+    def query(self) -> bool:
+        return self._work.done()
+
+    def synchronize(self) -> None:
+        self._work.result()
+
+
+class CopyThread:
+    """A copy stream whose work a thread of its own does, and waits for.
+
+    Args:
+        device: what errors and the thread are named after.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._thread = ThreadPoolExecutor(1, f"copies-{device}")
+
+    def submit(self, work: Callable[[], object]) -> Fence:
+        return _WorkFence(self._thread.submit(work))
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 class SynchronousRuntime:
@@ -54,6 +85,10 @@ class SynchronousRuntime:
     def event(self, index: int) -> Event:
         self.require_device(index)
         return FinishedEvent()
+
+    def copy_stream(self, index: int) -> CopyStream:
+        self.require_device(index)
+        return CopyThread(self._name)
 
     def require_device(self, index: int) -> None:
         """Refuse every index but 0; raises DeviceError."""

@@ -15,13 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from functools import lru_cache
 from typing import ClassVar
 
 import pytest
 import torch
 
-from mooncake_hal.backend import Backend, GroupSpec
+from mooncake_hal.backend import Backend, GroupSpec, Runtime
 from mooncake_hal.errors import BackendUnavailable, CapabilityError, DeviceError, OutOfMemory
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.registry import Registry
@@ -38,6 +40,10 @@ RANKS_SECONDS = 100.0
 """For a scenario: longer than its group waits for a lost rank, and a library for its own report."""
 
 
+_COPY_SECONDS = 60.0
+"""For a thread to start on a busy machine."""
+
+
 @lru_cache
 def load_backend(name: str) -> Backend:
     """Load an installed backend, once per process.
@@ -46,6 +52,10 @@ def load_backend(name: str) -> Backend:
         BackendUnavailable: the reason is the probe's.
     """
     return Registry.discover().select_backend(name)
+
+
+def _by_index(runtime: Runtime) -> tuple[Callable[[int], object], ...]:
+    return runtime.device, runtime.bind_thread, runtime.event, runtime.copy_stream
 
 
 class BackendBasics:
@@ -98,7 +108,7 @@ class BackendBasics:
     def test_an_unknown_device_is_refused(self, backend: Backend) -> None:
         """The index is checked, not clipped."""
         beyond = len(backend.runtime.devices())
-        for use in (backend.runtime.device, backend.runtime.bind_thread, backend.runtime.event):
+        for use in _by_index(backend.runtime):
             with pytest.raises(DeviceError, match=str(beyond)):
                 use(beyond)
         with pytest.raises(DeviceError, match=str(beyond)):
@@ -111,6 +121,50 @@ class BackendBasics:
         event.synchronize()
         assert event.query()
         backend.runtime.synchronize(0)
+
+    def test_copies_run_behind_what_was_enqueued_and_in_order(self, backend: Backend) -> None:
+        """To host memory and back; who touches the same memory waits for the fence."""
+        device, stream = backend.runtime.device(0), backend.runtime.copy_stream(0)
+        x = torch.zeros(1 << 16, device=device)
+        host = torch.zeros(2, 1 << 16)
+        started, may_go_on = threading.Event(), threading.Event()
+
+        def copy_out() -> None:
+            started.set()
+            assert may_go_on.wait(_COPY_SECONDS)
+            host[0].copy_(x)
+
+        x.add_(1)
+        first = stream.submit(copy_out)
+        second = stream.submit(lambda: host[1].copy_(host[0] + 1))
+        assert started.wait(_COPY_SECONDS)
+        y = torch.ones(4, device=device) + 1  # goes on beside it
+        assert y.tolist() == [2.0] * 4
+        assert not first.query()
+        may_go_on.set()
+        second.synchronize()
+        assert first.query()
+        assert second.query()
+        x.fill_(9)
+        assert host[0].eq(1).all()
+        assert host[1].eq(2).all()
+        back = stream.submit(lambda: x.copy_(host[1]))
+        back.synchronize()
+        assert x.eq(2).all()
+        stream.close()
+        stream.close()
+
+    def test_a_copy_that_fails_says_so_at_its_fence(self, backend: Backend) -> None:
+        """And the next one runs."""
+        stream = backend.runtime.copy_stream(0)
+        x = torch.zeros(4, device=backend.runtime.device(0))
+        failed = stream.submit(lambda: x.copy_(torch.ones(3)))
+        done = stream.submit(lambda: x.copy_(torch.ones(4)))
+        with pytest.raises(RuntimeError, match=r"\b3\b"):
+            failed.synchronize()
+        done.synchronize()
+        assert x.eq(1).all()
+        stream.close()
 
     def test_graphs_as_promised(self, backend: Backend) -> None:
         """A backend that has no graphs refuses to capture."""

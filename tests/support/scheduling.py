@@ -44,6 +44,7 @@ class Worker:
     Attributes:
         num_accepted: drafts that are right in the next step, as far as a sequence may have any; of
             those after the first sequence, fewer and more in turn.
+        copies_late: copies to and from the host are made when they have to be, and no sooner.
         is_turning: what peers write is no use before its block is turned, once: a negative number.
     """
 
@@ -52,6 +53,8 @@ class Worker:
     ) -> None:
         self.token = token
         self.is_turning = False
+        self.copies_late = False
+        self._late: deque[tuple[str, int, int]] = deque()
         self.num_accepted = 0
         self._block_size = block_size
         self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -65,6 +68,7 @@ class Worker:
         """Carry a plan out as the real workers do."""
         for name in plan.removed:
             del self._tables[name], self._tokens[name]
+        self._copy_late(plan.touched_blocks())
         for block in plan.received_blocks:
             self._slots[block] = [None if slot is None else -slot for slot in self._slots[block]]
         self._copy_blocks(plan)
@@ -84,15 +88,25 @@ class Worker:
                 num_accepted = (self.num_accepted + index) % (sequence.num_draft_tokens + 1)
                 tokens[sequence.request_id] += self._draft(sequence, num_accepted)
                 num_drafted[sequence.request_id] = sequence.num_draft_tokens
-        return StepResult(plan.step, tokens, num_drafted=num_drafted)
+        return StepResult(plan.step, tokens, num_drafted=num_drafted, is_copying=bool(self._late))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
-        for block, host in plan.swap_outs:
-            self._host[host] = list(self._slots[block])
-        for host, block in plan.swap_ins:
-            self._slots[block] = list(self._host[host])
+        self._late += [("out", block, host) for block, host in plan.swap_outs]
+        self._late += [("in", block, host) for host, block in plan.swap_ins]
+        if plan.drains_copies or not self.copies_late:
+            self._copy_late({block for _, block, _ in self._late})
+        self._copy_late(plan.touched_blocks())
         for source, target in plan.block_copies:
             self._slots[target] = list(self._slots[source])
+
+    def _copy_late(self, touched: set[int]) -> None:
+        """Make the copies of these blocks, and all before them."""
+        while touched & {block for _, block, _ in self._late}:
+            way, block, host = self._late.popleft()
+            if way == "out":
+                self._host[host] = list(self._slots[block])
+            else:
+                self._slots[block] = list(self._host[host])
 
     def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:
         """A peer's KV comes in, from token ``start`` on; what lies before must be here."""

@@ -75,12 +75,14 @@ class EnqueuedStep:
         states: the requests that sample.
         token_ids: [states] int64 on the host, there when ``sampled`` has passed.
         sampled: recorded behind the copy to the host.
+        is_copying: see ``StepResult``.
     """
 
     step: int
     states: list[CachedRequest]
     token_ids: Tensor
     sampled: Event
+    is_copying: bool
 
     def result(self) -> StepResult:
         known = dict(zip((state.request_id for state in self.states), self._known(), strict=True))
@@ -88,6 +90,7 @@ class EnqueuedStep:
             self.step,
             {name: (SampledToken(token_id),) for name, token_id in known.items()},
             failed={name: NO_FINITE_LOGIT for name, token in known.items() if token == NO_TOKEN},
+            is_copying=self.is_copying,
         )
 
     def complete(self) -> None:
@@ -139,12 +142,18 @@ class AsyncModelRunner(ModelRunner):
             self._complete(0)
             return super()._conclude(plan, batch, inputs, hidden)
         if not inputs.sampling:
-            return self._end_unsampled(StepResult(plan.step, {}))
+            return self._end_unsampled(self._unsampled(plan))
         chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
         self._sampled.store(inputs.sampling, chosen.clamp(min=0))
         for state in inputs.sampling:
             state.add_placeholder()
-        step = EnqueuedStep(plan.step, inputs.sampling, _to_host(chosen), self._make_event())
+        step = EnqueuedStep(
+            plan.step,
+            inputs.sampling,
+            _to_host(chosen),
+            self._make_event(),
+            self._copier.is_copying,
+        )
         step.sampled.record()
         self._enqueued.append(step)
         return step

@@ -150,17 +150,18 @@ class ModelRunner:
         none are sampled, when all is enqueued."""
         self._take_over(plan)
         if not plan.sequences:
-            return self._end_unsampled(StepResult(plan.step, {}))
+            return self._end_unsampled(self._unsampled(plan))
         batch = self._collect(plan)
         inputs = self._make_inputs(batch)
         context = ForwardContext(inputs.attention, self._kv, layer_done)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, context)
         if hidden is None:
-            return self._end_unsampled(StepResult(plan.step, {}))
+            return self._end_unsampled(self._unsampled(plan))
         return self._conclude(plan, batch, inputs, hidden)
 
     def close(self) -> None:
-        """Free what the draft tokens need; the pool is its owner's. Idempotent."""
+        """End copies and free what the draft tokens need; the pool is its owner's. Idempotent."""
+        self._copier.close()
         if self._proposer is not None:
             self._proposer.close()
 
@@ -211,8 +212,12 @@ class ModelRunner:
             if last.token_id == NO_TOKEN
         }
         failed |= failures(inputs.sampling)
-        result = StepResult(plan.step, tokens, scores, failed, num_drafted)
+        is_copying = self._copier.is_copying
+        result = StepResult(plan.step, tokens, scores, failed, num_drafted, is_copying)
         return CompletedStep(result) if inputs.sampling else self._end_unsampled(result)
+
+    def _unsampled(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, {}, is_copying=self._copier.is_copying)
 
     def _end_unsampled(self, result: StepResult) -> PendingStep:
         """Nothing was read back that the device had to finish for."""

@@ -230,7 +230,13 @@ class Worker:
             pool=pool,
             requests=requests,
             sampler=Sampler(model.eos_token_ids, sampling_ops(backend)),
-            copier=BlockCopier(pool, size.num_host_blocks, backend.ops, self._device),
+            copier=BlockCopier(
+                pool,
+                size.num_host_blocks,
+                backend.ops,
+                self._device,
+                backend.runtime.copy_stream(self._device_index),
+            ),
             make_event=partial(backend.runtime.event, self._device_index),
             has_peers=config.kv_transfer is not None,
         )

@@ -7,9 +7,47 @@ import logging
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.request import Request, SequenceGroup
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
-from mooncake_engine.scheduling.step_plan import StepBuilder
+from mooncake_engine.scheduling.step_plan import StepBuilder, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+
+
+class HostCopies:
+    """Copies to and from the host go on beside steps; this is what is known of them here.
+
+    Attributes:
+        seem_over: by what the reporting rank said last. Ranks have the same to copy, so a group
+            that joins in then hardly waits; each rank waits for its own copies all the same.
+        are_over: on every rank, for a plan that waits for them has been carried out. Peers may
+            write to any free block then.
+    """
+
+    def __init__(self) -> None:
+        self.seem_over = True
+        self.are_over = True
+        self._newest = -1
+
+    def begin(self) -> None:
+        """The step that is being planned copies."""
+        self.seem_over = self.are_over = False
+
+    def drains(self, step: int, *, has_copies: bool, is_idle: bool) -> bool:
+        """Whether a plan is to wait for all copies: once that takes no time, or if there is nothing
+        else to do.
+
+        Args:
+            step: the plan's.
+            has_copies: whether some begin with it.
+            is_idle: whether nothing runs meanwhile.
+        """
+        self._newest = step if has_copies else self._newest
+        return not self.are_over and (self.seem_over or is_idle)
+
+    def learn(self, plan: StepPlan, result: StepResult) -> None:
+        """A step is over."""
+        if plan.step >= self._newest:
+            self.seem_over = self.seem_over or not result.is_copying
+            self.are_over = self.are_over or plan.drains_copies
 
 
 class Preemption:
@@ -25,11 +63,13 @@ class Preemption:
     Attributes:
         num_preemptions: requests that gave their blocks up.
         num_swap_outs: those of them that were swapped out.
+        copies: to and from host memory.
     """
 
     def __init__(self, queues: RequestQueues, blocks: BlockManager) -> None:
         self.num_preemptions = 0
         self.num_swap_outs = 0
+        self.copies = HostCopies()
         self._queues = queues
         self._blocks = blocks
         self._has_warned = False
@@ -58,7 +98,8 @@ class Preemption:
         self._queues.wait(request)
 
     def resume(self, request: Request, step: StepBuilder, reserve: int) -> bool:
-        """Swap a request's group in, all of it or nothing; then it is ready.
+        """Swap a request's group in, all of it or nothing; then it is ready, and joins in when the
+        copies seem over.
 
         Args:
             request: the most urgent one that is swapped out.
@@ -70,7 +111,9 @@ class Preemption:
         if copies is None:
             return False
         step.swap_in(copies)
+        self.copies.begin()
         for member in members:
+            member.awaits_copies = True
             self._queues.dequeue(member)
             self._queues.wait(member)
         return True
@@ -85,6 +128,7 @@ class Preemption:
                 self.recompute(request)
             return
         step.swap_out(copies)
+        self.copies.begin()
         self.num_swap_outs += len(holders)
         for request in holders:
             self._dequeue(request)

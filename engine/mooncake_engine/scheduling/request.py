@@ -81,6 +81,7 @@ class Request:
         host_block_ids: its block table in host memory while it is swapped out.
         chain: digests of its full blocks, as far as they were needed.
         changed_at: from where on the workers don't have its block table as it is; None if they do.
+        awaits_copies: whether its blocks were swapped in, and may still be on their way.
         draft_length: how many draft tokens it gets; None before the first.
     """
 
@@ -100,6 +101,7 @@ class Request:
     num_output_placeholders: int = 0
     num_published: int = 0
     changed_at: int | None = None
+    awaits_copies: bool = False
     num_cached_tokens: int = 0
     num_scored: int = 0
     draft_length: DraftLength | None = None

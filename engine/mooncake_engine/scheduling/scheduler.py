@@ -200,7 +200,13 @@ class Scheduler:
         if self.limits.num_speculative_tokens:
             self.speculation.plan(step, self._queues.requests)
         arrived = self._remote_kv.received.take() if step.requests else ()
-        plan = step.build(self._step, self._queues.take_removed(), arrived)
+        drains = self._preemption.copies.drains(
+            self._step,
+            has_copies=step.has_host_copies,
+            is_idle=not step.requests and not self._in_flight,
+        )
+        removed = self._queues.take_removed()
+        plan = step.build(self._step, removed, arrived, drains_copies=drains)
         self._step += 1
         if not plan.is_empty:
             self._in_flight.append(_InFlightStep(plan, step.requests, self._queues.now))
@@ -219,9 +225,10 @@ class Scheduler:
             loading is not None and is_batch(first) and not is_batch(loading)
         )
         # a peer writes at any time, also before blocks that were given up have been copied
-        if not is_queued and not any(
+        may_write = self._preemption.copies.are_over and not any(
             self._reaches_freed(flight.plan) for flight in self._in_flight
-        ):
+        )
+        if not is_queued and may_write:
             self._remote_kv.start(self._watermark_blocks)
 
     def _make_room(self, step: StepBuilder) -> bool:
@@ -267,6 +274,7 @@ class Scheduler:
                     for _ in sequence.siblings:
                         self._complete(next(requests), sequence, result)
             self._release_replaced(plan.step)
+            self._preemption.copies.learn(plan, result)
         return self._outputs.take_updates()
 
     def _learn(self, flight: _InFlightStep, result: StepResult, now: float) -> None:
@@ -504,8 +512,10 @@ class Scheduler:
         return min((head for head in heads if head is not None), key=priority_key, default=None)
 
     def _schedule_ready(self, request: Request, step: StepBuilder) -> bool:
-        if not self._budget.chunk(request, step.budget):
+        copies_go_on = request.awaits_copies and not self._preemption.copies.seem_over
+        if not self._budget.chunk(request, step.budget) or (copies_go_on and self._queues.running):
             return False
+        request.awaits_copies = False
         growth = self.blocks.grow(request, len(request.token_ids))
         if growth is not None:
             step.copy(growth)

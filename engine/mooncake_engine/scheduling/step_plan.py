@@ -80,6 +80,8 @@ class StepPlan:
         swap_ins: ``(host block, block)`` to copy back from there, next.
         block_copies: ``(source, target)`` blocks to copy then, before running (copy on write).
         sequences: what to run; may be empty.
+        drains_copies: whether the step is over only when all copies to and from the host are, also
+            those of earlier plans, which otherwise go on beside steps.
         received_blocks: those that peers have written since the last plan that had some, to be
             brought into the form that the workers keep KV in, before any copy.
     """
@@ -92,6 +94,7 @@ class StepPlan:
     block_copies: tuple[tuple[int, int], ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
     received_blocks: tuple[int, ...] = ()
+    drains_copies: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -101,8 +104,24 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Whether workers have nothing to do, copies of blocks and requests to forget included."""
-        has_copies = self.swap_outs or self.swap_ins or self.block_copies
+        has_copies = self.has_host_copies or self.block_copies or self.drains_copies
         return not (self.sequences or has_copies or self.removed)
+
+    @property
+    def has_host_copies(self) -> bool:
+        """Whether blocks are to be copied to host memory, or back."""
+        return bool(self.swap_outs or self.swap_ins)
+
+    def touched_blocks(self) -> set[int]:
+        """Blocks that change hands in it, or are copied or converted: whoever gets a block is told
+        so by the plan from which on it reads or writes it."""
+        touched = set(self.received_blocks)
+        touched.update(block_id for pair in self.block_copies for block_id in pair)
+        for new_request in self.new_requests:
+            touched.update(new_request.block_ids)
+        for sequence in self.sequences:
+            touched.update(sequence.new_block_ids)
+        return touched
 
     @property
     def reads_freed_blocks(self) -> bool:
@@ -127,6 +146,8 @@ class StepResult:
         prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
         failed: requests that can't continue, and why; their tokens mean nothing.
         num_drafted: how many tokens were drafted, where any were.
+        is_copying: whether copies to or from the host went on when the step was launched, as far
+            as the reporting rank knows.
     """
 
     step: int
@@ -134,6 +155,7 @@ class StepResult:
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     num_drafted: dict[str, int] = field(default_factory=dict)
+    is_copying: bool = False
 
 
 class StepBuilder:
@@ -260,8 +282,18 @@ class StepBuilder:
         """Who takes part, in the plan's order, siblings behind the one whose logits they share."""
         return self._decoding + self._prefilling
 
+    @property
+    def has_host_copies(self) -> bool:
+        """Whether anything is swapped."""
+        return bool(self._swap_outs or self._swap_ins)
+
     def build(
-        self, step: int, removed: tuple[str, ...], received_blocks: tuple[int, ...] = ()
+        self,
+        step: int,
+        removed: tuple[str, ...],
+        received_blocks: tuple[int, ...] = (),
+        *,
+        drains_copies: bool = False,
     ) -> StepPlan:
         """The plan, decodes first."""
         return StepPlan(
@@ -273,4 +305,5 @@ class StepBuilder:
             tuple(self._copies),
             (*self._decodes, *self._prefills),
             received_blocks,
+            drains_copies,
         )

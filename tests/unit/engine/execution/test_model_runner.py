@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
+from mooncake_hal.backend_parts import FinishedEvent
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal_cpu.cpu_backend import CpuBackend
 
@@ -32,7 +34,7 @@ CHUNK = StepPlan(
     0, new_requests=(PROMPT,), sequences=(ScheduledSequence("a", 0, 2, is_sampling=False),)
 )
 REST = StepPlan(1, sequences=(ScheduledSequence("a", 2, 2),))
-SWAP_IN = StepPlan(0, swap_ins=((0, 1),))
+SWAP_IN = StepPlan(0, swap_ins=((0, 1),), drains_copies=True)
 
 
 class LateDevice:
@@ -87,6 +89,17 @@ class LateOps:
         self._device.enqueue(partial(ops.scatter_blocks, staging, plane, block_ids))
 
 
+class InlineStream:
+    """Enqueues copies where it is told to: the late device is late enough."""
+
+    def submit(self, work: Callable[[], object]) -> FinishedEvent:
+        work()
+        return FinishedEvent()
+
+    def close(self) -> None:
+        pass
+
+
 class LateStage:
     """Writes the KV of tokens late.
 
@@ -130,7 +143,8 @@ def make_runner(
     device: LateDevice, pool: KVPool, *, is_last: bool, is_fed: bool, has_peers: bool = True
 ) -> ModelRunner:
     requests = RequestTable(2, BLOCKS, VOCAB, CPU)
-    mover = BlockCopier(pool, 2, LateOps(device), CPU)  # type: ignore[arg-type]  # that one alone
+    ops: Any = LateOps(device)
+    mover = BlockCopier(pool, 2, ops, CPU, InlineStream())
     stage = LateStage(device, is_last)
     parts = RunnerParts(stage, pool, requests, Sampler(()), mover, device.event, has_peers)
     return (

@@ -36,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_draft_tokens=st.sampled_from([0, 1, 5]),
         flights=st.sampled_from([(1, False), (1, True), (2, False), (2, True), (3, True)]),
         reports_received_blocks=st.booleans(),
+        copies_late=st.booleans(),
     )
     def begin(
         self,
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_draft_tokens: int,
         flights: tuple[int, bool],
         reports_received_blocks: bool,
+        copies_late: bool,
     ) -> None:
         self.bench = Bench(
             BLOCKS,
@@ -59,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             uses_async_scheduling=flights[1],
             reports_received_blocks=reports_received_blocks,
         )
+        self.bench.worker.copies_late = copies_late
         self.scheduler = self.bench.scheduler
 
     @rule(

@@ -1,0 +1,121 @@
+"""Copies to and from host memory go on beside steps, which wait for the blocks that they touch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from mooncake_engine.kv_cache.block_copier import BlockCopier
+from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
+from mooncake_engine.scheduling.step_plan import ScheduledSequence, StepPlan
+from mooncake_hal.backend import Fence
+from mooncake_hal.backend_parts import CopyThread
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
+from mooncake_hal_cpu.cpu_backend import CpuBackend
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 1, (2, 2), "float32", 4)
+BLOCKS, BLOCK_SIZE = 200, 2
+SECONDS = 60.0
+
+
+class GatedStream(CopyThread):
+    """Begins each piece of work when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__("gated")
+        self.gates: list[threading.Event] = []
+
+    def submit(self, work: Callable[[], object]) -> Fence:
+        gate = threading.Event()
+        self.gates.append(gate)
+
+        def run() -> None:
+            assert gate.wait(SECONDS)
+            work()
+
+        return super().submit(run)
+
+    def open(self) -> None:
+        for gate in self.gates:
+            gate.set()
+
+
+@pytest.fixture
+def pool() -> Iterator[KVPool]:
+    size = PoolSize(BLOCKS, BLOCK_SIZE)
+    made = KVPool(CpuBackend(), 0, GEOMETRY, shard_of(GEOMETRY, 1, 0), size, layout_name="LPBTH")
+    for index in range(2):
+        for plane in made.layer(index):
+            plane.copy_(torch.arange(BLOCKS).view(-1, 1, 1, 1).expand_as(plane))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stream() -> Iterator[GatedStream]:
+    made = GatedStream()
+    yield made
+    made.open()
+    made.close()
+
+
+@pytest.fixture
+def copier(pool: KVPool, stream: GatedStream) -> BlockCopier:
+    return BlockCopier(pool, BLOCKS, CpuBackend().ops, torch.device("cpu"), stream)
+
+
+def held(pool: KVPool, block_id: int) -> set[float]:
+    return {
+        value
+        for index in range(2)
+        for plane in pool.layer(index)
+        for value in plane[block_id].flatten().tolist()
+    }
+
+
+def test_a_step_that_touches_none_of_the_blocks_does_not_wait(
+    pool: KVPool, copier: BlockCopier, stream: GatedStream
+) -> None:
+    copier.copy(StepPlan(0, swap_outs=tuple((block, block) for block in range(4))))
+    assert copier.is_copying
+    copier.copy(StepPlan(1, sequences=(ScheduledSequence("a", 0, 1, (7,)),)))
+    assert copier.is_copying
+    stream.open()
+    copier.drain()
+    assert not copier.is_copying
+
+
+def test_a_step_waits_for_what_it_touches_and_for_no_more(
+    pool: KVPool, copier: BlockCopier, stream: GatedStream
+) -> None:
+    """150 blocks are swapped out, of which it needs the last: that one goes first."""
+    taken = ScheduledSequence("a", 0, 1, (149,))
+    plan = StepPlan(0, swap_outs=tuple((b, b) for b in range(150)), sequences=(taken,))
+    step = threading.Thread(target=copier.copy, args=(plan,))
+    step.start()
+    while not stream.gates:
+        assert step.is_alive()
+    stream.gates[0].set()
+    step.join(SECONDS)
+    assert not step.is_alive(), "it waits for all of them"
+    assert len(stream.gates) == 1 + 3
+    for index in range(2):
+        for plane in pool.layer(index):
+            plane[149] = -1.0
+    stream.open()
+    copier.drain()
+    back = StepPlan(1, swap_ins=((149, 160), (0, 161)), drains_copies=True)
+    stream.gates.clear()
+    stream.submit = CopyThread.submit.__get__(stream)  # type: ignore[method-assign]  # no gates
+    copier.copy(back)
+    assert (held(pool, 160), held(pool, 161)) == ({149.0}, {0.0})
+
+
+def test_what_a_copy_raises_reaches_the_step_that_waits(copier: BlockCopier) -> None:
+    copier._stream = CopyThread("failing")
+    with pytest.raises((IndexError, RuntimeError)):
+        copier.copy(StepPlan(0, swap_ins=((BLOCKS + 5, 3),), drains_copies=True))
+    copier.close()
