@@ -38,6 +38,8 @@ MAX_HANDLES_PER_USER = 65_536
 MAX_SKIPPED_VICTIMS = 4096
 """How many chunks that can't go an eviction looks past, before the store counts as full."""
 
+_ENDS_A_SEQUENCE = {PutRefusal.NO_ROOM, PutRefusal.OVER_QUOTA, PutRefusal.TOO_LARGE}
+
 SHARED = ""
 """The group of all tenants that have no quota."""
 
@@ -204,14 +206,21 @@ class ChunkTable:
     def reserve(
         self, chunks: Sequence[Chunk], user: int, lease_s: float, now: float
     ) -> list[WriteHandle | PutRefusal]:
-        """Memory for each of a sequence's chunks, or why not. Those that are there are touched."""
+        """Memory for each of a sequence's chunks, or why not. Those that are there are touched.
+
+        Where one finds no memory, those behind it get none: they would be of no use without it.
+        """
         self.expire(now)
         self.touch([chunk.key for chunk in chunks], now)
-        granted = [self._reserve(chunk, user, lease_s, now) for chunk in chunks]
-        for refusal in granted:
-            if isinstance(refusal, PutRefusal):
+        granted: list[WriteHandle | PutRefusal] = []
+        ending = None
+        for chunk in chunks:
+            grant = ending or self._reserve(chunk, user, lease_s, now)
+            granted.append(grant)
+            if isinstance(grant, PutRefusal):
                 refused = self.stats.num_refused_puts
-                refused[refusal.value] = refused.get(refusal.value, 0) + 1
+                refused[grant.value] = refused.get(grant.value, 0) + 1
+                ending = grant if grant in _ENDS_A_SEQUENCE else None
         return granted
 
     def commit(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:

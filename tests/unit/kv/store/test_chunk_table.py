@@ -1,0 +1,342 @@
+"""The chunks of an arena: states, handles, quarantine, quotas; and that no read is ever wrong."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mooncake_kv.store.arena_allocator import GRANULE
+from mooncake_kv.store.chunk_store import (
+    Chunk,
+    PutRefusal,
+    ReadHandle,
+    Residence,
+    StoreStats,
+    WriteHandle,
+)
+from mooncake_kv.store.chunk_table import ChunkTable, TableSettings
+from mooncake_kv.store.eviction import POLICIES, TailFirstLRU
+
+QUARANTINE_S = 5.0
+ANNA, BERT = 1, 2
+
+
+def chunk(name, parent=None, granules=1, position=0, tenant=""):
+    before = None if parent is None else parent.encode()
+    return Chunk(name.encode(), before, position, granules * GRANULE, 16, tenant)
+
+
+def table_of(granules, **options):
+    return ChunkTable(granules * GRANULE, TableSettings(TailFirstLRU, QUARANTINE_S, **options))
+
+
+def put(table, *chunks, now=0.0, user=ANNA):
+    handles = table.reserve(chunks, user, 10, now)
+    assert all(isinstance(handle, WriteHandle) for handle in handles)
+    assert table.commit([handle.handle_id for handle in handles], user, now) == [True] * len(chunks)
+
+
+def levels(table):
+    stats = StoreStats()
+    table.fill_levels(stats)
+    return stats
+
+
+def test_what_is_staged_can_not_be_read_and_is_not_staged_twice():
+    table = table_of(4)
+    (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
+    assert table.probe([b"a", b"b"]) == [Residence.STAGING, Residence.ABSENT]
+    assert table.pin([b"a"], BERT, 10, 0) == [None]
+    assert table.reserve([chunk("a")], BERT, 10, 0) == [PutRefusal.STAGING]
+    assert table.commit([handle.handle_id], ANNA, 1) == [True]
+    assert table.reserve([chunk("a")], BERT, 10, 0) == [PutRefusal.PRESENT]
+    assert table.probe([b"a"]) == [Residence.DRAM]
+    table.check_integrity()
+
+
+def test_a_handle_is_its_users_and_serves_once():
+    table = table_of(4)
+    (write,) = table.reserve([chunk("a")], ANNA, 10, 0)
+    assert table.commit([write.handle_id], BERT, 0) == [False]
+    assert table.release([write.handle_id], ANNA, 0) == [False]
+    assert table.commit([write.handle_id], ANNA, 0) == [True]
+    (read,) = table.pin([b"a"], ANNA, 10, 0)
+    assert table.release([read.handle_id], BERT, 0) == [False]
+    assert table.release([read.handle_id] * 2, ANNA, 0) == [True, False]
+
+
+def test_a_pinned_chunk_stays_and_one_that_is_dropped_is_no_valid_read():
+    table = table_of(1)
+    put(table, chunk("a"))
+    (handle,) = table.pin([b"a"], ANNA, 10, 0)
+    assert table.reserve([chunk("b")], BERT, 10, 1) == [PutRefusal.NO_ROOM]
+    assert table.drop([b"a"], 2) == 1
+    assert table.probe([b"a"]) == [Residence.ABSENT]
+    assert levels(table).free_bytes == 0, "its reader has not ended"
+    assert table.release([handle.handle_id], ANNA, 3) == [False]
+    assert levels(table).free_bytes == GRANULE
+
+
+def test_no_handle_outlives_its_deadline_and_a_silent_readers_memory_rests():
+    table = table_of(1)
+    put(table, chunk("a"))
+    (handle,) = table.pin([b"a"], ANNA, 10, 0)
+    assert table.reserve([chunk("b")], BERT, 10, 10) == [PutRefusal.NO_ROOM]
+    assert levels(table).quarantine_bytes == GRANULE, "evicted, and still read perhaps"
+    assert table.release([handle.handle_id], ANNA, 10) == [False]
+    assert isinstance(table.reserve([chunk("b")], BERT, 10, 15)[0], WriteHandle)
+    table.check_integrity()
+
+
+def test_a_late_writer_can_not_commit_and_keeps_its_memory_until_it_says_so():
+    table = table_of(2)
+    (late,) = table.reserve([chunk("a")], ANNA, 10, 0)
+    (again,) = table.reserve([chunk("a")], BERT, 10, 10)
+    assert again.offset != late.offset
+    assert table.commit([again.handle_id], BERT, 11) == [True]
+    assert levels(table).abandoned_bytes == GRANULE
+    assert table.reserve([chunk("b", parent="a")], BERT, 10, 1e6) == [PutRefusal.NO_ROOM]
+    assert table.commit([late.handle_id], ANNA, 1e6) == [False]
+    assert isinstance(table.reserve([chunk("b", parent="a")], BERT, 10, 1e6)[0], WriteHandle)
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_memory_of_a_user_that_is_gone_rests_unless_it_is_drained(is_drained):
+    table = table_of(2)
+    put(table, chunk("r"))
+    table.pin([b"r"], ANNA, 10, 0)
+    table.reserve([chunk("w")], ANNA, 10, 0)
+    table.end_user(ANNA, 1, is_drained=is_drained)
+    table.check_integrity()
+    assert levels(table).free_bytes == (GRANULE if is_drained else 0)
+    table.drop([b"r"], 2)
+    assert levels(table).quarantine_bytes == (0 if is_drained else 2 * GRANULE)
+    table.expire(1 + QUARANTINE_S)
+    assert levels(table).free_bytes == 2 * GRANULE
+
+
+def test_a_read_can_be_extended():
+    table = table_of(1)
+    put(table, chunk("a"))
+    (handle,) = table.pin([b"a"], ANNA, 2, 0)
+    table.extend([handle.handle_id], 10, 1)
+    assert table.release([handle.handle_id], ANNA, 5) == [True]
+
+
+def test_the_end_of_a_sequence_goes_first_and_never_what_a_write_builds_on():
+    table = table_of(4)
+    for position, name in enumerate("abc"):  # committed one after the other, as they are computed
+        put(table, chunk(name, "abc"[position - 1] if position else None), now=position)
+    put(table, chunk("x"), now=9)
+    put(table, chunk("y"), now=10)
+    assert table.probe([b"a", b"b", b"c"]) == [Residence.DRAM, Residence.DRAM, Residence.ABSENT]
+    table.pin([b"b"], ANNA, 5, 11)
+    put(table, chunk("z"), now=11)
+    assert table.probe([b"a", b"b", b"x"]) == [Residence.DRAM, Residence.DRAM, Residence.ABSENT]
+
+
+def test_a_sequence_longer_than_the_arena_keeps_its_beginning():
+    table = table_of(3)
+    put(table, chunk("x"))
+    names = "abcdef"
+    chunks = [chunk(n, names[i - 1] if i else None, position=i) for i, n in enumerate(names)]
+    handles = table.reserve(chunks, ANNA, 10, 1)
+    assert handles[3:] == [PutRefusal.NO_ROOM] * 3
+    assert table.commit([handle.handle_id for handle in handles[:3]], ANNA, 1) == [True] * 3
+    assert table.reserve(chunks, ANNA, 10, 2) == [PutRefusal.PRESENT] * 3 + [PutRefusal.NO_ROOM] * 3
+    assert table.probe([b"a", b"b", b"c", b"x"]) == [Residence.DRAM] * 3 + [Residence.ABSENT]
+
+
+def test_a_tenant_with_a_quota_pushes_out_only_its_own():
+    table = table_of(8, quotas={"t": 2 * GRANULE, "tiny": 1})
+    put(table, *(chunk(name) for name in "abcd"))
+    for name in "uvwx":
+        put(table, chunk(name, tenant="t"), now=1)
+    assert table.probe([b"u", b"v"]) == [Residence.ABSENT] * 2
+    assert Residence.ABSENT not in table.probe([b"a", b"b", b"c", b"d", b"w", b"x"])
+    assert table.stats.num_evicted == {"quota": 2}
+    assert table.reserve([chunk("z", tenant="tiny")], ANNA, 1, 1) == [PutRefusal.OVER_QUOTA]
+    put(table, *(chunk(name) for name in "efgh"), now=2)
+    assert table.stats.num_evicted == {"quota": 2, "room": 2}
+    table.check_integrity()
+
+
+def test_a_chunk_larger_than_the_arena_pushes_nothing_out():
+    table = table_of(2)
+    put(table, chunk("a"))
+    assert table.reserve([chunk("b", granules=3)], ANNA, 1, 0) == [PutRefusal.TOO_LARGE]
+    assert table.probe([b"a"]) == [Residence.DRAM]
+
+
+def test_a_users_handles_have_a_bound(monkeypatch):
+    monkeypatch.setattr("mooncake_kv.store.chunk_table.MAX_HANDLES_PER_USER", 2)
+    table = table_of(4)
+    put(table, chunk("a"))
+    assert table.pin([b"a"] * 3, ANNA, 10, 0)[2] is None
+    assert table.reserve([chunk("b")], ANNA, 10, 0) == [PutRefusal.NO_ROOM]
+    assert levels(table).free_bytes == 3 * GRANULE
+    table.check_integrity()
+
+
+# -- the property -------------------------------------------------------------------------------
+
+
+@dataclass
+class Write:
+    """A write under way: lands granule by granule, whenever it likes."""
+
+    handle: WriteHandle
+    user: int
+    missing: list[int]
+
+
+@dataclass
+class World:
+    """Users over one arena, with one-sided reads and writes that are late, frozen or killed.
+
+    ``memory`` has, for each granule, the name of what was last written there.
+    """
+
+    seed: int
+    policy: str = "tail-first-lru"
+    granules: int = 48
+    now: float = 0.0
+    memory: list[bytes] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    reads: list[tuple[ReadHandle, int, float]] = field(default_factory=list)
+    zombies: list[tuple[float, Write]] = field(default_factory=list)
+    num_valid: int = 0
+    num_invalid: int = 0
+
+    def __post_init__(self):
+        self.random = random.Random(self.seed)
+        self.memory = [b""] * self.granules
+        settings_of = TableSettings(
+            POLICIES[self.policy], QUARANTINE_S, quotas={"t": self.granules // 4 * GRANULE}
+        )
+        self.table = ChunkTable(self.granules * GRANULE, settings_of)
+        self.steps = (
+            [self.reserve] * 5
+            + [self.land] * 8
+            + [self.end_write] * 4
+            + [self.pin] * 4
+            + [self.release] * 4
+            + [self.kill_or_wait, self.drop]
+        )
+
+    def run(self, num_steps):
+        for number in range(num_steps):
+            self.random.choice(self.steps)()
+            self.now += self.random.expovariate(20)
+            if number % 199 == 0:
+                self.table.check_integrity()
+        self.table.check_integrity()
+
+    def sequence(self):
+        """Keys of one of a few sequences that share beginnings; sizes differ by sequence."""
+        family, branch = self.random.randrange(4), self.random.randrange(6)
+        shared = self.random.randrange(3)
+        granules, tenant = 1 + family % 3, "t" if family == 3 else ""
+        chunks, parent = [], None
+        for position in range(self.random.randrange(1, 7)):
+            name = f"{family}.{branch if position > shared else 0}.{position}"
+            chunks.append(chunk(name, parent, granules, position, tenant))
+            parent = name
+        return chunks
+
+    def reserve(self):
+        user = self.random.randrange(4)
+        handles = self.table.reserve(self.sequence(), user, self.random.uniform(0.05, 3), self.now)
+        for handle in handles:
+            if isinstance(handle, WriteHandle):
+                first = handle.offset // GRANULE
+                missing = list(range(first, first + handle.nbytes // GRANULE))
+                self.writes.append(Write(handle, user, missing))
+
+    def land(self):
+        """A piece of some write lands: of one that is under way, or of one whose user is dead."""
+        self.zombies = [(until, write) for until, write in self.zombies if until > self.now]
+        candidates = self.writes + [write for _, write in self.zombies]
+        for write in self.random.sample(candidates, min(len(candidates), 6)):
+            for at in write.missing:
+                self.memory[at] = write.handle.key
+            if self.random.random() < 0.7:
+                write.missing.clear()
+
+    def end_write(self):
+        for _ in range(min(len(self.writes), self.random.randrange(8))):
+            self.end_one_write()
+
+    def end_one_write(self):
+        write = self.writes.pop(self.random.randrange(len(self.writes)))
+        ids = [write.handle.handle_id]
+        if write.missing or self.random.random() < 0.1:
+            self.table.abort(ids, write.user, self.now)
+        else:
+            self.table.commit(ids, write.user, self.now)
+
+    def pin(self):
+        user, keys = self.random.randrange(4), [c.key for c in self.sequence()]
+        lease_s = self.random.uniform(0.05, 3)
+        self.table.touch(keys, self.now)
+        for handle in self.table.pin(keys, user, lease_s, self.now):
+            if handle is not None:
+                self.reads.append((handle, user, self.now + handle.lease_s))
+
+    def release(self):
+        for _ in range(min(len(self.reads), self.random.randrange(8))):
+            self.release_one()
+
+    def release_one(self):
+        handle, user, deadline = self.reads.pop(self.random.randrange(len(self.reads)))
+        first = handle.offset // GRANULE
+        found = self.memory[first : first + handle.nbytes // GRANULE]
+        (valid,) = self.table.release([handle.handle_id], user, self.now)
+        if valid:
+            assert set(found) == {handle.key}, "bytes of another key"
+            assert self.now < deadline, "a handle outlived its deadline"
+        self.num_valid += valid
+        self.num_invalid += not valid
+
+    def kill(self):
+        """A user dies; what it had sent lands for a while, and its reads never end."""
+        user = self.random.randrange(4)
+        until = self.now + QUARANTINE_S
+        self.zombies += [(until, write) for write in self.writes if write.user == user]
+        self.writes = [write for write in self.writes if write.user != user]
+        self.reads = [read for read in self.reads if read[1] != user]
+        self.table.end_user(user, self.now, is_drained=False)
+
+    def drop(self):
+        self.table.drop([c.key for c in self.sequence()[:2]], self.now)
+
+    def kill_or_wait(self):
+        chance = self.random.random()
+        if chance < 0.1:
+            self.kill()
+        elif chance < 0.2:
+            self.now += self.random.uniform(0, 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 32), st.sampled_from(sorted(POLICIES)), st.integers(4, 60))
+def test_no_read_is_ever_wrong(seed, policy, granules):
+    World(seed, policy, granules).run(400)
+
+
+@pytest.mark.timeout(300)
+def test_no_read_is_ever_wrong_in_a_hundred_thousand_operations():
+    world = World(20)
+    world.run(100_000)
+    assert world.num_valid > 5000
+    assert world.num_invalid > 200
+    assert world.table.stats.num_evicted["room"] > 5000
+    assert world.table.stats.num_expired_writes > 200
+    # everybody leaves: every byte comes back
+    for user in range(4):
+        world.table.end_user(user, world.now, is_drained=False)
+    world.table.drop([c.key for c in world.table.ready_chunks()], world.now)
+    world.table.expire(world.now + QUARANTINE_S + 3)
+    assert levels(world.table).free_bytes == world.granules * GRANULE
