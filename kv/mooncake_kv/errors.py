@@ -4,6 +4,7 @@ KVError
 ├── KVConfigError          a connector can't be set up as asked
 │   └── SideChannelPortTaken
 ├── ConnectorDead          what ends the engine, and nothing else does: see ``Fatal``
+├── StoreIOError           the system refused to read or write a store's file
 ├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
 └── KVTransferError        KV did not come across; the request says what happens next
     ├── HandshakeRefused   the peer's metadata contradict ours
@@ -54,6 +55,10 @@ class ConnectorDead(KVError):
     def __init__(self, fatal: Fatal, cause: BaseException | None = None) -> None:
         super().__init__(fatal.value + (f": {cause!r}" if cause else ""))
         self.fatal = fatal
+
+
+class StoreIOError(KVError):
+    """A read or write of a store's file failed: which, and what the system said."""
 
 
 class InvalidKVParams(KVError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -56,7 +57,8 @@ class ArenaMemory:
         """Give the memory back. Transports must have withdrawn it. Idempotent."""
         if self._fd >= 0:
             self._view.release()
-            self._map.close()
+            with contextlib.suppress(BufferError):  # an error's traceback has a piece: unmapped
+                self._map.close()  # with it
             os.close(self._fd)
             self._fd = -1
 

@@ -189,6 +189,11 @@ class ChunkTable:
                 self._leases[handle_id] = _Lease(lease.entry, lease.user, now + lease_s, False)
                 heapq.heappush(self._deadlines, (now + lease_s, handle_id))
 
+    def is_held(self, handle_id: int, now: float) -> bool:
+        """Whether a handle is in force, so that its memory has been the chunk's until now."""
+        lease = self._leases.get(handle_id)
+        return lease is not None and lease.deadline > now
+
     def touch(self, keys: Sequence[bytes], now: float) -> None:
         """Count a use of a sequence; keys that aren't there are passed over."""
         groups: dict[str, list[bytes]] = {}

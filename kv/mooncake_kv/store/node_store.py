@@ -10,7 +10,7 @@ moves and no file is touched under it.
 
 from __future__ import annotations
 
-import logging
+import math
 import secrets
 import threading
 import time
@@ -31,12 +31,16 @@ from mooncake_kv.store.chunk_store import (
     Residence,
     StoreObserver,
     StoreStats,
+    Tier,
     WriteHandle,
 )
 from mooncake_kv.store.chunk_table import ChunkTable, TableSettings
 from mooncake_kv.store.eviction import DEFAULT_POLICY, make_policy
+from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
+from mooncake_kv.store.tier_moves import TierMoves
 
-logger = logging.getLogger(__name__)
+TIMER_S = 0.25
+"""How often pins that wait for SSDs are looked at."""
 
 Result = TypeVar("Result")
 
@@ -51,12 +55,16 @@ class NodeStoreConfig:
         quarantine_s: how long memory rests after a reader or writer of it vanished; at least the
             transfer timeout of every user.
         quotas: bytes of memory by tenant.
+        ssd: the SSD tier, or None.
+        load_timeout_s: how long a pin waits for SSDs before what is missing is a miss.
     """
 
     dram_bytes: int
     policy: str = DEFAULT_POLICY
     quarantine_s: float = 30.0
     quotas: Mapping[str, int] = field(default_factory=dict)
+    ssd: SsdConfig | None = None
+    load_timeout_s: float = 10.0
 
 
 class NodeStore:
@@ -87,6 +95,11 @@ class NodeStore:
         self._table = ChunkTable(config.dram_bytes, settings, observer)
         self._clock = clock
         self._lock = threading.Lock()
+        self._moves = TierMoves(self._table, self._lock, clock, config.load_timeout_s)
+        self._stop = threading.Event()
+        self._timer: threading.Thread | None = None
+        if config.ssd is not None:
+            self._open_ssds(config.ssd)
         self._endpoints: dict[str, bytes] = {}
         self._last_user = 0
         self._is_closed = False
@@ -117,7 +130,25 @@ class NodeStore:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._stop.set()
+        if self._timer is not None:
+            self._timer.join()
+        if self._moves.tier is not None:
+            self._moves.tier.close()
+        self._end_late_pins(math.inf)
         self.memory.close()
+
+    def chunks(self) -> dict[Tier, list[Chunk]]:
+        """All that each tier has."""
+        with self._lock:
+            found = {Tier.DRAM: list(self._table.ready_chunks())}
+        if self._moves.tier is not None:
+            found[Tier.SSD] = self._moves.tier.chunks()
+        return found
+
+    def verify(self) -> tuple[int, int]:
+        """Read all that SSDs have; how many were right, and how many not. See ``SsdTier``."""
+        return (0, 0) if self._moves.tier is None else self._moves.tier.verify()
 
     def check_integrity(self) -> None:
         with self._lock:
@@ -128,9 +159,14 @@ class NodeStore:
     def probe(self, keys: Sequence[bytes]) -> list[Residence]:
         with self._lock:
             found = self._table.probe(keys)
+            if self._moves.tier is not None:
+                found = [
+                    Residence.SSD if where is Residence.ABSENT and self._moves.has(key) else where
+                    for key, where in zip(keys, found, strict=True)
+                ]
             stats = self._table.stats
             stats.num_probes += len(keys)
-            stats.num_found += sum(where is not Residence.ABSENT for where in found)
+            stats.num_found += len(found) - found.count(Residence.ABSENT)
         return found
 
     def pin(
@@ -140,10 +176,15 @@ class NodeStore:
             now = self._clock()
             self._table.touch(keys, now)
             handles = self._table.pin(keys, user, lease_s, now)
-            num_hits = sum(handle is not None for handle in handles)
+            num_hits = len(handles) - handles.count(None)
             self._table.stats.num_dram_hits += num_hits
             self._table.stats.num_misses += len(keys) - num_hits
-        return done(handles)
+            self._moves.touched(keys)
+            if num_hits == len(keys) or self._moves.tier is None or self._is_closed:
+                return done(handles)
+            future, go_on = self._moves.load(keys, handles, user, lease_s)
+        go_on()
+        return future
 
     def release(self, handles: Sequence[ReadHandle], user: int) -> list[bool]:
         with self._lock:
@@ -160,27 +201,72 @@ class NodeStore:
     ) -> list[bool]:
         ids = [handle.handle_id for handle in handles]
         with self._lock:
-            end = self._table.commit if are_complete else self._table.abort
-            return end(ids, user, self._clock())
+            now = self._clock()
+            if not are_complete:
+                return self._table.abort(ids, user, now)
+            are_stored = self._table.commit(ids, user, now)
+            found = [self._table.entry(handle.key) for handle in handles]
+            self._moves.committed(entry.chunk for entry in found if entry is not None)
+            return are_stored
 
     def touch(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             self._table.touch(keys, self._clock())
+            self._moves.touched(keys)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         with self._lock:
-            return self._table.drop(keys, self._clock())
+            gone = {key for key in keys if self._table.entry(key) is not None}
+            self._table.drop(keys, self._clock())
+            if self._moves.tier is not None:
+                on_ssd = self._moves.tier.forget(keys)
+                self._table.observer.removed(Tier.SSD, on_ssd)
+                gone.update(on_ssd)
+        return len(gone)
 
     def stats(self) -> StoreStats:
         with self._lock:
             self._table.expire(self._clock())
             stats = deepcopy(self._table.stats)
             self._table.fill_levels(stats)
+        if self._moves.tier is not None:
+            self._moves.tier.fill_stats(stats)
         return stats
 
     def end_user(self, user: int, *, is_drained: bool) -> None:
         with self._lock:
+            finished = self._moves.end_user(user)
             self._table.end_user(user, self._clock(), is_drained=is_drained)
+        for finish in finished:
+            finish()
+
+    # -- SSDs -----------------------------------------------------------------------------------
+
+    def _open_ssds(self, config: SsdConfig) -> None:
+        try:
+            tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed)
+        except BaseException:
+            self.memory.close()
+            raise
+        self._moves.tier = tier
+        for chunk in tier.chunks():
+            self._table.observer.stored(Tier.SSD, chunk)
+        self._timer = threading.Thread(target=self._keep_time, name="store-timer", daemon=True)
+        self._timer.start()
+
+    def _ssd_removed(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._table.observer.removed(Tier.SSD, keys)
+
+    def _keep_time(self) -> None:
+        while not self._stop.wait(TIMER_S):
+            self._end_late_pins(self._clock())
+
+    def _end_late_pins(self, now: float) -> None:
+        with self._lock:
+            finished = self._moves.time_out(now)
+        for finish in finished:
+            finish()
 
 
 class StoreUser:

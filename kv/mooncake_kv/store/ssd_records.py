@@ -1,0 +1,188 @@
+"""Records of chunks on an SSD: a page that says what follows, and the chunk's bytes. Pure.
+
+    page 0 of a segment    magic, checksum, length, SegmentHeader
+    a record               magic, checksum, length, RecordHeader | padding to a page | the bytes,
+                           padded to a page
+
+A record names the use of the segment that it was written in. Segments are written again from the
+start when they are recycled: what lies behind the last new record is of another use, and ends the
+scan. A record counts only if its own checksum and that of its bytes are right, each time it is
+read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import zlib
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mooncake_hal import native
+from mooncake_hal.errors import NativeUnavailable
+from mooncake_kv.store.arena_allocator import GRANULE, rounded_up
+from mooncake_kv.store.chunk_keys import KEY_VERSION
+from mooncake_kv.store.chunk_store import Chunk
+
+PAGE = GRANULE
+_MAGIC = b"mcakekv1"
+_PREFIX = struct.Struct("<8sII")  # magic, crc32 of the body, length of the body
+
+
+class SegmentHeader(msgspec.Struct, frozen=True, array_like=True, tag="segment"):
+    """What a segment is.
+
+    Args:
+        use: random, drawn each time that the segment is written from its start.
+        sequence: how many segments had been begun before, in this directory.
+        version: of keys and layout.
+    """
+
+    use: bytes
+    sequence: int
+    version: int = KEY_VERSION
+
+
+class RecordHeader(msgspec.Struct, frozen=True, array_like=True, tag="record"):
+    """What a record is; fields as in ``Chunk``. One with an empty key is void.
+
+    Args:
+        use: of the segment, when it was written.
+        checksum: of the bytes, with their padding; see ``checksum``.
+    """
+
+    use: bytes
+    checksum: int
+    key: bytes
+    parent: bytes | None
+    position: int
+    nbytes: int
+    num_tokens: int
+    tenant: str
+
+    def chunk(self) -> Chunk:
+        """What is stored."""
+        return Chunk(
+            self.key, self.parent, self.position, self.nbytes, self.num_tokens, self.tenant
+        )
+
+
+Header = SegmentHeader | RecordHeader
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+
+
+def record_bytes(nbytes: int) -> int:
+    """What a chunk of that many bytes takes on an SSD."""
+    return PAGE + rounded_up(nbytes)
+
+
+def record_header(chunk: Chunk, use: bytes, payload: memoryview) -> RecordHeader:
+    """The header of a chunk's record.
+
+    Args:
+        chunk: what it is.
+        use: of the segment that it goes to.
+        payload: its bytes, padded to whole pages.
+    """
+    return RecordHeader(
+        use,
+        checksum(payload),
+        chunk.key,
+        chunk.parent,
+        chunk.position,
+        chunk.nbytes,
+        chunk.num_tokens,
+        chunk.tenant,
+    )
+
+
+def fill_page(page: memoryview, header: Header) -> None:
+    """Write a header into a page.
+
+    Raises:
+        ValueError: it does not fit, since a tenant's name is too long.
+    """
+    body = _encoder.encode(header)
+    if _PREFIX.size + len(body) > PAGE:
+        raise ValueError(f"a header of {len(body)} bytes is longer than a page")
+    _PREFIX.pack_into(page, 0, _MAGIC, zlib.crc32(body), len(body))
+    page[_PREFIX.size : _PREFIX.size + len(body)] = body
+
+
+def read_page(page: memoryview) -> Header | None:
+    """The header in a page; None if it is none, or torn."""
+    magic, crc, length = _PREFIX.unpack_from(page)
+    body = bytes(page[_PREFIX.size : _PREFIX.size + length]) if magic == _MAGIC else b""
+    if not body or len(body) != length or zlib.crc32(body) != crc:
+        return None
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+_WORDS = PAGE // 8
+_STEP = 0x9E3779B97F4A7C15  # odd: the golden ratio, 64 bits of it
+
+_SOURCE = """
+#include <stdint.h>
+#include <stddef.h>
+uint64_t mooncake_checksum(const uint64_t *data, size_t pages, const uint64_t *weights) {
+    uint64_t total = 0;
+    for (size_t page = 0; page < pages; page++, data += 512) {
+        uint64_t sum = 0;
+        for (int i = 0; i < 512; i++) sum += data[i] * weights[i];
+        total = total * 0x9E3779B97F4A7C15ull + sum;
+    }
+    return total;
+}
+"""
+
+
+def checksum(data: memoryview) -> int:
+    """64 bits over whole pages, at the speed of memory.
+
+    Each word counts with an odd random weight, and each page with a power of an odd number, modulo
+    2**64 (multilinear hashing): any change of one word changes the sum, and others go unnoticed
+    with a chance of about 2**-60. It guards against what disks and kernels do, not against enemies.
+    """
+    words: NDArray[np.uint64] = np.frombuffer(data, np.uint64)
+    compiled = _compiled()
+    if compiled is not None:
+        weights = _weights()
+        pages = len(words) // _WORDS
+        return int(compiled(words.ctypes.data, pages, weights.ctypes.data))
+    return interpreted_checksum(words)
+
+
+def interpreted_checksum(words: NDArray[np.uint64]) -> int:
+    """The same without compiled code."""
+    sums = words.reshape(-1, _WORDS) @ _weights()
+    total = 0
+    for page_sum in sums.tolist():
+        total = (total * _STEP + page_sum) & 0xFFFFFFFFFFFFFFFF
+    return total
+
+
+@lru_cache(maxsize=1)
+def _weights() -> NDArray[np.uint64]:
+    # not numpy's generators: what one release wrote, the next one reads
+    drawn = np.frombuffer(hashlib.shake_256(b"mooncake-kv").digest(PAGE), "<u8")
+    return drawn.astype(np.uint64) | np.uint64(1)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> ctypes._NamedFuncPointer | None:
+    try:
+        function = native.compile_c("kv_checksum", _SOURCE).mooncake_checksum
+    except NativeUnavailable as exc:
+        native.warn_fallback("kv_checksum", "numpy's integer products", exc.reason)
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    function.restype = ctypes.c_uint64
+    return function

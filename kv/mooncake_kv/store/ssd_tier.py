@@ -1,0 +1,424 @@
+"""Chunks on SSDs: which are there, what is worth writing, and the threads that read and write.
+
+Chunks are written when they are used a second time: most are never used again, and drives wear.
+What does not fit the day's budget, or finds the queue full, is not written; nothing waits for it.
+Whole segments are collected, the oldest first; records that were read since they were written are
+written again before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from mooncake_kv.errors import StoreIOError
+from mooncake_kv.store.arena_allocator import rounded_up
+from mooncake_kv.store.chunk_store import Chunk, StoreStats
+from mooncake_kv.store.ssd_directory import (
+    RecordLocation,
+    Segment,
+    SsdBudget,
+    SsdDirectory,
+    SsdDirectoryConfig,
+    aligned_buffer,
+)
+from mooncake_kv.store.ssd_records import (
+    PAGE,
+    RecordHeader,
+    checksum,
+    fill_page,
+    read_page,
+    record_bytes,
+    record_header,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_REMEMBERED_PUTS = 1 << 18
+COLLECTED_FRACTION = 0.5
+"""How much of a segment may be written again when it is collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class SsdConfig:
+    """The SSD tier of a store.
+
+    Args:
+        directories: each on a drive of its own, or there is no gain in several.
+        write_bytes_per_day: what all drives together may be worn by; 0 is no limit.
+        read_threads, write_threads: of each directory: how many requests its drive sees at once.
+        max_queued_writes: per directory; what comes when it is full is not written.
+    """
+
+    directories: tuple[SsdDirectoryConfig, ...]
+    write_bytes_per_day: int = 0
+    read_threads: int = 8
+    write_threads: int = 4
+    max_queued_writes: int = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """A chunk on an SSD.
+
+    Args:
+        chunk: what it is.
+        drive: where.
+        location: in there.
+        num_reads: since it was written.
+    """
+
+    chunk: Chunk
+    drive: _Drive
+    location: RecordLocation
+    num_reads: int = 0
+
+
+class _Drive:
+    """A directory with its threads."""
+
+    def __init__(self, directory: SsdDirectory, config: SsdConfig, number: int) -> None:
+        self.directory = directory
+        self.reads = ThreadPoolExecutor(config.read_threads, f"ssd-read-{number}")
+        self.writes = ThreadPoolExecutor(config.write_threads, f"ssd-write-{number}")
+        self.num_queued_writes = 0
+        self.keys_of_use: dict[bytes, dict[bytes, None]] = {}
+        self.collecting = threading.Lock()
+
+    def close(self) -> None:
+        self.writes.shutdown(wait=True, cancel_futures=True)
+        self.reads.shutdown(wait=True, cancel_futures=True)
+        self.directory.close()
+
+
+class SsdTier:
+    """The chunks of all directories. Any thread; nothing here waits for a drive.
+
+    Args:
+        config: see there.
+        view: the memory that chunks are read to and written from: a piece by offset and length.
+        clock: seconds.
+        removed: told of chunks that the tier gave up by itself; on a thread of the tier.
+
+    Raises:
+        KVConfigError: a directory can't be used.
+    """
+
+    def __init__(
+        self,
+        config: SsdConfig,
+        view: Callable[[int, int], memoryview],
+        clock: Callable[[], float],
+        removed: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        self._config = config
+        self._view = view
+        self._clock = clock
+        self._removed = removed
+        self._lock = threading.Lock()
+        self._stats = StoreStats()
+        self._records: dict[bytes, _Record] = {}
+        self._writing: set[bytes] = set()
+        self._put_before: OrderedDict[bytes, None] = OrderedDict()
+        self._budget = SsdBudget(config.write_bytes_per_day)
+        self._drives: list[_Drive] = []
+        try:
+            for number, each in enumerate(config.directories):
+                self._drives.append(_Drive(SsdDirectory(each), config, number))
+        except BaseException:
+            self.close()
+            raise
+        for drive in self._drives:
+            for found in drive.directory.scan():
+                self._index(_Record(found.header.chunk(), drive, found.location))
+
+    def chunk(self, key: bytes) -> Chunk | None:
+        """What is stored under a key."""
+        record = self._records.get(key)
+        return None if record is None else record.chunk
+
+    def chunks(self) -> list[Chunk]:
+        """All that is stored."""
+        with self._lock:
+            return [record.chunk for record in self._records.values()]
+
+    def note_put(self, key: bytes) -> bool:
+        """Remember that a chunk was put into memory; whether it had been before."""
+        with self._lock:
+            is_known = key in self._put_before
+            self._put_before[key] = None
+            self._put_before.move_to_end(key)
+            if len(self._put_before) > MAX_REMEMBERED_PUTS:
+                self._put_before.popitem(last=False)
+            if not is_known:
+                self._skip("first_touch")
+        return is_known
+
+    def admit(self, chunk: Chunk) -> bool:
+        """Whether a chunk that was used again is to be written now.
+
+        ``write`` or ``withdraw`` must follow then.
+        """
+        with self._lock:
+            if chunk.key in self._records or chunk.key in self._writing or not self._drives:
+                return False
+            drive = self._drive_for(chunk)
+            if drive is None or drive.num_queued_writes >= self._config.max_queued_writes:
+                self._skip("busy" if drive else "too_large")
+                return False
+            if not self._budget.take(record_bytes(chunk.nbytes), self._clock()):
+                self._skip("budget")
+                return False
+            self._writing.add(chunk.key)
+            drive.num_queued_writes += 1
+        return True
+
+    def withdraw(self, chunk: Chunk) -> None:
+        """An admitted chunk will not be written."""
+        drive = self._drive_for(chunk)
+        assert drive is not None
+        with self._lock:
+            self._writing.discard(chunk.key)
+            drive.num_queued_writes -= 1
+
+    def write(
+        self,
+        chunk: Chunk,
+        offset: int,
+        is_held: Callable[[], bool],
+        ended: Callable[[bool], None],
+    ) -> None:
+        """Write an admitted chunk.
+
+        Args:
+            chunk: what it is.
+            offset: of its bytes in memory.
+            is_held: whether these bytes are the chunk's to this moment.
+            ended: called once, on a thread of the tier: whether the tier has it now.
+        """
+        drive = self._drive_for(chunk)
+        assert drive is not None
+
+        def run() -> None:
+            is_stored = False
+            try:
+                is_stored = self._write(drive, chunk, offset, is_held)
+            finally:
+                self.withdraw(chunk)
+                ended(is_stored)
+            self._collect(drive)
+
+        drive.writes.submit(run)
+
+    def read(self, key: bytes, offset: int, ended: Callable[[bool], None]) -> None:
+        """Read a chunk into memory.
+
+        Args:
+            key: of the chunk.
+            offset: where its bytes go in memory; they have room for whole pages there.
+            ended: called once, on a thread of the tier: whether the bytes are there, and right.
+        """
+        record = self._records.get(key)
+        if record is None:
+            ended(False)
+            return
+
+        def run() -> None:
+            is_right = False
+            try:
+                payload = self._view(offset, rounded_up(record.chunk.nbytes))
+                is_right = self._read(record, payload)
+            finally:
+                ended(is_right)
+
+        record.drive.reads.submit(run)
+
+    def forget(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Give chunks up; returns those that were there."""
+        with self._lock:
+            return [key for key in keys if self._unindex(key)]
+
+    def verify(self) -> tuple[int, int]:
+        """Read every record; returns how many were right, and how many not, which are forgotten.
+
+        Blocks for as long as that takes.
+        """
+        num_right = num_wrong = 0
+        buffer = aligned_buffer(max((d.directory.max_chunk_bytes for d in self._drives), default=1))
+        for chunk in self.chunks():
+            record = self._records.get(chunk.key)
+            if record is not None:
+                is_right = self._read(record, buffer[: rounded_up(chunk.nbytes)])
+                num_right += is_right
+                num_wrong += not is_right
+        return num_right, num_wrong
+
+    def fill_stats(self, stats: StoreStats) -> None:
+        """Set what SSDs have to do with."""
+        with self._lock:
+            own = self._stats
+            stats.ssd_chunks = len(self._records)
+            stats.ssd_bytes = sum(record_bytes(r.chunk.nbytes) for r in self._records.values())
+            stats.ssd_capacity_bytes = sum(d.capacity_bytes for d in self._config.directories)
+            stats.ssd_written_bytes, stats.ssd_read_bytes = (
+                own.ssd_written_bytes,
+                own.ssd_read_bytes,
+            )
+            stats.num_ssd_corrupt, stats.num_ssd_errors = own.num_ssd_corrupt, own.num_ssd_errors
+            stats.num_ssd_skipped = dict(own.num_ssd_skipped)
+
+    def close(self) -> None:
+        """Let what runs end, and give the directories to others. Idempotent."""
+        for drive in self._drives:
+            drive.close()
+
+    # -- on the tier's threads ------------------------------------------------------------------
+
+    def _write(self, drive: _Drive, chunk: Chunk, offset: int, is_held: Callable[[], bool]) -> bool:
+        try:
+            location = drive.directory.append(chunk.nbytes)
+        except StoreIOError as exc:
+            self._failed(exc)
+            return False
+        if location is None:
+            with self._lock:
+                self._skip("full")
+            return False
+        payload = self._view(offset, rounded_up(chunk.nbytes))
+        header = record_header(chunk, location.use, payload)
+        # The checksum is of what memory had until now. Were it another chunk's by now, a wrong
+        # record would look right for ever; bytes that change from here on make it look wrong.
+        if not is_held():
+            header = msgspec.structs.replace(header, key=b"")
+        return self._put_record(_Record(chunk, drive, location), header, payload)
+
+    def _put_record(self, record: _Record, header: RecordHeader, payload: memoryview) -> bool:
+        """Write a record, and index it unless it is void."""
+        page = aligned_buffer(PAGE)
+        fill_page(page, header)
+        try:
+            record.drive.directory.write(record.location, page, payload)
+        except StoreIOError as exc:
+            self._failed(exc)
+            return False
+        with self._lock:
+            self._stats.ssd_written_bytes += len(page) + len(payload)
+            if header.key:
+                self._index(record)
+        return bool(header.key)
+
+    def _read(self, record: _Record, payload: memoryview) -> bool:
+        directory, location = record.drive.directory, record.location
+        if not directory.hold(location):
+            return False
+        page = aligned_buffer(PAGE)
+        try:
+            directory.read(location, page, payload)
+            header = read_page(page)
+            is_right = (
+                isinstance(header, RecordHeader)
+                and (header.use, header.key) == (location.use, record.chunk.key)
+                and header.checksum == checksum(payload)
+            )
+        except StoreIOError as exc:
+            self._failed(exc)
+            is_right = False
+        else:
+            with self._lock:
+                self._stats.ssd_read_bytes += len(page) + len(payload)
+                self._stats.num_ssd_corrupt += not is_right
+            if not is_right:
+                logger.warning("%s: a record is damaged", directory.config.path)
+        finally:
+            directory.give_up(location)
+        record.num_reads += 1
+        if not is_right and (gone := self.forget([record.chunk.key])):
+            self._removed(gone)
+        return is_right
+
+    def _collect(self, drive: _Drive) -> None:
+        """Empty the oldest segment, if the next one to begin would have to be it."""
+        if not drive.collecting.acquire(blocking=False):
+            return
+        try:
+            segment = drive.directory.wants_collection()
+            if segment is None:
+                return
+            with self._lock:
+                keys = list(drive.keys_of_use.get(segment.use, ()))
+            self._keep_hot(drive, keys)
+            gone = self.forget(key for key in keys if self._is_in(key, segment))
+            if gone:
+                self._removed(gone)
+            drive.directory.recycle(segment)
+        finally:
+            drive.collecting.release()
+
+    def _keep_hot(self, drive: _Drive, keys: Iterable[bytes]) -> None:
+        """Write those that were read again, the most read first, into the segment of now."""
+        records = [record for key in keys if (record := self._records.get(key)) is not None]
+        hot = sorted((r for r in records if r.num_reads), key=lambda r: -r.num_reads)
+        left = int(drive.directory.config.segment_bytes * COLLECTED_FRACTION)
+        for record in hot:
+            left -= record_bytes(record.chunk.nbytes)
+            if left < 0 or not self._budget_for(record.chunk):
+                return
+            payload = aligned_buffer(rounded_up(record.chunk.nbytes))
+            if not self._read(record, payload):
+                continue
+            try:
+                location = drive.directory.append(record.chunk.nbytes)
+            except StoreIOError as exc:
+                self._failed(exc)
+                return
+            if location is None:
+                return
+            header = record_header(record.chunk, location.use, payload)
+            self._put_record(_Record(record.chunk, drive, location), header, payload)
+
+    # -- the index; the lock held, but for single look-ups -----------------------------------------
+
+    def _drive_for(self, chunk: Chunk) -> _Drive | None:
+        """By key, so that a chunk is looked for and written on one drive only."""
+        drive = self._drives[int.from_bytes(chunk.key[:4], "big") % len(self._drives)]
+        return drive if chunk.nbytes <= drive.directory.max_chunk_bytes else None
+
+    def _index(self, record: _Record) -> None:
+        key = record.chunk.key
+        self._unindex(key)
+        self._records[key] = record
+        record.drive.keys_of_use.setdefault(record.location.use, {})[key] = None
+
+    def _unindex(self, key: bytes) -> bool:
+        record = self._records.pop(key, None)
+        if record is None:
+            return False
+        keys = record.drive.keys_of_use[record.location.use]
+        del keys[key]
+        if not keys:
+            del record.drive.keys_of_use[record.location.use]
+        return True
+
+    def _is_in(self, key: bytes, segment: Segment) -> bool:
+        record = self._records.get(key)
+        return record is not None and record.location.segment is segment
+
+    def _budget_for(self, chunk: Chunk) -> bool:
+        with self._lock:
+            return self._budget.take(record_bytes(chunk.nbytes), self._clock())
+
+    def _skip(self, reason: str) -> None:
+        skipped = self._stats.num_ssd_skipped
+        skipped[reason] = skipped.get(reason, 0) + 1
+
+    def _failed(self, error: StoreIOError) -> None:
+        with self._lock:
+            self._stats.num_ssd_errors += 1
+            is_first = self._stats.num_ssd_errors == 1
+        logger.log(logging.WARNING if is_first else logging.DEBUG, "%s", error)

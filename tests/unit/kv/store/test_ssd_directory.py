@@ -1,0 +1,197 @@
+"""Segments of records on a disk: found again, torn ends dropped, one store per directory."""
+
+import errno
+import hashlib
+import os
+
+import numpy as np
+import pytest
+
+from mooncake_kv.errors import KVConfigError, StoreIOError
+from mooncake_kv.store import ssd_records
+from mooncake_kv.store.chunk_store import Chunk
+from mooncake_kv.store.ssd_directory import (
+    SsdBudget,
+    SsdDirectory,
+    SsdDirectoryConfig,
+    aligned_buffer,
+)
+from mooncake_kv.store.ssd_records import (
+    PAGE,
+    SegmentHeader,
+    checksum,
+    fill_page,
+    interpreted_checksum,
+    read_page,
+    record_bytes,
+    record_header,
+)
+
+NBYTES = 3 * PAGE
+SEGMENT = PAGE + 4 * record_bytes(NBYTES)
+
+
+def config(path, segments=3, **changes):
+    return SsdDirectoryConfig(path, segments * SEGMENT, SEGMENT, min_free_bytes=0, **changes)
+
+
+def chunk(number):
+    return Chunk(number.to_bytes(16, "big"), None, number, NBYTES, 16, "tenant")
+
+
+def store(directory, number):
+    location = directory.append(NBYTES)
+    payload = aligned_buffer(NBYTES)
+    payload[:] = bytes([number % 251]) * NBYTES
+    page = aligned_buffer(PAGE)
+    fill_page(page, record_header(chunk(number), location.use, payload))
+    directory.write(location, page, payload)
+    return location
+
+
+def found(path, **changes):
+    directory = SsdDirectory(config(path, **changes))
+    numbers = [record.header.position for record in directory.scan()]
+    directory.close()
+    return numbers
+
+
+def test_records_are_found_again_with_all_that_they_say(tmp_path):
+    directory = SsdDirectory(config(tmp_path))
+    for number in range(6):
+        store(directory, number)
+    directory.close()
+    again = SsdDirectory(config(tmp_path))
+    records = list(again.scan())
+    assert [record.header.chunk() for record in records] == [chunk(n) for n in range(6)]
+    page, payload = aligned_buffer(PAGE), aligned_buffer(NBYTES)
+    assert again.hold(records[5].location)
+    again.read(records[5].location, page, payload)
+    assert read_page(page) == records[5].header
+    assert bytes(payload) == bytes([5]) * NBYTES
+    assert checksum(payload) == records[5].header.checksum
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header flipped", "segment header flipped"])
+def test_a_torn_end_is_dropped(tmp_path, damage):
+    directory = SsdDirectory(config(tmp_path))
+    for number in range(6):
+        last = store(directory, number)
+    directory.close()
+    segment = sorted(tmp_path.glob("segment-*"))[1]
+    if damage == "truncated":
+        os.truncate(segment, last.offset + record_bytes(NBYTES) - 1)
+    else:
+        with segment.open("r+b") as file:
+            file.seek(last.offset + 20 if damage == "header flipped" else 20)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 4]))
+    assert found(tmp_path) == ([0, 1, 2, 3] if "segment" in damage else [0, 1, 2, 3, 4])
+
+
+def test_a_recycled_segment_forgets_what_it_had(tmp_path):
+    directory = SsdDirectory(config(tmp_path))
+    first = store(directory, 0)
+    for number in range(1, 12):
+        store(directory, number)
+    assert directory.append(NBYTES) is None
+    oldest = directory.wants_collection()
+    assert oldest is first.segment
+    assert directory.hold(first)
+    assert not directory.recycle(oldest), "it is being read"
+    directory.give_up(first)
+    assert directory.recycle(oldest)
+    assert not directory.hold(first)
+    store(directory, 12)
+    directory.close()
+    assert found(tmp_path) == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
+    (tmp_path / "segment-00000004.kv").write_bytes(os.urandom(SEGMENT))
+    page = aligned_buffer(PAGE)
+    fill_page(page, SegmentHeader(b"12345678", 1, version=99))
+    (tmp_path / "segment-00000005.kv").write_bytes(bytes(page) + bytes(SEGMENT - PAGE))
+    directory = SsdDirectory(config(tmp_path))
+    assert list(directory.scan()) == []
+    store(directory, 1)
+    directory.close()
+    assert len(list(tmp_path.glob("segment-*"))) == 2
+
+
+def test_a_smaller_capacity_gives_up_the_oldest(tmp_path):
+    directory = SsdDirectory(config(tmp_path, segments=5))
+    for number in range(20):
+        store(directory, number)
+    directory.close()
+    assert found(tmp_path, segments=3) == list(range(8, 20))
+    assert len(list(tmp_path.glob("segment-*"))) == 3
+
+
+def test_a_directory_serves_one_store(tmp_path):
+    directory = SsdDirectory(config(tmp_path))
+    with pytest.raises(KVConfigError, match="in use by another store"):
+        SsdDirectory(config(tmp_path))
+    directory.close()
+    SsdDirectory(config(tmp_path)).close()
+
+
+def test_a_directory_that_can_not_be_used_is_refused(tmp_path):
+    with pytest.raises(KVConfigError, match="No such file"):
+        SsdDirectory(config(tmp_path / "absent"))
+    with pytest.raises(KVConfigError, match="wanted are 3 or more"):
+        SsdDirectory(config(tmp_path, segments=2))
+
+
+def test_the_file_system_keeps_what_others_need(tmp_path):
+    directory = SsdDirectory(
+        SsdDirectoryConfig(tmp_path, 3 * SEGMENT, SEGMENT, min_free_bytes=1 << 60)
+    )
+    assert directory.append(NBYTES) is None
+    directory.close()
+
+
+def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    directory = SsdDirectory(config(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreIOError, match="No space left"):
+        directory.append(NBYTES)
+    assert not list(tmp_path.glob("segment-*"))
+    monkeypatch.undo()
+    location = directory.append(NBYTES)
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(StoreIOError, match="writing failed"):
+        directory.write(location, aligned_buffer(PAGE), aligned_buffer(NBYTES))
+    monkeypatch.undo()
+    assert store(directory, 1).segment is not location.segment, "a scan would end at the hole"
+    directory.close()
+
+
+def test_the_checksum_sees_single_bits_and_exchanged_pages_compiled_or_not(monkeypatch):
+    data = np.frombuffer(hashlib.shake_256(b"data").digest(8 * PAGE), np.uint8)
+    whole = checksum(memoryview(data))
+    assert whole == interpreted_checksum(data.view(np.uint64)) == 16507424934384734467
+    monkeypatch.setattr(ssd_records, "_compiled", lambda: None)
+    assert checksum(memoryview(data)) == whole
+    for bit in (0, 7, 8 * PAGE + 3, 64 * PAGE - 1):
+        flipped = data.copy()
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert checksum(memoryview(flipped)) != whole
+    pages = data.reshape(8, PAGE)
+    exchanged = np.ascontiguousarray(pages[[1, 0, 2, 3, 4, 5, 6, 7]]).reshape(-1)
+    assert checksum(memoryview(exchanged)) != whole
+
+
+def test_a_budget_fills_over_the_day():
+    budget = SsdBudget(86_400, full_s=10)
+    assert budget.take(10, now=0)
+    assert not budget.take(1, now=0.5)
+    assert budget.take(1, now=1)
+    assert budget.take(10, now=1000)
+    assert not budget.take(1, now=1000)
+    assert SsdBudget(0).take(1 << 50, now=0)

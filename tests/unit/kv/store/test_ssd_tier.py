@@ -1,0 +1,281 @@
+"""A store with SSDs: what is used twice outlives memory and the process, and is never wrong."""
+
+import hashlib
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from mooncake_kv.store.arena_allocator import GRANULE
+from mooncake_kv.store.chunk_store import Chunk, Residence, Tier
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_records import PAGE, record_bytes
+from mooncake_kv.store.ssd_tier import SsdConfig
+
+NBYTES = 4 * GRANULE
+SEGMENT = PAGE + 8 * record_bytes(NBYTES)
+WAIT_S = 60
+
+
+def key_of(number):
+    return hashlib.blake2b(str(number).encode(), digest_size=16).digest()
+
+
+def chunk(number):
+    parent = key_of(number - 1) if number % 2 else None
+    return Chunk(key_of(number), parent, number % 2, NBYTES, 16)
+
+
+def keys(numbers):
+    return [chunk(number).key for number in numbers]
+
+
+class Stored:
+    """A store with directories, filled and read by hand."""
+
+    def __init__(self, *paths, capacity=8, segments=4, load_timeout_s=WAIT_S, **ssd):
+        directories = tuple(
+            SsdDirectoryConfig(path, segments * SEGMENT, SEGMENT, min_free_bytes=0)
+            for path in paths
+        )
+        self.events = []
+        self.changed = threading.Condition()
+        self.store = NodeStore(
+            NodeStoreConfig(
+                capacity * NBYTES,
+                ssd=SsdConfig(directories, **ssd),
+                load_timeout_s=load_timeout_s,
+            ),
+            observer=self,
+        )
+        self.user = self.store.open_user()
+
+    def stored(self, tier, what):
+        self._note("stored", tier, what.key)
+
+    def removed(self, tier, gone):
+        for key in gone:
+            self._note("removed", tier, key)
+
+    def cleared(self, tier):
+        self._note("cleared", tier, b"")
+
+    def _note(self, *event):
+        with self.changed:
+            self.events.append(event)
+            self.changed.notify_all()
+
+    def await_event(self, *event):
+        with self.changed:
+            assert self.changed.wait_for(lambda: event in self.events, WAIT_S), event
+
+    def put(self, number):
+        (handle,) = self.user.reserve([chunk(number)]).result()
+        view = self.store.memory.view(handle.offset, NBYTES)
+        view[:] = content(number)
+        view.release()
+        assert self.user.commit([handle]).result() == [True]
+
+    def get(self, numbers):
+        """The tier that each was read from; None for a miss. Wrong bytes fail the test."""
+        handles = self.user.pin(keys(numbers)).result(WAIT_S)
+        for number, handle in zip(numbers, handles, strict=True):
+            if handle is not None:
+                view = self.store.memory.view(handle.offset, NBYTES)
+                assert bytes(view) == content(number)
+                view.release()
+        granted = [handle for handle in handles if handle is not None]
+        assert all(self.user.release(granted).result())
+        return [handle and handle.tier for handle in handles]
+
+    def save(self, numbers):
+        """Put, use, and wait until an SSD has them."""
+        for number in numbers:
+            self.put(number)
+            self.get([number])
+            self.await_event("stored", Tier.SSD, chunk(number).key)
+
+    def close(self):
+        self.user.close()
+        self.store.check_integrity()
+        self.store.close()
+
+
+def content(number):
+    return np.random.default_rng(number).bytes(NBYTES)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    stores = []
+
+    def open_store(*paths, **options):
+        stores.append(Stored(*(paths or [tmp_path]), **options))
+        return stores[-1]
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def test_a_second_use_saves_a_chunk_that_then_outlives_memory(opened):
+    store = opened(capacity=4)
+    store.save([0, 1])
+    for number in range(10, 14):
+        store.put(number)  # used once: pushes 0 and 1 out, and is not written
+    assert store.user.probe(keys([0, 1, 10])).result() == [
+        Residence.SSD,
+        Residence.SSD,
+        Residence.DRAM,
+    ]
+    assert store.get([0, 1]) == [Tier.SSD, Tier.SSD]
+    assert store.get([0, 1, 99]) == [Tier.DRAM, Tier.DRAM, None]
+    stats = store.user.stats().result()
+    assert (stats.ssd_chunks, stats.num_ssd_hits) == (2, 2)
+    assert stats.ssd_written_bytes == 2 * record_bytes(NBYTES)
+    assert stats.num_ssd_skipped == {"first_touch": 6}
+
+
+def test_a_chunk_that_is_put_again_after_memory_lost_it_is_written(opened):
+    store = opened(capacity=2)
+    for number in (0, 10, 20):
+        store.put(number)
+    store.put(0)
+    store.await_event("stored", Tier.SSD, chunk(0).key)
+
+
+def test_a_restarted_store_has_what_was_on_its_ssds(opened, tmp_path):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    first = opened(*paths)
+    first.save(range(4, 10))
+    first.close()
+    second = opened(*paths)
+    assert set(second.events) == {("stored", Tier.SSD, key) for key in keys(range(4, 10))}
+    assert second.get(range(4, 10)) == [Tier.SSD] * 6
+    assert {c.key for c in second.store.chunks()[Tier.SSD]} == set(keys(range(4, 10)))
+    assert all(list(path.glob("segment-*")) for path in paths)
+    assert second.store.verify() == (6, 0)
+
+
+def flip(path, position):
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_flipped_bit_is_a_miss_and_the_record_is_forgotten(opened, tmp_path):
+    first = opened()
+    first.save(range(3))
+    first.close()
+    (segment,) = tmp_path.glob("segment-*")
+    flip(segment, PAGE + record_bytes(NBYTES) + PAGE + 777)  # in the second record's bytes
+    second = opened()
+    assert second.get(range(3)) == [Tier.SSD, None, Tier.SSD]
+    second.await_event("removed", Tier.SSD, chunk(1).key)
+    assert second.user.probe(keys([1])).result() == [Residence.ABSENT]
+    assert second.user.stats().result().num_ssd_corrupt == 1
+
+
+@pytest.mark.parametrize("left", [0, PAGE, 3 * PAGE, 2 * record_bytes(NBYTES)])
+def test_a_truncated_segment_while_it_is_in_use_is_a_miss(opened, tmp_path, left):
+    store = opened(capacity=3)
+    store.save(range(0, 60, 10))
+    (segment,) = tmp_path.glob("segment-*")
+    os.truncate(segment, left)
+    tiers = store.get([0, 10, 20])
+    assert set(tiers) <= {Tier.SSD, None}
+    assert None in tiers
+    stats = store.user.stats().result()
+    assert stats.num_ssd_corrupt + stats.num_ssd_errors >= 1
+
+
+def test_a_disk_that_fills_up_costs_copies_only(opened, monkeypatch):
+    store = opened()
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    store.put(0)
+    assert store.get([0]) == [Tier.DRAM]
+    store.store._moves.tier._drives[0].writes.submit(lambda: None).result(WAIT_S)
+    stats = store.user.stats().result()
+    assert (stats.num_ssd_errors, stats.ssd_chunks) == (1, 0)
+    assert store.get([0]) == [Tier.DRAM]
+
+
+def test_a_budget_and_a_queue_bound_what_is_written(opened, monkeypatch):
+    store = opened(write_bytes_per_day=24 * record_bytes(NBYTES), max_queued_writes=1)
+    store.save([0])
+    store.put(1)
+    store.get([1])
+    assert store.user.stats().result().num_ssd_skipped["budget"] == 1
+
+
+def test_whole_segments_are_collected_and_what_was_read_is_kept(opened):
+    store = opened(capacity=6, segments=3)
+    store.save([0, 1])
+    for number in range(100, 106):
+        store.put(number)
+    assert store.get([0]) == [Tier.SSD]
+    for number in range(10, 38):
+        store.save([number])
+    store.await_event("removed", Tier.SSD, chunk(1).key)
+    assert ("removed", Tier.SSD, chunk(0).key) not in store.events
+    assert store.user.probe(keys([0, 1])).result() == [Residence.SSD, Residence.ABSENT]
+    assert store.get([0]) == [Tier.SSD]
+    num_stored = store.user.stats().result().ssd_chunks
+    assert num_stored <= 3 * 8
+
+
+def test_a_drop_is_one_of_all_tiers(opened):
+    store = opened()
+    store.save([0])
+    store.put(1)
+    assert store.user.drop(keys([0, 1, 2])).result() == 2
+    assert store.user.probe(keys([0, 1])).result() == [Residence.ABSENT] * 2
+
+
+def test_a_drive_that_hangs_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
+    store = opened(capacity=4, load_timeout_s=0.5)
+    store.save([0])
+    for number in range(10, 14):
+        store.put(number)
+    store.user.drop(keys([10]))
+    hung, read = threading.Event(), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: hung.wait(WAIT_S) and read(*a))
+    handles = store.user.pin([*keys([0]), *keys([11])]).result(WAIT_S)
+    assert handles[0] is None
+    assert handles[1] is not None, "what memory has is served"
+    second = store.user.pin(keys([0]))
+    third = store.user.pin(keys([0]))
+    hung.set()
+    monkeypatch.undo()
+    ((one,), (two,)) = second.result(WAIT_S), third.result(WAIT_S)
+    assert one is not None
+    assert two is not None, "one read served both"
+    assert store.user.stats().result().ssd_read_bytes == record_bytes(NBYTES)
+
+
+def test_a_user_that_leaves_while_it_waits_keeps_no_pin(opened, monkeypatch):
+    store = opened(capacity=4)
+    store.save([0])
+    store.user.drop([])
+    for number in range(10, 14):
+        store.put(number)
+    hung, read = threading.Event(), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *a: hung.wait(WAIT_S) and read(*a))
+    leaving = store.store.open_user()
+    pinned = leaving.pin(keys([0]))
+    leaving.close()
+    assert pinned.result(WAIT_S) == [None]
+    hung.set()
+    monkeypatch.undo()
+    assert store.get([0])[0] is not None
+    assert store.user.stats().result().num_pins == 0
