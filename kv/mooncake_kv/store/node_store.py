@@ -182,8 +182,8 @@ class NodeStore:
             self._moves.touched(keys)
             if num_hits == len(keys) or self._moves.tier is None or self._is_closed:
                 return done(handles)
-            future, go_on = self._moves.load(keys, handles, user, lease_s)
-        go_on()
+            future, begin = self._moves.load(keys, handles, user, lease_s)
+        begin()
         return future
 
     def release(self, handles: Sequence[ReadHandle], user: int) -> list[bool]:

@@ -118,13 +118,13 @@ class TierMoves:
         if request.missing:
             self._requests.add(request)
 
-        def go_on() -> None:
+        def begin() -> None:
             for key, offset in started:
                 self._start(key, offset)
             if not request.missing and not request.future.done():
                 request.future.set_result(request.handles)
 
-        return request.future, go_on
+        return request.future, begin
 
     def time_out(self, now: float) -> list[Callable[[], None]]:
         """End the pins that have waited long enough; returns what to call without the lock."""
