@@ -177,11 +177,12 @@ def positive_int(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """A number of bytes such as ``512M`` or ``1.5G``; parses such an option."""
-    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
+    """A number of bytes such as ``512M``, ``1.5G`` or ``64GiB``; parses such an option."""
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(number[-1:], 1)
     try:
-        return int(float(text[:-1] if unit > 1 else text) * unit)
-    except ValueError:
+        return int(float(number[:-1] if unit > 1 else number) * unit)
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}") from None
 
 

@@ -34,6 +34,9 @@ DEFAULT_LEASE_S = 10.0
 
 MAX_LEASE_S = 120.0
 
+MAX_KEY_BYTES = 64
+MAX_TENANT_BYTES = 512
+
 
 class Tier(str, Enum):
     """Where a store holds a chunk."""
@@ -80,6 +83,9 @@ class Chunk:
         nbytes: ``chunk_layout.chunk_bytes`` of the model.
         num_tokens: tokens per chunk.
         tenant: whose quota it counts against; empty for none.
+
+    Raises:
+        ValueError: a number or a length that can't be.
     """
 
     key: bytes
@@ -88,6 +94,18 @@ class Chunk:
     nbytes: int
     num_tokens: int
     tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or self.position < 0 or self.num_tokens < 1:
+            raise ValueError(
+                f"no chunk has {self.nbytes} bytes, {self.num_tokens} tokens, position "
+                f"{self.position}"
+            )
+        lengths = (len(self.key), len(self.parent or b"-"), len(self.tenant.encode()))
+        if not (0 < lengths[0] <= MAX_KEY_BYTES and 0 < lengths[1] <= MAX_KEY_BYTES):
+            raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes, not {lengths[:2]}")
+        if lengths[2] > MAX_TENANT_BYTES:
+            raise ValueError(f"a tenant's name has {lengths[2]} bytes of {MAX_TENANT_BYTES}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ Readers and writers are one-sided: nothing here can stop them. So memory is used
 from __future__ import annotations
 
 import heapq
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -145,7 +146,8 @@ class ChunkTable:
         self._users: dict[int, set[int]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._quarantine: list[tuple[float, int]] = []
-        self._last_handle = 0
+        # not the ids of another epoch of this store: what was granted there is nothing here
+        self._last_handle = secrets.randbits(48) << 14
         self._last_generation = 0
 
     # -- reading --------------------------------------------------------------------------------
@@ -165,6 +167,7 @@ class ChunkTable:
     ) -> list[ReadHandle | None]:
         """Grant reads of those that are ready; does not count as use, see ``touch``."""
         self.expire(now)
+        lease_s = _bounded(lease_s)
         return [self._pin(self._index.get(key), user, lease_s, now) for key in keys]
 
     def release(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
@@ -183,6 +186,7 @@ class ChunkTable:
 
     def extend(self, handle_ids: Sequence[int], lease_s: float, now: float) -> None:
         """Have reads that are in force last ``lease_s`` from now."""
+        lease_s = _bounded(lease_s)
         for handle_id in handle_ids:
             lease = self._leases.get(handle_id)
             if lease is not None and not lease.is_write:
@@ -220,7 +224,7 @@ class ChunkTable:
         granted: list[WriteHandle | PutRefusal] = []
         ending = None
         for chunk in chunks:
-            grant = ending or self._reserve(chunk, user, lease_s, now)
+            grant = ending or self._reserve(chunk, user, _bounded(lease_s), now)
             granted.append(grant)
             if isinstance(grant, PutRefusal):
                 refused = self.stats.num_refused_puts
@@ -358,7 +362,7 @@ class ChunkTable:
         if len(handles) >= MAX_HANDLES_PER_USER:
             return None
         self._last_handle += 1
-        deadline = now + min(lease_s, MAX_LEASE_S)
+        deadline = now + lease_s
         self._leases[self._last_handle] = _Lease(entry, user, deadline, is_write)
         heapq.heappush(self._deadlines, (deadline, self._last_handle))
         handles.add(self._last_handle)
@@ -386,7 +390,7 @@ class ChunkTable:
         if handle_id is None:
             return None
         entry.num_pins += 1
-        chunk, lease_s = entry.chunk, min(lease_s, MAX_LEASE_S)
+        chunk = entry.chunk
         return ReadHandle(
             handle_id, chunk.key, entry.offset, chunk.nbytes, entry.generation, lease_s
         )
@@ -412,7 +416,6 @@ class ChunkTable:
         if chunk.parent is not None and (parent := self._index.get(chunk.parent)) is not None:
             entry.parent = parent
             parent.num_staging_children += 1
-        lease_s = min(lease_s, MAX_LEASE_S)
         return WriteHandle(handle_id, chunk.key, found, chunk.nbytes, entry.generation, lease_s)
 
     def _find_memory(self, chunk: Chunk, now: float) -> int | PutRefusal:
@@ -510,3 +513,8 @@ class ChunkTable:
             heapq.heappush(self._quarantine, (entry.unsafe_until, entry.offset))
         else:
             self._allocator.free(entry.offset)
+
+
+def _bounded(lease_s: float) -> float:
+    """A lease that somebody asked for, who may have asked for NaN."""
+    return max(0.0, min(MAX_LEASE_S, lease_s))

@@ -1,0 +1,317 @@
+"""The ``mooncake-kv`` command: a node store as a process of its own, and a look into one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from mooncake_hal.command_line import DefaultsInHelp
+from mooncake_hal.errors import HalError
+from mooncake_hal.negotiation import AUTO, Transports
+from mooncake_hal.options import add_to_parser, byte_count, from_arguments, option, options_of
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.addresses import settle_addresses
+from mooncake_kv.config import KVTransferConfig, read_secret
+from mooncake_kv.errors import KVConfigError, KVError
+from mooncake_kv.store.chunk_store import Tier
+from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_tier import SsdConfig
+from mooncake_kv.store.store_client import StoreClient
+from mooncake_kv.store.store_service import StoreAddress, StoreService
+
+DEFAULT_PORT = 7701
+CONNECT_TIMEOUT_S = 10.0
+NETWORK_FIELDS = ("host", "advertise_host", "port_range", "transports", "secret")
+
+Found = TypeVar("Found")
+
+
+def ssd_directory(text: str) -> tuple[Path, int]:
+    """A directory and how much of it to use, such as ``/ssd0/kv:200GiB``; parses such an option."""
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise argparse.ArgumentTypeError(f"wanted DIR:BYTES such as /ssd0/kv:200GiB, got {text!r}")
+    return Path(path), byte_count(size)
+
+
+def tenant_quota(text: str) -> tuple[str, int]:
+    """A tenant and its bytes of memory, such as ``team-a=8GiB``; parses such an option."""
+    tenant, sign, size = text.rpartition("=")
+    if not sign or not tenant:
+        raise argparse.ArgumentTypeError(f"wanted TENANT=BYTES such as a=8GiB, got {text!r}")
+    return tenant, byte_count(size)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """What ``mooncake-kv store`` takes beside the options of the network."""
+
+    dram: int = field(
+        metadata=option(parse=byte_count, metavar="BYTES", help="memory for chunks, such as 64GiB")
+    )
+    ssd: tuple[tuple[Path, int], ...] = field(
+        default=(),
+        metadata=option(
+            parse=ssd_directory,
+            is_repeated=True,
+            metavar="DIR:BYTES",
+            help="a directory on an SSD for chunks that are used again, and how much of it to use; "
+            "repeat it for several drives",
+        ),
+    )
+    port: int = field(
+        default=DEFAULT_PORT,
+        metadata=option(metavar="PORT", help="port that users connect to; 0 takes a free one"),
+    )
+    policy: str = field(
+        default=DEFAULT_POLICY,
+        metadata=option("--eviction", choices=tuple(POLICIES), help="which chunk leaves first"),
+    )
+    quotas: tuple[tuple[str, int], ...] = field(
+        default=(),
+        metadata=option(
+            "--tenant-quota",
+            parse=tenant_quota,
+            is_repeated=True,
+            metavar="TENANT=BYTES",
+            help="how much memory a tenant may fill; repeat it; others have no limit of their own",
+        ),
+    )
+    quarantine_s: float = field(
+        default=30.0,
+        metadata=option(
+            "--quarantine-seconds",
+            metavar="SECONDS",
+            help="how long memory rests after a user of it vanished; at least the users' transfer "
+            "timeout",
+        ),
+    )
+    ssd_write_bytes_per_day: int = field(
+        default=0,
+        metadata=option(
+            parse=byte_count,
+            metavar="BYTES",
+            help="what may be written to all SSDs in a day; 0 is no limit",
+        ),
+    )
+    ssd_segment_bytes: int = field(
+        default=256 << 20,
+        metadata=option(parse=byte_count, metavar="BYTES", help="size of the files on SSDs"),
+    )
+    ssd_min_free_bytes: int = field(
+        default=2 << 30,
+        metadata=option(
+            parse=byte_count,
+            metavar="BYTES",
+            help="what a file system keeps free for others: no file is added that leaves less",
+        ),
+    )
+
+    def store_config(self) -> NodeStoreConfig:
+        """The store that is asked for."""
+        directories = tuple(
+            SsdDirectoryConfig(path, size, self.ssd_segment_bytes, self.ssd_min_free_bytes)
+            for path, size in self.ssd
+        )
+        ssd = SsdConfig(directories, self.ssd_write_bytes_per_day) if directories else None
+        return NodeStoreConfig(self.dram, self.policy, self.quarantine_s, dict(self.quotas), ssd)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the process's exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (HalError, KVError, OSError) as exc:
+        if isinstance(exc, BrokenPipeError):  # as `head` does; the interpreter flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        else:
+            print(f"mooncake-kv: {exc}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of ``mooncake-kv``."""
+    parser = argparse.ArgumentParser(prog="mooncake-kv", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, text: str, run: object) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=text, description=text, formatter_class=DefaultsInHelp
+        )
+        added.set_defaults(run=run)
+        return added
+
+    store = command("store", "run a node store until SIGINT or SIGTERM", run_store)
+    add_to_parser(store, options_of(StoreOptions))
+    add_to_parser(store, options_of(KVTransferConfig, only=NETWORK_FIELDS))
+    stats = command("stats", "print a store's counters", show_stats)
+    stats.add_argument("--json", action="store_true", help="print JSON")
+    ls = command("ls", "print what a store holds, a chunk per line", show_chunks)
+    ls.add_argument("--tier", choices=[tier.value for tier in Tier], help="only this one")
+    verify = command(
+        "verify", "read all that a store's SSDs have, forget what is damaged", verify_ssds
+    )
+    drop = command("drop", "have a store forget chunks, in all tiers", drop_chunks)
+    what = drop.add_mutually_exclusive_group(required=True)
+    what.add_argument("--key", action="append", metavar="HEX", help="a chunk; repeat it")
+    what.add_argument("--tenant", metavar="NAME", help="all chunks of a tenant")
+    what.add_argument("--all", action="store_true", help="everything")
+    for added in (stats, ls, verify, drop):
+        added.add_argument("--host", default="127.0.0.1", metavar="HOST", help="the store's")
+        added.add_argument(
+            "--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="the store's"
+        )
+        added.add_argument(
+            "--kv-secret-file", type=Path, metavar="FILE", help="file with the deployment's secret"
+        )
+    return parser
+
+
+def run_store(args: argparse.Namespace) -> int:
+    """Serve until a signal; prints where it listens once it does."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    options = from_arguments(StoreOptions, args)
+    network = settle_addresses(from_arguments(KVTransferConfig, args))
+    secret = network.secret.encode()
+    store = NodeStore(options.store_config())
+    try:
+        transports = _open_transports(network, secret)
+        try:
+            address = StoreAddress(network.host, options.port, secret)
+            service = StoreService.start(store, transports, address)
+            try:
+                _serve(service, store, network.host)
+            finally:
+                service.close()
+        finally:
+            transports.close()
+    finally:
+        store.close()
+    return 0
+
+
+def show_stats(args: argparse.Namespace) -> int:
+    """Print counters, one per line."""
+    with _Connected(args) as store:
+        stats = _require(store.stats().result(), args)
+    found = dataclasses.asdict(stats)
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for name, value in found.items():
+        shown = (
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
+        print(f"{name:<22} {shown}")
+    return 0
+
+
+def show_chunks(args: argparse.Namespace) -> int:
+    """Print chunks: tier, key, position, bytes, tenant."""
+    with _Connected(args) as store:
+        for tier in Tier:
+            if args.tier in (None, tier.value):
+                for chunk in _require(store.list_chunks(tier), args):
+                    line = (tier.value, chunk.key.hex(), chunk.position, chunk.nbytes, chunk.tenant)
+                    print(*line)
+    return 0
+
+
+def verify_ssds(args: argparse.Namespace) -> int:
+    """Check every record; the status is 1 if one was damaged."""
+    with _Connected(args) as store:
+        num_right, num_wrong = _require(store.verify().result(), args)
+    print(f"{num_right} records are right, {num_wrong} were damaged and are forgotten")
+    return 1 if num_wrong else 0
+
+
+def drop_chunks(args: argparse.Namespace) -> int:
+    """Forget what was named."""
+    try:
+        keys = [bytes.fromhex(key) for key in args.key or ()]
+    except ValueError as exc:
+        raise KVConfigError(f"--key wants a key in hexadecimal, as `ls` prints it: {exc}") from exc
+    with _Connected(args) as store:
+        dropped = store.drop(keys) if keys else store.drop_all(args.tenant)
+        print(f"{_require(dropped.result(), args)} chunks dropped")
+    return 0
+
+
+def _open_transports(network: KVTransferConfig, secret: bytes) -> Transports:
+    endpoint = EndpointOptions(
+        host=network.host,
+        advertise_host=network.advertise_host or None,
+        port_range=network.port_range,
+        secret=secret,
+    )
+    forced = network.transports
+    return Transports.open(
+        Registry.discover(),
+        endpoint,
+        wanted=forced[0] if len(forced) == 1 else AUTO,
+        allowed=forced or None,
+    )
+
+
+def _serve(service: StoreService, store: NodeStore, host: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: service.stop())
+    levels = store.stats()
+    print(
+        f"mooncake-kv: store listens at {host} port {service.port}: "
+        f"{levels.capacity_bytes / (1 << 30):.3g} GiB of memory, "
+        f"{levels.ssd_capacity_bytes / (1 << 30):.3g} GiB on SSDs with {levels.ssd_chunks} chunks",
+        flush=True,
+    )
+    service.wait()
+
+
+class _Connected:
+    """A client of the store that the arguments name.
+
+    Raises:
+        KVConfigError: the store can't be reached.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def __enter__(self) -> StoreClient:
+        args = self._args
+        secret = read_secret(args.kv_secret_file) if args.kv_secret_file else ""
+        self._client = StoreClient(
+            StoreAddress(args.host, args.port, secret.encode()), "mooncake-kv"
+        )
+        if not self._client.await_store(CONNECT_TIMEOUT_S):
+            self._client.close()
+            raise KVConfigError(_unreachable(args))
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
+def _require(found: Found | None, args: argparse.Namespace) -> Found:
+    if found is None:
+        raise KVConfigError(_unreachable(args))
+    return found
+
+
+def _unreachable(args: argparse.Namespace) -> str:
+    return (
+        f"no store replies at {args.host} port {args.port}: start one with `mooncake-kv store`, or "
+        "give its --host, --port and --kv-secret-file"
+    )

@@ -1,0 +1,301 @@
+"""A store in another process, as a ``ChunkStore``: whatever goes wrong there is a miss here.
+
+A store that does not reply in time is left at once, and looked for again in the background; until
+it is found every call is a miss without delay. So a store that is frozen, dead or restarting costs
+its users one timeout, not one per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from mooncake_hal.errors import PeerLost, RequestRefused, TransferError
+from mooncake_hal.session.aio import AsyncSession, connect
+from mooncake_kv.errors import BadFrame
+from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
+from mooncake_kv.store.chunk_store import (
+    DEFAULT_LEASE_S,
+    ArenaInfo,
+    Chunk,
+    PutRefusal,
+    ReadHandle,
+    Residence,
+    StoreStats,
+    Tier,
+    WriteHandle,
+)
+from mooncake_kv.store.store_messages import (
+    PAGE_CHUNKS,
+    ArenaReply,
+    AskStats,
+    ChunkPage,
+    Collect,
+    Counted,
+    DropKeys,
+    Ended,
+    EndWrites,
+    Introduce,
+    Leave,
+    ListChunks,
+    NotYet,
+    PinKeys,
+    Pinned,
+    Probed,
+    ProbeKeys,
+    ReleaseHandles,
+    ReserveChunks,
+    Reserved,
+    StatsReply,
+    StoreAnswer,
+    StoreMessage,
+    StoreQuestion,
+    TouchKeys,
+    Verified,
+    VerifyRecords,
+    decode_answer,
+    encode_message,
+    store_credentials,
+)
+from mooncake_kv.store.store_service import StoreAddress
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Answer = TypeVar("Answer", bound=StoreMessage)
+
+REQUEST_TIMEOUT_S = 2.0
+PIN_TIMEOUT_S = 15.0
+"""Longer than a store's own patience with its SSDs."""
+VERIFY_TIMEOUT_S = 24 * 3600.0
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_PAUSE_S = 0.2
+FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
+
+
+class StoreClient:
+    """A ``ChunkStore`` over a session.
+
+    Args:
+        address: of the store.
+        name: of this user, for the store's log.
+    """
+
+    def __init__(self, address: StoreAddress, name: str = "user") -> None:
+        self._address = address
+        self._name = name
+        self._session: AsyncSession | None = None
+        self._arena: ArenaInfo | None = None
+        self._connected = threading.Event()
+        self._is_closed = False
+        self._misses: dict[Future[Any], Any] = {}  # of what waits, what it gets if nothing comes
+        self._loop = IoLoop("store-client", self._failed)
+        self._loop.call(lambda: self._spawn(self._stay_connected()))
+
+    @property
+    def arena(self) -> ArenaInfo | None:
+        return self._arena
+
+    def await_store(self, timeout: float) -> bool:
+        """Block until the store is connected to; False if it is not in time."""
+        return self._connected.wait(timeout)
+
+    def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
+        miss = [Residence.ABSENT] * len(keys)
+        return self._ask(ProbeKeys(tuple(keys)), Probed, lambda reply: list(reply.found), miss)
+
+    def pin(
+        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+    ) -> Future[list[ReadHandle | None]]:
+        miss: list[ReadHandle | None] = [None] * len(keys)
+        question = PinKeys(tuple(keys), lease_s)
+        return self._ask(question, Pinned, lambda reply: list(reply.handles), miss, PIN_TIMEOUT_S)
+
+    def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
+        return self._end(ReleaseHandles(tuple(handles)), len(handles))
+
+    def reserve(
+        self, chunks: Sequence[Chunk], *, lease_s: float = DEFAULT_LEASE_S
+    ) -> Future[list[WriteHandle | PutRefusal]]:
+        miss: list[WriteHandle | PutRefusal] = [PutRefusal.UNREACHABLE] * len(chunks)
+        question = ReserveChunks(tuple(chunks), lease_s)
+        return self._ask(question, Reserved, lambda reply: list(reply.grants), miss)
+
+    def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        return self._end(EndWrites(tuple(handles), True), len(handles))
+
+    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        return self._end(EndWrites(tuple(handles), False), len(handles))
+
+    def touch(self, keys: Sequence[bytes]) -> Future[None]:
+        return self._ask(TouchKeys(tuple(keys)), Counted, lambda _: None, None)
+
+    def drop(self, keys: Sequence[bytes]) -> Future[int]:
+        return self._ask(DropKeys(tuple(keys)), Counted, lambda reply: reply.num_chunks, 0)
+
+    def drop_all(self, tenant: str | None = None) -> Future[int | None]:
+        """Forget everything, or everything of one tenant; how many chunks, None: unreachable."""
+        return self._ask(DropKeys(None, tenant), Counted, lambda reply: reply.num_chunks, None)
+
+    def stats(self) -> Future[StoreStats | None]:
+        return self._ask(AskStats(), StatsReply, lambda reply: reply.stats, None)
+
+    def list_page(self, tier: Tier, after: bytes) -> Future[list[Chunk] | None]:
+        """Up to PAGE_CHUNKS chunks of a tier whose keys follow ``after``; None: unreachable."""
+        question = ListChunks(tier, after)
+        return self._ask(question, ChunkPage, lambda reply: list(reply.chunks), None)
+
+    def list_chunks(self, tier: Tier) -> list[Chunk] | None:
+        """All chunks of a tier. Blocks; None: the store can't be reached."""
+        found: list[Chunk] = []
+        while True:
+            page = self.list_page(tier, found[-1].key if found else b"").result()
+            if page is None:
+                return None
+            found += page
+            if len(page) < PAGE_CHUNKS:
+                return found
+
+    def verify(self) -> Future[tuple[int, int] | None]:
+        """See ``NodeStore.verify``; None: unreachable."""
+        return self._ask(
+            VerifyRecords(),
+            Verified,
+            lambda reply: (reply.num_right, reply.num_wrong),
+            None,
+            VERIFY_TIMEOUT_S,
+        )
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        try:
+            if self._session is not None:
+                self._ask(Leave(), Counted, lambda _: None, None).result()
+        finally:
+            self._is_closed = True
+            with contextlib.suppress(FutureTimeout):  # the loop is stuck, and ends with the process
+                self._loop.run(self._hang_up(), CLOSE_TIMEOUT_S)
+            self._loop.close()
+            for future, miss in list(self._misses.items()):
+                if not future.done():
+                    future.set_result(miss)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _end(self, question: StoreQuestion, count: int) -> Future[list[bool]]:
+        return self._ask(question, Ended, lambda reply: list(reply.valid), [False] * count)
+
+    def _ask(
+        self,
+        question: StoreQuestion,
+        kind: type[Answer],
+        read: Callable[[Answer], Result],
+        miss: Result,
+        patience_s: float = REQUEST_TIMEOUT_S,
+    ) -> Future[Result]:
+        """A future of what the answer says, or of ``miss``."""
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
+        if self._session is None or self._is_closed:
+            future.set_result(miss)
+            return future
+
+        async def run() -> None:
+            result = miss
+            try:
+                answer = await self._reply_to(question, patience_s)
+                if isinstance(answer, kind):
+                    result = read(answer)
+            except (TransferError, BadFrame) as exc:
+                logger.debug("a store did not answer %s: %s", type(question).__name__, exc)
+            finally:
+                self._misses.pop(future, None)
+                if not future.done():
+                    future.set_result(result)
+
+        self._misses[future] = miss
+        self._loop.call(lambda: self._spawn(run()))
+        return future
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._loop.spawn(coroutine)
+
+    async def _reply_to(self, question: StoreQuestion, patience_s: float) -> StoreAnswer:
+        answer = await self._request(question)
+        deadline, pause = time.monotonic() + patience_s, FIRST_POLL_S
+        while isinstance(answer, NotYet) and time.monotonic() < deadline:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_POLL_S)
+            answer = await self._request(Collect(answer.ticket))
+        return answer
+
+    async def _request(self, question: StoreQuestion) -> StoreAnswer:
+        session = self._session
+        if session is None:
+            raise TransferError("the store is not connected")
+        try:
+            payload = await session.request(encode_message(question), timeout=REQUEST_TIMEOUT_S)
+        except RequestRefused:
+            raise
+        except TransferError as exc:
+            # whether it was done is not known: the session's end takes all its handles along
+            self._lost(session, exc)
+            raise
+        return decode_answer(payload)
+
+    async def _stay_connected(self) -> None:
+        while True:
+            session = await self._connect()
+            if session is not None:
+                await asyncio.wait({session.closed})
+                self._lost(session, session.closed.result())
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+
+    async def _connect(self) -> AsyncSession | None:
+        address = self._address
+        credentials = store_credentials(address.secret)
+        try:
+            session = await connect(
+                address.host, address.port, credentials, timeout=CONNECT_TIMEOUT_S
+            )
+            question = encode_message(Introduce(self._name))
+            answer = decode_answer(await session.request(question, timeout=REQUEST_TIMEOUT_S))
+        except (TransferError, BadFrame) as exc:
+            logger.debug("no store at %s port %d: %s", address.host, address.port, exc)
+            return None
+        if not isinstance(answer, ArenaReply):
+            session.close("the store did not introduce itself")
+            return None
+        self._arena, self._session = answer.arena, session
+        self._connected.set()
+        logger.info("connected to the store at %s port %d", address.host, address.port)
+        return session
+
+    async def _hang_up(self) -> None:
+        if self._session is not None:
+            self._session.abort(PeerLost("this side left"))
+            await asyncio.sleep(0.01)  # in which asyncio closes the socket
+
+    def _lost(self, session: AsyncSession, error: TransferError) -> None:
+        session.abort(error)
+        if self._session is session:
+            self._session, self._arena = None, None
+            self._connected.clear()
+            if not self._is_closed:
+                logger.warning(
+                    "the store at %s port %d is lost, all is a miss until it is back: %s",
+                    self._address.host,
+                    self._address.port,
+                    error,
+                )
+
+    def _failed(self, error: BaseException) -> None:
+        logger.error("a store's client failed, all is a miss from now on", exc_info=error)
+        self._is_closed = True

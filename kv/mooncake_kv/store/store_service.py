@@ -1,0 +1,282 @@
+"""A node store for other processes: sessions in front of one ``NodeStore``.
+
+    service = StoreService.start(store, transports, StoreAddress("0.0.0.0", 7701, secret))
+
+One thread with an asyncio loop takes the messages; bytes don't pass through it. A user whose
+session ends without a word may have writes under way: its memory rests for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mooncake_hal.errors import PeerLost, RequestRefused
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.session.aio import AsyncListener, AsyncSession, listen
+from mooncake_kv.errors import BadFrame
+from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
+from mooncake_kv.store.chunk_store import ReadHandle
+from mooncake_kv.store.node_store import NodeStore, StoreUser
+from mooncake_kv.store.store_messages import (
+    PAGE_CHUNKS,
+    ArenaReply,
+    AskStats,
+    ChunkPage,
+    Collect,
+    Counted,
+    DropKeys,
+    Ended,
+    EndWrites,
+    Introduce,
+    Leave,
+    ListChunks,
+    NotYet,
+    PinKeys,
+    Pinned,
+    Probed,
+    ProbeKeys,
+    ReleaseHandles,
+    ReserveChunks,
+    Reserved,
+    StatsReply,
+    StoreAnswer,
+    StoreQuestion,
+    TouchKeys,
+    Verified,
+    VerifyRecords,
+    decode_question,
+    encode_message,
+    store_credentials,
+)
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+START_TIMEOUT_S = 30.0
+MAX_TICKETS = 1024
+"""Answers that one user may leave uncollected."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a store listens, or is found.
+
+    Args:
+        host, port: of its sessions; port 0 takes a free one.
+        secret: of the deployment.
+    """
+
+    host: str
+    port: int
+    secret: bytes = b""
+
+
+class StoreService:
+    """Sessions in front of one store; see ``start``.
+
+    Args:
+        store: that is served; its owner closes it after the service.
+    """
+
+    def __init__(self, store: NodeStore) -> None:
+        self._store = store
+        self._failure: BaseException | None = None
+        self._ended = threading.Event()
+        self._users: dict[AsyncSession, _SessionUser] = {}
+        self._listener: AsyncListener | None = None
+        self._loop = IoLoop("store-service", self._fail)
+
+    @classmethod
+    def start(cls, store: NodeStore, transports: Transports, address: StoreAddress) -> StoreService:
+        """Offer a store's memory over transports, and listen.
+
+        Args:
+            store: to be served.
+            transports: that peers reach the memory by; their owner closes them after the service.
+            address: where to listen.
+
+        Raises:
+            TransportUnavailable: no transport takes host memory.
+            OSError, PortsExhausted: the host or port can't be bound.
+        """
+        store.offer(transports)
+        service = cls(store)
+        try:
+            service._loop.run(service._listen(address), START_TIMEOUT_S)
+        except BaseException:
+            service.close()
+            raise
+        return service
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._listener is not None
+        return self._listener.port
+
+    def wait(self) -> None:
+        """Block until ``stop`` is called, or the service fails; raises its failure."""
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End ``wait``. From a signal's handler too."""
+        self._ended.set()
+
+    def close(self) -> None:
+        """End all sessions. Idempotent."""
+        if self._listener is not None:
+            with contextlib.suppress(FutureTimeout):  # the loop is stuck, and ends with the process
+                self._loop.run(self._hang_up(self._listener), CLOSE_TIMEOUT_S)
+            self._listener = None
+        self._loop.close()
+        for user in list(self._users.values()):
+            user.end()
+        self._users.clear()
+
+    async def _hang_up(self, listener: AsyncListener) -> None:
+        for session in list(listener.sessions):
+            session.abort(PeerLost("the store is shut down"))
+        listener.close()
+        await asyncio.sleep(0.01)  # in which asyncio closes the sockets
+
+    async def _listen(self, address: StoreAddress) -> None:
+        credentials = store_credentials(address.secret)
+        self._listener = await listen(address.host, [address.port], credentials, self._respond)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._ended.set()
+
+    def _respond(self, session: AsyncSession, payload: bytes) -> bytes:
+        try:
+            question = decode_question(payload)
+        except BadFrame as exc:
+            raise RequestRefused(str(exc)) from exc
+        user = self._users.get(session)
+        if user is None:
+            user = self._users[session] = _SessionUser(self._store, session.peer_host)
+            session.closed.add_done_callback(lambda _: self._left(session))
+        return encode_message(user.answer(question))
+
+    def _left(self, session: AsyncSession) -> None:
+        user = self._users.pop(session, None)
+        if user is not None:
+            user.end()
+
+
+class _SessionUser:
+    """One session's user: its handles, and the answers that it has not collected."""
+
+    def __init__(self, store: NodeStore, peer: str) -> None:
+        self._store = store
+        self._user: StoreUser = store.open_user()
+        self._peer = peer
+        self._is_drained = False
+        self._tickets: dict[int, Future[StoreAnswer]] = {}
+        self._last_ticket = 0
+
+    def end(self) -> None:
+        """The session is over."""
+        self._user.close(is_drained=self._is_drained)
+
+    def answer(self, question: StoreQuestion) -> StoreAnswer:
+        """Reply, without waiting for anything."""
+        reply = self._answer_transfer(question) or self._answer_operator(question)
+        if reply is None:
+            raise RequestRefused(f"no answer to {type(question).__name__}")
+        return reply
+
+    def _answer_transfer(self, question: StoreQuestion) -> StoreAnswer | None:
+        """What those who move KV ask."""
+        match question:
+            case ProbeKeys(keys):
+                return Probed(tuple(self._store.probe(keys)))
+            case PinKeys(keys, lease_s):
+                return self._when_done(self._user.pin(keys, lease_s=lease_s), _pinned)
+            case Collect(ticket):
+                return self._collect(ticket)
+            case ReleaseHandles(handles):
+                return Ended(tuple(self._user.release(handles).result()))
+            case ReserveChunks(chunks, lease_s):
+                granted = self._user.reserve(chunks, lease_s=lease_s).result()
+                return Reserved(tuple(granted))
+            case EndWrites(handles, are_complete):
+                end = self._user.commit if are_complete else self._user.abort
+                return Ended(tuple(end(handles).result()))
+            case TouchKeys(keys):
+                self._store.touch(keys)
+                return Counted(len(keys))
+        return None
+
+    def _answer_operator(self, question: StoreQuestion) -> StoreAnswer | None:
+        """What comes at the begin and the end, and what operators ask."""
+        match question:
+            case Introduce(name):
+                logger.info("%s at %s uses this store", name, self._peer)
+                return ArenaReply(self._store.arena)
+            case Leave():
+                self._is_drained = True
+                return Counted(0)
+            case AskStats():
+                return StatsReply(self._store.stats())
+            case ListChunks(tier, after):
+                behind = (c for c in self._store.chunks().get(tier, []) if c.key > after)
+                return ChunkPage(tuple(sorted(behind, key=lambda c: c.key)[:PAGE_CHUNKS]))
+            case DropKeys(None, tenant):
+                chunks = [c for found in self._store.chunks().values() for c in found]
+                keys = [c.key for c in chunks if tenant in (None, c.tenant)]
+                return Counted(self._store.drop(keys))
+            case DropKeys(keys, _):
+                return Counted(self._store.drop(keys or ()))
+            case VerifyRecords():
+                return self._when_done(_on_a_thread(self._store.verify), lambda n: Verified(*n))
+        return None
+
+    def _when_done(
+        self, future: Future[Result], make: Callable[[Result], StoreAnswer]
+    ) -> StoreAnswer:
+        if future.done():
+            return make(future.result())
+        if len(self._tickets) >= MAX_TICKETS:
+            raise RequestRefused(f"{MAX_TICKETS} answers were not collected")
+        answer: Future[StoreAnswer] = Future()
+        future.add_done_callback(lambda ended: answer.set_result(make(ended.result())))
+        self._last_ticket += 1
+        self._tickets[self._last_ticket] = answer
+        return NotYet(self._last_ticket)
+
+    def _collect(self, ticket: int) -> StoreAnswer:
+        answer = self._tickets.get(ticket)
+        if answer is None:
+            raise RequestRefused(f"no answer waits under ticket {ticket}")
+        if not answer.done():
+            return NotYet(ticket)
+        return self._tickets.pop(ticket).result()
+
+
+def _pinned(handles: list[ReadHandle | None]) -> StoreAnswer:
+    return Pinned(tuple(handles))
+
+
+def _on_a_thread(call: Callable[[], Result]) -> Future[Result]:
+    """Run a call that takes long."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as exc:  # noqa: BLE001  # thread top: whoever waits gets it
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name="store-verify", daemon=True).start()
+    return future

@@ -1,0 +1,194 @@
+"""A store behind sessions: the same answers as in its own process, and misses when it is gone."""
+
+import logging
+import threading
+
+import pytest
+
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.errors import BadFrame
+from mooncake_kv.store import store_messages
+from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, Tier
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.store_client import StoreClient
+from mooncake_kv.store.store_messages import (
+    MAX_KEYS,
+    ProbeKeys,
+    ReserveChunks,
+    decode_question,
+    encode_message,
+)
+from mooncake_kv.store.store_service import StoreAddress, StoreService
+
+NBYTES = 64 << 10
+WAIT_S = 60
+SECRET = b"secret"
+
+
+def chunk(number, tenant=""):
+    return Chunk(b"key-%d" % number, None, 0, NBYTES, 16, tenant)
+
+
+class Served:
+    """A store, its service and clients, all in this process."""
+
+    def __init__(self, port=0):
+        self.store = NodeStore(NodeStoreConfig(8 * NBYTES))
+        options = EndpointOptions(secret=SECRET)
+        self.transports = Transports.open(Registry.discover(), options, wanted="shm")
+        address = StoreAddress("127.0.0.1", port, SECRET)
+        self.service = StoreService.start(self.store, self.transports, address)
+        self.address = StoreAddress("127.0.0.1", self.service.port, SECRET)
+
+    def close(self):
+        self.service.close()
+        self.transports.close()
+        self.store.check_integrity()
+        self.store.close()
+
+
+@pytest.fixture
+def served():
+    served = Served()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client(served):
+    client = StoreClient(served.address)
+    assert client.await_store(WAIT_S)
+    yield client
+    client.close()
+
+
+def put(client, *numbers, tenant=""):
+    handles = client.reserve([chunk(n, tenant) for n in numbers]).result(WAIT_S)
+    assert client.commit(handles).result(WAIT_S) == [True] * len(numbers)
+
+
+def test_every_call_is_answered_as_by_the_store_itself(served, client):
+    assert client.arena == served.store.arena
+    put(client, 1, 2)
+    (refused,) = client.reserve([chunk(1)]).result(WAIT_S)
+    assert refused is PutRefusal.PRESENT
+    found = client.probe([chunk(1).key, b"absent"]).result(WAIT_S)
+    assert found == [Residence.DRAM, Residence.ABSENT]
+    first, absent = client.pin([chunk(1).key, b"absent"], lease_s=5).result(WAIT_S)
+    assert absent is None
+    assert (first.nbytes, first.lease_s, first.tier) == (NBYTES, 5.0, Tier.DRAM)
+    assert client.release([first, first]).result(WAIT_S) == [True, False]
+    (handle,) = client.reserve([chunk(3)]).result(WAIT_S)
+    assert client.abort([handle]).result(WAIT_S) == [True]
+    client.touch([chunk(1).key]).result(WAIT_S)
+    assert client.stats().result(WAIT_S) == served.store.stats()
+    assert client.drop([chunk(2).key, b"absent"]).result(WAIT_S) == 1
+    assert client.verify().result(WAIT_S) == (0, 0)
+
+
+def test_what_is_there_is_listed_by_pages_and_dropped_by_tenant(served, client, monkeypatch):
+    for module in ("store_service", "store_client"):
+        monkeypatch.setattr(f"mooncake_kv.store.{module}.PAGE_CHUNKS", 2)
+    put(client, 1, 2, 3)
+    put(client, 4, 5, tenant="t")
+    listed = client.list_chunks(Tier.DRAM)
+    assert [c.key for c in listed] == [chunk(n).key for n in range(1, 6)]
+    assert client.list_chunks(Tier.SSD) == []
+    assert client.drop_all("t").result(WAIT_S) == 2
+    assert client.drop_all().result(WAIT_S) == 3
+
+
+def test_handles_are_the_sessions_and_end_with_it(served, client):
+    other = StoreClient(served.address)
+    assert other.await_store(WAIT_S)
+    put(client, 1)
+    (handle,) = client.pin([chunk(1).key]).result(WAIT_S)
+    assert other.release([handle]).result(WAIT_S) == [False]
+    other.reserve([chunk(2)]).result(WAIT_S)
+    other.close()  # says that nothing moves: nothing rests
+    stats = served.store.stats()
+    assert (stats.num_staging, stats.num_pins, stats.quarantine_bytes) == (0, 1, 0)
+    assert client.release([handle]).result(WAIT_S) == [True]
+
+
+def test_without_the_secret_there_is_no_store(served, caplog):
+    caplog.set_level(logging.CRITICAL)
+    stranger = StoreClient(StoreAddress("127.0.0.1", served.address.port, b"other"))
+    assert not stranger.await_store(1.0)
+    assert stranger.arena is None
+    assert stranger.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
+    assert stranger.pin([b"key"]).result(WAIT_S) == [None]
+    assert stranger.reserve([chunk(1)]).result(WAIT_S) == [PutRefusal.UNREACHABLE]
+    assert stranger.stats().result(WAIT_S) is None
+    assert stranger.list_chunks(Tier.DRAM) is None
+    stranger.close()
+
+
+def test_a_store_that_comes_back_is_found_and_nothing_of_the_former_is_valid(caplog):
+    caplog.set_level(logging.CRITICAL)
+    first = Served()
+    client = StoreClient(first.address)
+    assert client.await_store(WAIT_S)
+    put(client, 1)
+    (handle,) = client.pin([chunk(1).key]).result(WAIT_S)
+    epoch = client.arena.epoch
+    first.close()
+    second = Served(first.address.port)
+    wait_for_epoch(client, epoch)
+    assert client.release([handle]).result(WAIT_S) == [False]
+    put(client, 1)
+    client.close()
+    second.close()
+
+
+def wait_for_epoch(client, former):
+    done = threading.Event()
+    for _ in range(int(WAIT_S / 0.05)):
+        arena = client.arena
+        if arena is not None and arena.epoch != former:
+            return
+        done.wait(0.05)
+    raise AssertionError("the store was not found again")
+
+
+def test_a_store_that_does_not_reply_costs_one_timeout(served, client, monkeypatch, caplog):
+    caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr("mooncake_kv.store.store_client.REQUEST_TIMEOUT_S", 0.3)
+    frozen = threading.Event()
+    monkeypatch.setattr(served.store, "probe", lambda keys: frozen.wait(WAIT_S) and [])
+    assert client.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
+    assert client.pin([b"key"]).done(), "a miss at once, while the store is looked for"
+    frozen.set()
+
+
+def test_messages_that_make_no_sense_are_refused(served, client, monkeypatch):
+    for payload in (b"", b"\xc1", b"\x81\xa4kind\xa5nobody", encode_message(ProbeKeys(()))[:-1]):
+        with pytest.raises(BadFrame):
+            decode_question(payload)
+    too_many = encode_message(ProbeKeys((b"k",) * (MAX_KEYS + 1)))
+    with pytest.raises(BadFrame, match="more than"):
+        decode_question(too_many)
+    impossible = encode_message(ReserveChunks((chunk(1),), 1.0)).replace(
+        b"\xa6nbytes\xce\x00\x01\x00\x00", b"\xa6nbytes\xd2\xff\xff\x00\x00"
+    )
+    with pytest.raises(BadFrame, match="no chunk has"):
+        decode_question(impossible)
+    monkeypatch.setattr(store_messages, "_encoder", Garbage())
+    monkeypatch.setattr("mooncake_kv.store.store_client.encode_message", lambda _: b"garbage")
+    assert client.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
+    monkeypatch.undo()
+    assert client.stats().result(WAIT_S) is not None, "the session goes on"
+
+
+class Garbage:
+    def encode(self, message):
+        return b"garbage"
+
+
+@pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -5.0, 1e9])
+def test_no_lease_is_longer_than_the_longest(client, lease_s):
+    put(client, 7)
+    (handle,) = client.pin([chunk(7).key], lease_s=lease_s).result(WAIT_S)
+    assert 0 <= handle.lease_s <= 120
