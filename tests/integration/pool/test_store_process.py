@@ -1,4 +1,4 @@
-"""A store in a process of its own: shared, killed, frozen, restarted, full; never wrong or stuck."""
+"""A store in a process alone: shared, killed, frozen, restarted, full; never wrong, never hung."""
 
 import os
 import resource
