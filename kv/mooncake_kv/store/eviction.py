@@ -210,8 +210,8 @@ class CostAware(_Ranked):
 
     Greedy dual size frequency: a chunk's value is its uses times its cost, on top of the value of
     the last victim, so that what is not used any more is overtaken by what is. Attention makes late
-    chunks dearer than early ones, and those are of no use alone: a chunk is worth no less than what
-    follows it.
+    chunks dearer than early ones, and they are of no use alone: a chunk is worth no more than the
+    one before it, and the later of two equals goes first.
 
     Args:
         seconds: to compute a chunk at a position when all before it are there. Only ratios count.
@@ -219,7 +219,7 @@ class CostAware(_Ranked):
 
     def __init__(self, seconds: Callable[[Chunk], float] | None = None) -> None:
         super().__init__()
-        self._seconds = seconds or _default_seconds
+        self._seconds = seconds or recompute_seconds
         self._chunks: dict[bytes, Chunk] = {}
         self._uses: dict[bytes, int] = {}
         self._floor = 0.0
@@ -227,14 +227,13 @@ class CostAware(_Ranked):
     def add(self, chunk: Chunk) -> None:
         self._chunks[chunk.key] = chunk
         self._uses[chunk.key] = 1
-        self._lift(chunk, 0.0)
+        self._value(chunk)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        follower = 0.0
-        for key in reversed(keys):
+        for key in keys:
             if (chunk := self._chunks.get(key)) is not None:
                 self._uses[key] += 1
-                follower = self._lift(chunk, follower)
+                self._value(chunk)
 
     def remove(self, key: bytes) -> None:
         rank = self._ranks.get(key)
@@ -244,16 +243,13 @@ class CostAware(_Ranked):
         self._chunks.pop(key, None)
         self._uses.pop(key, None)
 
-    def _lift(self, chunk: Chunk, follower: float) -> float:
-        """Rank a chunk anew; and those before it, which must not be worth less than it."""
-        own = self._floor + self._uses[chunk.key] * self._seconds(chunk) / chunk.nbytes
-        value = max(own, follower)
+    def _value(self, chunk: Chunk) -> None:
+        """Rank a chunk anew."""
+        value = self._floor + self._uses[chunk.key] * self._seconds(chunk) / chunk.nbytes
+        before = self._ranks.get(chunk.parent) if chunk.parent else None
+        if before is not None:
+            value = min(value, before[0])
         self.rank(chunk.key, (value, -chunk.position))
-        parent = self._chunks.get(chunk.parent) if chunk.parent else None
-        while parent is not None and self._ranks[parent.key][0] < value:
-            self.rank(parent.key, (value, -parent.position))
-            parent = self._chunks.get(parent.parent) if parent.parent else None
-        return value
 
     def _smallest(self) -> tuple[float, float]:
         while self._heap and self._ranks.get(self._heap[0][1]) != self._heap[0][0]:
@@ -261,9 +257,12 @@ class CostAware(_Ranked):
         return self._heap[0][0] if self._heap else (0.0, 0.0)
 
 
-def _default_seconds(chunk: Chunk) -> float:
-    """Linear layers and attention of a 70 B model on eight A800 (digitised from Mooncake's FAST
-    paper, figure 14): 102 us per token, and 1.9 ns per token and token before it."""
+def recompute_seconds(chunk: Chunk) -> float:
+    """How long a chunk takes to compute when all before it are there, in a model's time.
+
+    Linear layers and attention of a 70 B model on eight A800, digitised from figure 14 of Mooncake's
+    FAST paper: 102 us per token, and 1.9 ns per token and token before it.
+    """
     before = chunk.position * chunk.num_tokens
     return chunk.num_tokens * (102e-6 + 1.9e-9 * (before + chunk.num_tokens / 2))
 

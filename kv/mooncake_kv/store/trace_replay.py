@@ -1,0 +1,172 @@
+"""Replays a trace against an eviction policy: what it would have hit, and the best there is.
+
+A trace has one JSON object per line, as Mooncake publishes them: ``hash_ids`` are a request's
+blocks in order, and equal ids are equal prefixes. A request hits the blocks before its first miss,
+then all of its blocks are stored. Pure but for ``read_trace``.
+
+``replay_optimum`` knows the future: it evicts what is used again last (Belady's MIN, with the
+choice not to store at all). Whoever uses a block uses those before it, so that it evicts ends of
+sequences first by itself, and no policy hits more blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.chunk_store import Chunk
+from mooncake_kv.store.eviction import EvictionPolicy, recompute_seconds
+
+TRACE_BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a policy did for a trace.
+
+    Args:
+        num_blocks: of all requests.
+        num_hits: those that were there, with all before them.
+        seconds: to compute all blocks; a model's time, see ``recompute_seconds``.
+        saved_seconds: of those that were hit.
+    """
+
+    num_blocks: int
+    num_hits: int
+    seconds: float
+    saved_seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Blocks that were hit, of all."""
+        return self.num_hits / max(1, self.num_blocks)
+
+    @property
+    def saved_rate(self) -> float:
+        """Computation that was saved, of all."""
+        return self.saved_seconds / self.seconds if self.seconds else 0.0
+
+
+Requests = Sequence[Sequence[Chunk]]
+
+
+def read_trace(path: Path, *, max_requests: int | None = None) -> list[list[Chunk]]:
+    """The requests of a trace, each as its chunks; equal blocks are the same objects.
+
+    Raises:
+        KVConfigError: the file can't be read, or a line is no request.
+    """
+    requests: list[list[Chunk]] = []
+    known: dict[tuple[int, int], Chunk] = {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if max_requests is not None and len(requests) >= max_requests:
+                    break
+                requests.append(_chunks(json.loads(line)["hash_ids"], known))
+    except OSError as exc:
+        raise KVConfigError(f"trace {path} can't be read: {exc}") from exc
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:
+        raise KVConfigError(
+            f"{path}, line {number}: wanted an object with hash_ids, a list of numbers: {exc!r}"
+        ) from exc
+    return requests
+
+
+def _chunks(hash_ids: Iterable[int], known: dict[tuple[int, int], Chunk]) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    for position, hash_id in enumerate(hash_ids):
+        chunk = known.get((hash_id, position))
+        if chunk is None:
+            key = hash_id.to_bytes(8, "big")
+            parent = chunks[-1].key if chunks else None
+            chunk = Chunk(key, parent, position, 1, TRACE_BLOCK_TOKENS)
+            known[hash_id, position] = chunk
+        chunks.append(chunk)
+    return chunks
+
+
+def replay(requests: Requests, policy: EvictionPolicy, capacity: float) -> ReplayResult:
+    """Run a trace against a policy with room for ``capacity`` blocks."""
+    present: set[bytes] = set()
+    tally = _Tally()
+    for chunks in requests:
+        tally.count(chunks, present)
+        used = {chunk.key for chunk in chunks}
+        policy.touch([chunk.key for chunk in chunks if chunk.key in present])
+        missing = [chunk for chunk in chunks if chunk.key not in present]
+        too_many = len(present) + len(missing) - capacity
+        if too_many > 0:
+            victims = (key for key in policy.victims() if key not in used)
+            for key in list(islice(victims, int(too_many))):
+                policy.remove(key)
+                present.discard(key)
+        for chunk in missing[: int(min(len(missing), capacity - len(present)))]:
+            policy.add(chunk)
+            present.add(chunk.key)
+    return tally.result()
+
+
+def replay_optimum(requests: Requests, capacity: float) -> ReplayResult:
+    """Run a trace with the future known; see the module."""
+    next_uses = _next_uses(requests)
+    present: set[bytes] = set()
+    when: dict[bytes, tuple[float, int]] = {}
+    order: list[tuple[float, int, bytes]] = []  # the last use first, then the last position
+    tally = _Tally()
+    for chunks, later in zip(requests, next_uses, strict=True):
+        tally.count(chunks, present)
+        for chunk, use in zip(chunks, later, strict=True):
+            present.add(chunk.key)
+            when[chunk.key] = (-use, -chunk.position)
+            heapq.heappush(order, (-use, -chunk.position, chunk.key))
+        while len(present) > capacity:
+            use, position, key = heapq.heappop(order)
+            if key in present and when[key] == (use, position):
+                present.discard(key)
+    return tally.result()
+
+
+def _next_uses(requests: Requests) -> list[list[float]]:
+    """For each block of each request, the number of the request that uses it next."""
+    upcoming: dict[bytes, int] = {}
+    uses: list[list[float]] = []
+    for number in range(len(requests) - 1, -1, -1):
+        uses.append([upcoming.get(chunk.key, math.inf) for chunk in requests[number]])
+        upcoming.update((chunk.key, number) for chunk in requests[number])
+    uses.reverse()
+    return uses
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts hits while a trace runs."""
+
+    num_blocks: int = 0
+    num_hits: int = 0
+    seconds: float = 0.0
+    saved_seconds: float = 0.0
+
+    def count(self, chunks: Sequence[Chunk], present: set[bytes]) -> int:
+        """Count one request; returns how many of its blocks are there before the first miss."""
+        self.num_blocks += len(chunks)
+        num_hits, is_prefix = 0, True
+        for chunk in chunks:
+            cost = recompute_seconds(chunk)
+            self.seconds += cost
+            is_prefix = is_prefix and chunk.key in present
+            if is_prefix:
+                num_hits += 1
+                self.saved_seconds += cost
+        self.num_hits += num_hits
+        return num_hits
+
+    def result(self) -> ReplayResult:
+        """The sums."""
+        return ReplayResult(self.num_blocks, self.num_hits, self.seconds, self.saved_seconds)
