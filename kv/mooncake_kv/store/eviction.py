@@ -260,8 +260,8 @@ class CostAware(_Ranked):
 def recompute_seconds(chunk: Chunk) -> float:
     """How long a chunk takes to compute when all before it are there, in a model's time.
 
-    Linear layers and attention of a 70 B model on eight A800, digitised from figure 14 of Mooncake's
-    FAST paper: 102 us per token, and 1.9 ns per token and token before it.
+    Linear layers and attention of a 70 B model on eight A800, digitised from figure 14 of
+    Mooncake's FAST paper: 102 us per token, and 1.9 ns per token and token before it.
     """
     before = chunk.position * chunk.num_tokens
     return chunk.num_tokens * (102e-6 + 1.9e-9 * (before + chunk.num_tokens / 2))

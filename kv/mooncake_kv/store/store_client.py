@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from mooncake_hal.errors import PeerLost, RequestRefused, TransferError
 from mooncake_hal.session.aio import AsyncSession, connect
-from mooncake_kv.errors import BadFrame
+from mooncake_kv.errors import BadFrame, ConnectorDead
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
 from mooncake_kv.store.chunk_store import (
     DEFAULT_LEASE_S,
@@ -95,8 +95,8 @@ class StoreClient:
         self._connected = threading.Event()
         self._is_closed = False
         self._misses: dict[Future[Any], Any] = {}  # of what waits, what it gets if nothing comes
-        self._loop = IoLoop("store-client", self._failed)
-        self._loop.call(lambda: self._spawn(self._stay_connected()))
+        self._loop = IoLoop("store-client", lambda *_: None, self._failed)
+        self._loop.call("", lambda: self._loop.spawn_housekeeping(self._stay_connected()))
 
     @property
     def arena(self) -> ArenaInfo | None:
@@ -221,7 +221,7 @@ class StoreClient:
                     future.set_result(result)
 
         self._misses[future] = miss
-        self._loop.call(lambda: self._spawn(run()))
+        self._loop.call("", lambda: self._spawn(run()))
         return future
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -296,6 +296,6 @@ class StoreClient:
                     error,
                 )
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: ConnectorDead) -> None:
         logger.error("a store's client failed, all is a miss from now on", exc_info=error)
         self._is_closed = True

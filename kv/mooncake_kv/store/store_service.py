@@ -20,7 +20,7 @@ from typing import TypeVar
 from mooncake_hal.errors import PeerLost, RequestRefused
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, listen
-from mooncake_kv.errors import BadFrame
+from mooncake_kv.errors import BadFrame, ConnectorDead
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
 from mooncake_kv.store.chunk_store import ReadHandle
 from mooncake_kv.store.node_store import NodeStore, StoreUser
@@ -88,11 +88,11 @@ class StoreService:
 
     def __init__(self, store: NodeStore) -> None:
         self._store = store
-        self._failure: BaseException | None = None
+        self._failure: ConnectorDead | None = None
         self._ended = threading.Event()
         self._users: dict[AsyncSession, _SessionUser] = {}
         self._listener: AsyncListener | None = None
-        self._loop = IoLoop("store-service", self._fail)
+        self._loop = IoLoop("store-service", lambda *_: None, self._fail)
 
     @classmethod
     def start(cls, store: NodeStore, transports: Transports, address: StoreAddress) -> StoreService:
@@ -153,7 +153,7 @@ class StoreService:
         credentials = store_credentials(address.secret)
         self._listener = await listen(address.host, [address.port], credentials, self._respond)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: ConnectorDead) -> None:
         self._failure = error
         self._ended.set()
 

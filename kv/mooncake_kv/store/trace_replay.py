@@ -66,15 +66,14 @@ def read_trace(path: Path, *, max_requests: int | None = None) -> list[list[Chun
     known: dict[tuple[int, int], Chunk] = {}
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if max_requests is not None and len(requests) >= max_requests:
-                    break
+            for line in islice(file, max_requests):
                 requests.append(_chunks(json.loads(line)["hash_ids"], known))
     except OSError as exc:
         raise KVConfigError(f"trace {path} can't be read: {exc}") from exc
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as exc:
         raise KVConfigError(
-            f"{path}, line {number}: wanted an object with hash_ids, a list of numbers: {exc!r}"
+            f"{path}, line {len(requests) + 1}: wanted an object with hash_ids, a list of "
+            f"numbers: {exc!r}"
         ) from exc
     return requests
 

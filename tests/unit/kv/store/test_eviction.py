@@ -1,4 +1,4 @@
-"""Which chunk leaves first: each policy's rule, closed prefixes, and traces with the best there is."""
+"""Which chunk leaves first: each policy's rule, closed prefixes, and traces with the optimum."""
 
 import itertools
 import json
