@@ -146,15 +146,17 @@ def test_the_proxy_may_list_pods_and_nothing_else() -> None:
     assert [subject["name"] for subject in binding["subjects"]] == [account]
 
 
-def test_the_network_policy_lets_the_proxy_reach_the_api() -> None:
+def test_the_network_policy_lets_the_proxy_and_prometheus_reach_the_api() -> None:
     [policy] = [item for item in manifests() if item["kind"] == "NetworkPolicy"]
-    from_proxy, from_peers = policy["spec"]["ingress"]
-    assert from_proxy["ports"] == [
-        {"protocol": "TCP", "port": parse(PODS["mooncake-prefill"]).port}
-    ]
+    to_api, from_peers = policy["spec"]["ingress"]
+    assert to_api["ports"] == [{"protocol": "TCP", "port": parse(PODS["mooncake-prefill"]).port}]
     assert "ports" not in from_peers  # transports take free ports
-    for rule, name in ((from_proxy, "mooncake-proxy"), (from_peers, "mooncake-prefill")):
-        [peer] = rule["from"]
+    proxy, prometheus = to_api["from"]
+    assert prometheus == {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    }
+    [other] = from_peers["from"]
+    for peer, name in ((proxy, "mooncake-proxy"), (other, "mooncake-prefill")):
         labels = deployments()[name]["metadata"]["labels"]
         assert peer["podSelector"]["matchLabels"].items() <= labels.items()
 
