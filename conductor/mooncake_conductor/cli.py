@@ -1,0 +1,245 @@
+"""``mooncake-conductor``: replays traces through the code that serves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TextIO
+
+from mooncake_conductor.conductor import ConductorSettings
+from mooncake_conductor.cost.latency_model import DEVICES, MODELS, cold_start, find
+from mooncake_conductor.errors import ConductorError
+from mooncake_conductor.policies.mooncake_policy import Boundary
+from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, POLICIES
+from mooncake_conductor.simulator.report_page import Chart, Series, page, run_charts
+from mooncake_conductor.simulator.results import RunSummary, summarise, table, write_csv
+from mooncake_conductor.simulator.simulation import Cluster, Simulation, SimulationResult
+from mooncake_conductor.simulator.trace_file import TraceRequest, read_trace, scaled
+from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives
+
+_BAR = 30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ConductorError as exc:
+        print(f"mooncake-conductor: {exc}", file=sys.stderr)
+        return 1
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """One run."""
+    requests = _requests(options)
+    result = _run(options, scaled(requests, options.load), Bar(options.policy))
+    rows = [(options.policy, summarise(result, _objective(options)))]
+    print(table(rows))
+    if options.csv is not None:
+        write_csv(options.csv, result.records)
+    if options.html is not None:
+        _write(options.html, rows, run_charts(result))
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Policies × loads × cache sizes, each run on the same requests."""
+    requests = _requests(options)
+    found: dict[tuple[str, float, int], RunSummary] = {}
+    cells = list(product(options.caches, options.loads, options.policies))
+    for number, (cache, load, policy) in enumerate(cells, 1):
+        options.policy, options.cache_tokens = policy, cache
+        name = f"{number}/{len(cells)}: {policy}, load {load:g}, cache {cache:,}"
+        result = _run(options, scaled(requests, load), Bar(name))
+        found[policy, load, cache] = summarise(result, _objective(options))
+    rows = [
+        (f"{policy}, load {load:g}, {cache / 1e6:g} M", summary)
+        for (policy, load, cache), summary in found.items()
+    ]
+    print(table(rows))
+    if options.html is not None:
+        _write(options.html, rows, _comparison_charts(options, found))
+    return 0
+
+
+class Bar:
+    """How far a run has come, on a terminal; silent elsewhere.
+
+    Args:
+        name: of the run.
+        stream: a terminal or not.
+    """
+
+    def __init__(self, name: str, stream: TextIO | None = None) -> None:
+        self._name = name
+        self._stream = sys.stderr if stream is None else stream
+
+    def __call__(self, share: float) -> None:
+        """The run has come to ``share``, 0 to 1."""
+        if not self._stream.isatty():
+            return
+        filled = round(_BAR * share)
+        bar = "█" * filled + "·" * (_BAR - filled)
+        end = "\r\x1b[K" if share >= 1 else ""
+        self._stream.write(f"\r\x1b[K{bar} {100 * share:3.0f} % {self._name}{end}")
+        self._stream.flush()
+
+
+def _run(options: argparse.Namespace, requests: list[TraceRequest], bar: Bar) -> SimulationResult:
+    shape = find(MODELS, options.model, "model")
+    cluster = Cluster(
+        options.prefill,
+        options.decode,
+        cold_start(options.model, options.device, options.devices_per_node),
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        num_layers=shape.num_layers,
+        cache_tokens=options.cache_tokens,
+        link_gb_s=options.link_gb_s,
+        max_batch=options.max_batch,
+        chunk_tokens=options.chunk_tokens,
+    )
+    settings = ConductorSettings(
+        options.policy,
+        AdmissionMode(options.admission),
+        Objectives(_objective(options)),
+        options.threshold,
+        Boundary(options.boundary),
+        binds_late=options.binding == "late",
+    )
+    result = Simulation(cluster, settings, seed=options.seed).run(requests, bar)
+    bar(1.0)
+    return result
+
+
+def _requests(options: argparse.Namespace) -> list[TraceRequest]:
+    found = read_trace(options.trace, chunk_tokens=options.chunk_tokens, is_delta=options.delta)
+    return found[: options.limit]
+
+
+def _objective(options: argparse.Namespace) -> Objective:
+    return Objective(options.slo_ttft / 1000, options.slo_tbt / 1000)
+
+
+def _write(path: Path, rows: Sequence[tuple[str, RunSummary]], charts: Sequence[Chart]) -> None:
+    setting = " ".join(["mooncake-conductor", *sys.argv[1:]])
+    path.write_text(page("mooncake-conductor simulate", rows, charts, setting))
+
+
+def _comparison_charts(
+    options: argparse.Namespace, found: dict[tuple[str, float, int], RunSummary]
+) -> list[Chart]:
+    """Over load at the first cache size, and over cache size at the first load."""
+    cache, load = options.caches[0], options.loads[0]
+
+    def over_load(figure: Callable[[RunSummary], float]) -> list[Series]:
+        loads = sorted(options.loads)
+        return [
+            Series(policy, [(at, figure(found[policy, at, cache])) for at in loads])
+            for policy in options.policies
+        ]
+
+    caches = sorted(options.caches)
+    hits = [
+        Series(policy, [(at / 1e6, found[policy, load, at].hit_rate) for at in caches])
+        for policy in options.policies
+    ]
+    of_load = "times the trace's rate"
+    return [
+        Chart("Goodput", of_load, "requests per second within SLO", over_load(_goodput)),
+        Chart("Mean time to first token", of_load, "s", over_load(_mean_ttft)),
+        Chart("Hit rate", "million tokens per node", "share of prompt tokens", hits),
+    ]
+
+
+def _goodput(summary: RunSummary) -> float:
+    return summary.goodput
+
+
+def _mean_ttft(summary: RunSummary) -> float:
+    return summary.mean_ttft
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mooncake-conductor", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("simulate", help="replay a trace on a modelled cluster")
+    _add_common(one)
+    one.add_argument(
+        "--policy", choices=POLICIES, default=DEFAULT_POLICY, help="default: %(default)s"
+    )
+    one.add_argument("--load", type=_positive, default=1.0, help="times the trace's rate (1)")
+    one.add_argument(
+        "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
+    )
+    one.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
+    one.set_defaults(run=simulate)
+    many = commands.add_parser("compare", help="policies, loads and cache sizes as one table")
+    _add_common(many)
+    many.add_argument(
+        "--policies", type=_policies, default=list(POLICIES), help="with commas (all)"
+    )
+    many.add_argument("--loads", type=_list_of(_positive), default=[1.0], help="with commas (1)")
+    many.add_argument(
+        "--caches", type=_list_of(_count), default=[3_000_000], help="tokens per node, with commas"
+    )
+    many.set_defaults(run=compare)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("trace", type=Path, help="JSON lines as Mooncake publishes them")
+    add("--prefill", type=_count, default=8, help="prefill nodes (8)")
+    add("--decode", type=_count, default=8, help="decode nodes (8)")
+    add("--model", choices=MODELS, default="llama-3-70b", help="default: %(default)s")
+    add("--device", choices=DEVICES, default="A800", help="default: %(default)s")
+    add("--devices-per-node", type=_count, default=8, help="default: 8")
+    add("--link-gb-s", type=_positive, default=50.0, help="of a node's network, GB/s (50)")
+    add("--max-batch", type=_count, default=256, help="sequences per decode node (256)")
+    add("--chunk-tokens", type=_count, default=512, help="tokens of a hash id (512)")
+    modes = [mode.value for mode in AdmissionMode]
+    add("--admission", choices=modes, default="none", help="when load refuses (none)")
+    add("--slo-ttft", type=_positive, default=30_000.0, help="milliseconds (30000)")
+    add("--slo-tbt", type=_positive, default=100.0, help="milliseconds (100)")
+    add("--threshold", type=_positive, default=2.0, help="of the policy mooncake (2)")
+    forms = [boundary.value for boundary in Boundary]
+    add("--boundary", choices=forms, default="fast", help="form of Algorithm 1 (fast)")
+    add("--binding", choices=["early", "late"], default="early", help="of the decode node (early)")
+    add("--delta", action="store_true", help="later turns of a session carry only what is new")
+    add("--limit", type=_count, help="only the first requests of the trace")
+    add("--seed", type=int, default=0, help="of what is left to chance (0)")
+    add("--html", type=Path, metavar="FILE", help="write one page with charts")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(float(text))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _list_of(read: Callable[[str], float]) -> Callable[[str], list[float]]:
+    def read_list(text: str) -> list[float]:
+        return [read(part) for part in text.split(",")]
+
+    return read_list
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown:
+        there_are = ", ".join(POLICIES)
+        raise argparse.ArgumentTypeError(f"no policy {', '.join(unknown)}: there are {there_are}")
+    return names

@@ -1,0 +1,171 @@
+"""What a run comes to: figures, a table, a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from mooncake_conductor.simulator.simulation import RequestRecord, SimulationResult
+from mooncake_conductor.slo_admission import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Figures of a run; times in seconds.
+
+    Args:
+        num_requests, num_completed: all of the trace, and those that got all their tokens.
+        refused_early, refused_late: at arrival, and after a prefill in vain.
+        wasted_prefill_s: computation of those.
+        within_slo: share of all requests that completed within both objectives.
+        goodput: those per second.
+        mean_ttft, p50_ttft, p90_ttft, p99_ttft: of the requests that got a first token.
+        mean_tbt, p90_tbt: of each request's longest tenth of gaps.
+        hit_rate: reused tokens of all prompt tokens that were prefilled.
+        prefill_s: computation per prefilled request.
+        fetched_gb: between nodes.
+    """
+
+    num_requests: int
+    num_completed: int
+    refused_early: int
+    refused_late: int
+    wasted_prefill_s: float
+    within_slo: float
+    goodput: float
+    mean_ttft: float
+    p50_ttft: float
+    p90_ttft: float
+    p99_ttft: float
+    mean_tbt: float
+    p90_tbt: float
+    hit_rate: float
+    prefill_s: float
+    fetched_gb: float
+
+
+def summarise(result: SimulationResult, wanted: Objective) -> RunSummary:
+    """The figures of a run."""
+    records = result.records
+    prefilled = [record for record in records if record.prefill_s > 0]
+    late = [record for record in records if record.stage == "prefill"]
+    good = sum(1 for record in records if is_within(record, wanted))
+    ttft = [record.ttft for record in records if record.ttft is not None]
+    tbt = [record.tail_tbt for record in records if record.tail_tbt is not None]
+    tokens = sum(record.num_input for record in prefilled)
+    return RunSummary(
+        len(records),
+        sum(1 for record in records if record.ended_at is not None),
+        sum(1 for record in records if record.stage == "arrival"),
+        len(late),
+        sum(record.prefill_s for record in late),
+        good / len(records),
+        good / max(result.ended_at, 1e-9),
+        _mean(ttft),
+        _quantile(ttft, 0.5),
+        _quantile(ttft, 0.9),
+        _quantile(ttft, 0.99),
+        _mean(tbt),
+        _quantile(tbt, 0.9),
+        sum(record.num_reused for record in prefilled) / max(tokens, 1),
+        _mean([record.prefill_s for record in prefilled]),
+        result.num_fetched_bytes / 1e9,
+    )
+
+
+def is_within(record: RequestRecord, wanted: Objective) -> bool:
+    """Whether a request completed within its objectives."""
+    if record.ended_at is None or record.ttft is None:
+        return False
+    return record.ttft <= wanted.ttft_s and (record.tail_tbt or 0.0) <= wanted.tbt_s
+
+
+@dataclass(frozen=True, slots=True)
+class Swing:
+    """How much the loads of prefill and decode swing, in their own units, and against each other.
+
+    Args:
+        prefill_sd, decode_sd: standard deviations over the middle of a run.
+        prefill_mean, decode_mean: means.
+        correlation: of both; below 0 where one drains while the other fills.
+    """
+
+    prefill_sd: float
+    decode_sd: float
+    prefill_mean: float
+    decode_mean: float
+    correlation: float
+
+
+def swing(result: SimulationResult) -> Swing:
+    """The swing of a run, without its first and last tenth."""
+    samples = result.samples[len(result.samples) // 10 : -(len(result.samples) // 10) or None]
+    prefill = np.array([sample.prefill_queue_s for sample in samples])
+    decode = np.array([sample.decode_batch for sample in samples])
+    spread = float(prefill.std() * decode.std())
+    together = float(((prefill - prefill.mean()) * (decode - decode.mean())).mean())
+    return Swing(
+        float(prefill.std()),
+        float(decode.std()),
+        float(prefill.mean()),
+        float(decode.mean()),
+        together / spread if spread else 0.0,
+    )
+
+
+COLUMNS = (
+    ("requests", "num_requests", "{:,}"),
+    ("refused at once", "refused_early", "{:,}"),
+    ("after prefill", "refused_late", "{:,}"),
+    ("in SLO %", "within_slo", "{:.1%}"),
+    ("goodput /s", "goodput", "{:.2f}"),
+    ("TTFT mean s", "mean_ttft", "{:.3g}"),
+    ("p90", "p90_ttft", "{:.3g}"),
+    ("p99", "p99_ttft", "{:.3g}"),
+    ("TBT p90 ms", "p90_tbt", "{:.3g}"),
+    ("hit %", "hit_rate", "{:.1%}"),
+    ("prefill s", "prefill_s", "{:.3g}"),
+    ("fetched GB", "fetched_gb", "{:,.0f}"),
+)
+
+
+def table(rows: Sequence[tuple[str, RunSummary]]) -> str:
+    """Runs below each other, in columns."""
+    cells = [["", *(title for title, _, _ in COLUMNS)]]
+    for name, summary in rows:
+        cells.append([name, *cells_of(summary)])
+    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join([row[0].ljust(len(first)), *rest]).rstrip())
+    return "\n".join(lines)
+
+
+def cells_of(summary: RunSummary) -> list[str]:
+    """A run's figures as text, in the order of ``COLUMNS``."""
+    values = asdict(summary)
+    values["p90_tbt"] *= 1000
+    return [form.format(values[name]) for _, name, form in COLUMNS]
+
+
+def write_csv(path: Path, records: Sequence[RequestRecord]) -> None:
+    """A line per request."""
+    names = [each.name for each in fields(RequestRecord)]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows([getattr(record, name) for name in names] for record in records)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    return float(np.quantile(values, share)) if values else math.nan

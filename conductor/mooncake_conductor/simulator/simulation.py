@@ -1,0 +1,365 @@
+"""Discrete events: a trace, modelled instances and links, and the conductor that serves."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from mooncake_conductor.conductor import Conductor, ConductorSettings, Decision
+from mooncake_conductor.cost.latency_model import LatencyModel
+from mooncake_conductor.cost.link_calendar import LinkCalendar
+from mooncake_conductor.fleet import Fleet, InstanceSpec, Role
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.policies.situation import Plan, RoutingRequest
+from mooncake_conductor.simulator.engine_models import (
+    ChunkCache,
+    Decoded,
+    DecodeNode,
+    PrefillJob,
+    PrefillNode,
+)
+from mooncake_conductor.simulator.trace_file import TraceRequest
+
+SAMPLE_S = 15.0
+HOT_RANKS = (10, 100, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is simulated.
+
+    Args:
+        num_prefill, num_decode: instances.
+        latency: of each.
+        kv_bytes_per_token, num_layers: of the model.
+        cache_tokens: of a prefill node's host cache.
+        link_gb_s: of a node's network.
+        host_gb_s: of a node, from host to device memory.
+        max_batch, kv_tokens: of a decode node.
+        chunk_tokens: of the trace's hash ids.
+    """
+
+    num_prefill: int
+    num_decode: int
+    latency: LatencyModel
+    kv_bytes_per_token: float = 327_680
+    num_layers: int = 80
+    cache_tokens: int = 3_000_000
+    link_gb_s: float = 50.0
+    host_gb_s: float = 128.0
+    max_batch: int = 256
+    kv_tokens: int = 1_500_000
+    chunk_tokens: int = 512
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request; times in seconds, from the beginning of the trace.
+
+    ``refused`` is the code of the refusal, ``stage`` where it was said: arrival or prefill.
+    """
+
+    number: int
+    arrived_at: float
+    num_input: int
+    num_output: int
+    prefill: str = ""
+    decode: str = ""
+    plan: str = ""
+    num_reused: int = 0
+    num_fetched: int = 0
+    expected_ttft: float = 0.0
+    prefill_s: float = 0.0
+    ttft: float | None = None
+    mean_tbt: float | None = None
+    tail_tbt: float | None = None
+    ended_at: float | None = None
+    refused: str = ""
+    stage: str = ""
+    retry_after_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSample:
+    """The load at a time, as means over nodes.
+
+    Args:
+        at_s: the time.
+        prefill_queue_s: of the prefill nodes.
+        decode_batch: sequences on the decode nodes, with those that wait for room.
+        decode_step_s: of the decode nodes.
+        num_copies: of the 10th, 100th and 1,000th chunk by how often the trace asks for it.
+    """
+
+    at_s: float
+    prefill_queue_s: float
+    decode_batch: float
+    decode_step_s: float
+    num_copies: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """A whole run.
+
+    Args:
+        records: of every request, in the order of their arrival.
+        samples: of the load, every 15 s.
+        ended_at: when the last request ended.
+        prefill_busy_s, num_fetched_bytes: sums over nodes.
+    """
+
+    records: list[RequestRecord]
+    samples: list[LoadSample] = field(default_factory=list)
+    ended_at: float = 0.0
+    prefill_busy_s: float = 0.0
+    num_fetched_bytes: float = 0.0
+
+
+class Simulation:
+    """Replays requests on a cluster through a conductor.
+
+    Args:
+        cluster: what is simulated.
+        settings: of the conductor.
+        seed: of everything that is left to chance.
+    """
+
+    def __init__(self, cluster: Cluster, settings: ConductorSettings, *, seed: int = 0) -> None:
+        num_slots = cluster.num_prefill + cluster.num_decode
+        fleet = Fleet(
+            num_slots,
+            chunk_tokens=cluster.chunk_tokens,
+            kv_bytes_per_token=cluster.kv_bytes_per_token,
+            num_layers=cluster.num_layers,
+        )
+        self.conductor = Conductor(fleet, settings, random.Random(seed))
+        self._cluster = cluster
+        self._prefill: dict[int, PrefillNode] = {}
+        self._decode: dict[int, DecodeNode] = {}
+        self._add_nodes()
+        self._links = LinkCalendar(fleet.links.bytes_per_s.copy(), fleet.links.setup_s)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._now = 0.0
+        self._records: list[RequestRecord] = []
+        self._requests: list[TraceRequest] = []
+        self._sessions: dict[str, deque[int]] = {}
+        self._wakes: dict[int, float] = {}
+        self._samples: list[LoadSample] = []
+        self._hot_keys: list[int] = []
+        self._num_open = 0
+        self._fetched_bytes = 0.0
+
+    def run(
+        self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None
+    ) -> SimulationResult:
+        """Replay to the end of the last request.
+
+        Args:
+            requests: by time.
+            progress: called now and then with the share of requests that have ended.
+        """
+        self._requests = list(requests)
+        self._records = [
+            RequestRecord(number, request.at_s, request.num_input, request.num_output)
+            for number, request in enumerate(requests)
+        ]
+        self._num_open = len(requests)
+        asked = Counter(key for request in requests for key in request.keys)
+        ranked = [key for key, _ in asked.most_common(HOT_RANKS[-1])]
+        self._hot_keys = [ranked[min(rank, len(ranked)) - 1] for rank in HOT_RANKS if ranked]
+        self._schedule_arrivals()
+        self._at(0.0, self._sample)
+        steps = max(len(requests) // 100, 1)
+        while self._events:
+            self._now, order, act = heapq.heappop(self._events)
+            act()
+            if progress is not None and order % (8 * steps) == 0:
+                progress(1 - self._num_open / len(requests))
+        busy = sum(node.busy_s for node in self._prefill.values())
+        ended = max((record.ended_at or 0.0 for record in self._records), default=0.0)
+        return SimulationResult(self._records, self._samples, ended, busy, self._fetched_bytes)
+
+    def _add_nodes(self) -> None:
+        cluster = self._cluster
+        chunk_load = cluster.chunk_tokens * cluster.kv_bytes_per_token / (cluster.host_gb_s * 1e9)
+        wanted = ((Role.PREFILL, cluster.num_prefill), (Role.DECODE, cluster.num_decode))
+        for role, number in wanted:
+            for index in range(number):
+                slot = self.conductor.add(self._spec(f"{role.value[0]}{index}", role))
+                if role is Role.DECODE:
+                    node = DecodeNode(cluster.latency, cluster.max_batch, cluster.kv_tokens)
+                    self._decode[slot] = node
+                    continue
+                self._prefill[slot] = PrefillNode(
+                    cluster.latency,
+                    ChunkCache(cluster.cache_tokens // cluster.chunk_tokens),
+                    chunk_tokens=cluster.chunk_tokens,
+                    chunk_load_s=chunk_load,
+                    num_layers=cluster.num_layers,
+                )
+
+    def _spec(self, name: str, role: Role) -> InstanceSpec:
+        cluster = self._cluster
+        return InstanceSpec(
+            name,
+            role,
+            cluster.latency,
+            link_gb_s=cluster.link_gb_s,
+            host_gb_s=cluster.host_gb_s,
+            kv_tokens=cluster.kv_tokens,
+            max_batch=cluster.max_batch,
+        )
+
+    def _at(self, time: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._order), act))
+
+    def _schedule_arrivals(self) -> None:
+        """Requests at their times; of a session the first turn only, the others follow it."""
+        for number, request in enumerate(self._requests):
+            if request.session is not None and request.session in self._sessions:
+                self._sessions[request.session].append(number)
+                continue
+            if request.session is not None:
+                self._sessions[request.session] = deque()
+            self._at(request.at_s, lambda number=number: self._arrive(number))  # type: ignore[misc]  # a default binds the number
+
+    def _arrive(self, number: int) -> None:
+        request, record = self._requests[number], self._records[number]
+        record.arrived_at = self._now
+        asked = RoutingRequest(
+            str(number), request.num_input, request.keys, float(request.num_output)
+        )
+        decision = self.conductor.route(asked, self._now)
+        if decision.verdict.refusal is not None:
+            self._refuse(record, decision.verdict.refusal.value, "arrival")
+            record.retry_after_s = decision.verdict.retry_after_s
+            return
+        self._admit(record, request, decision)
+
+    def _admit(self, record: RequestRecord, request: TraceRequest, decision: Decision) -> None:
+        choice, names = decision.prefill, self.conductor.fleet.names
+        record.prefill, record.plan = names[choice.slot], choice.plan.value
+        record.decode, record.expected_ttft = names[decision.decode.slot], choice.ttft
+        job = PrefillJob(str(record.number), request.num_input, request.keys)
+        if choice.plan is Plan.FETCH:
+            chunk_bytes = self.conductor.fleet.chunk_bytes
+            job.num_fetched, job.keeps_copy = choice.num_reused, choice.keeps_copy
+            job.loaded_at = self._links.book_all(
+                choice.fetches, choice.slot, chunk_bytes, self._now
+            )
+            moved = sum(fetch.num_chunks for fetch in choice.fetches)
+            record.num_fetched = moved * self._cluster.chunk_tokens
+            self._fetched_bytes += moved * chunk_bytes
+            self._report_links()
+        self._prefill[choice.slot].queue.append(job)
+        self._start_prefill(choice.slot)
+
+    def _start_prefill(self, slot: int) -> None:
+        job = self._prefill[slot].start_next(self._now)
+        if job is not None:
+            self._at(job.ends_at, lambda: self._end_prefill(slot))
+
+    def _end_prefill(self, slot: int) -> None:
+        node = self._prefill[slot]
+        job, new, evicted = node.finish()
+        record = self._records[int(job.request_id)]
+        record.num_reused, record.prefill_s = job.num_reused, job.compute_s
+        conductor = self.conductor
+        verdict, decode_slot = conductor.prefilled(job.request_id, self._now)
+        conductor.index.stored(slot, Tier.HOST, new)
+        conductor.index.removed(slot, Tier.HOST, evicted)
+        conductor.reports.report(slot, node.cache.victim)
+        conductor.measured_prefill(slot, job.num_tokens, job.num_reused, job.compute_s)
+        if verdict.refusal is not None or decode_slot is None:
+            self._refuse(record, verdict.refusal.value if verdict.refusal else "overdue", "prefill")
+            record.retry_after_s = verdict.retry_after_s
+        else:
+            record.ttft = self._now - record.arrived_at
+            record.decode = conductor.fleet.names[decode_slot]
+            self._hand_over(slot, decode_slot, job, record)
+        self._start_prefill(slot)
+
+    def _hand_over(
+        self, slot: int, decode_slot: int, job: PrefillJob, record: RequestRecord
+    ) -> None:
+        """Push streams the KV while it is computed; pull moves it afterwards."""
+        num_bytes = job.num_tokens * self._cluster.kv_bytes_per_token
+        pulls = self.conductor.settings.binds_late
+        begin = self._now if pulls else job.started_at
+        done = self._links.book(slot, decode_slot, num_bytes, begin)
+        self._report_links()
+        if not pulls:
+            rate = float(self._links.bytes_per_s[decode_slot])
+            done = max(done, self._now + num_bytes / self._cluster.num_layers / rate)
+        if record.num_output == 1:
+            self.conductor.finished(job.request_id, self._now)
+            record.ended_at = self._now
+            self._close(record)
+            return
+        self._at(max(done, self._now), lambda: self._join(decode_slot, record))
+
+    def _join(self, slot: int, record: RequestRecord) -> None:
+        self._decode[slot].add(str(record.number), record.num_input + 1, record.num_output - 1)
+        self.conductor.joined(str(record.number), self._now)
+        self._wake(slot)
+
+    def _wake(self, slot: int) -> None:
+        """Step a decode node until now, and come again when its batch changes."""
+        node = self._decode[slot]
+        for decoded in node.advance(self._now):
+            self._end_decode(decoded)
+        when, planned = node.next_event(), self._wakes.get(slot, math.inf)
+        if when is not None and (when < planned or planned <= self._now):
+            self._wakes[slot] = when
+            self._at(max(when, self._now), lambda: self._wake_at(slot, when))
+
+    def _wake_at(self, slot: int, when: float) -> None:
+        if self._wakes.get(slot) == when:
+            del self._wakes[slot]
+            self._wake(slot)
+
+    def _end_decode(self, decoded: Decoded) -> None:
+        record = self._records[int(decoded.request_id)]
+        record.mean_tbt, record.tail_tbt = decoded.mean_tbt, decoded.tail_tbt
+        record.ended_at = decoded.ended_at
+        self.conductor.finished(decoded.request_id, self._now)
+        self._close(record)
+
+    def _refuse(self, record: RequestRecord, code: str, stage: str) -> None:
+        record.refused, record.stage = code, stage
+        self._close(record)
+
+    def _close(self, record: RequestRecord) -> None:
+        """A request has ended; the next turn of its session comes after its delay."""
+        self._num_open -= 1
+        request = self._requests[record.number]
+        turns = self._sessions.get(request.session) if request.session is not None else None
+        if turns:
+            number = turns.popleft()
+            delay = self._requests[number].delay_s
+            self._at(self._now + delay, lambda: self._arrive(number))
+
+    def _report_links(self) -> None:
+        """Instances say what their links still have to move."""
+        links = self.conductor.fleet.links
+        links.sending_until[:] = self._links.sending_until
+        links.receiving_until[:] = self._links.receiving_until
+
+    def _sample(self) -> None:
+        fleet = self.conductor.fleet
+        queue = fleet.queues.seconds(fleet.prefill_slots, self._now)
+        nodes = self._decode.values()
+        batch = sum(node.num_running + len(node.waiting) for node in nodes) / len(self._decode)
+        step = sum(node.step_s for node in nodes if node.num_running) / len(self._decode)
+        copies = tuple(self.conductor.index.num_copies(key) for key in self._hot_keys)
+        self._samples.append(LoadSample(self._now, float(queue.mean()), batch, step, copies))
+        self.conductor.index.collect(1)
+        if self._num_open:
+            self._at(self._now + SAMPLE_S, self._sample)

@@ -1,0 +1,121 @@
+"""Traces for the simulator: Mooncake's JSON lines, with sessions and in delta form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from mooncake_conductor.errors import InvalidTrace
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_SESSION_KEYS = 1 << 62
+"""Keys of chunks that a session has made itself lie above the trace's own."""
+_MAX_SESSION_CHUNKS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request.
+
+    Args:
+        at_s: when it comes, from the trace's beginning; a later turn of a session comes
+            ``delay_s`` after the turn before has ended.
+        num_input, num_output: tokens.
+        keys: names of its full chunks.
+        session: that it is a turn of; None if it stands alone.
+        delay_s: between the end of the turn before and this one.
+    """
+
+    at_s: float
+    num_input: int
+    num_output: int
+    keys: tuple[int, ...]
+    session: str | None = None
+    delay_s: float = 0.0
+
+
+class _Line(msgspec.Struct):
+    input_length: _Count | None = None
+    output_length: _Count | None = None
+    timestamp: float | None = None
+    hash_ids: tuple[int, ...] = ()
+    session_id: str | int | None = None
+    delay: float | None = None
+    delay_ms: float | None = None
+    created_time: float | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+
+
+def read_trace(
+    path: Path, *, chunk_tokens: int = 512, is_delta: bool = False
+) -> list[TraceRequest]:
+    """All requests, by time; turns of a session in their order.
+
+    Args:
+        path: a file of JSON lines, times in milliseconds.
+        chunk_tokens: that one of the trace's hash ids stands for.
+        is_delta: later turns of a session carry only what is new; their prompt is all that was
+            said before and that.
+
+    Raises:
+        InvalidTrace: it can't be read, or a line is no request; says which.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as exc:
+        raise InvalidTrace(f"can't read the trace {path}: {exc.strerror}") from exc
+    found = [
+        _request(path, number, line, chunk_tokens)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise InvalidTrace(f"the trace {path} holds no request")
+    found.sort(key=lambda request: request.at_s)
+    return _accumulated(found, chunk_tokens) if is_delta else found
+
+
+def scaled(requests: Sequence[TraceRequest], load: float) -> list[TraceRequest]:
+    """The same requests at ``load`` times their rate."""
+    return [replace(request, at_s=request.at_s / load) for request in requests]
+
+
+def _request(path: Path, number: int, line: bytes, chunk_tokens: int) -> TraceRequest:
+    try:
+        entry = msgspec.json.decode(line, type=_Line)
+    except (msgspec.ValidationError, msgspec.DecodeError) as exc:
+        raise InvalidTrace(f"{path}:{number} is no request of a Mooncake trace: {exc}") from exc
+    num_input = entry.input_length or entry.input_tokens
+    num_output = entry.output_length or entry.output_tokens
+    if num_input is None or num_output is None:
+        raise InvalidTrace(f"{path}:{number} lacks input_length or output_length")
+    at_ms = entry.timestamp if entry.timestamp is not None else entry.created_time or 0.0
+    delay_ms = entry.delay if entry.delay is not None else entry.delay_ms or 0.0
+    session = None if entry.session_id is None else str(entry.session_id)
+    keys = entry.hash_ids[: num_input // chunk_tokens]
+    return TraceRequest(at_ms / 1000, num_input, num_output, keys, session, delay_ms / 1000)
+
+
+def _accumulated(requests: list[TraceRequest], chunk_tokens: int) -> list[TraceRequest]:
+    """Turns with their whole prompts: a session's tokens are one sequence that grows."""
+    said: dict[str, int] = {}
+    first: dict[str, tuple[int, tuple[int, ...]]] = {}
+    whole = []
+    for request in requests:
+        if request.session is None:
+            whole.append(request)
+            continue
+        session = request.session
+        before = said.get(session, 0)
+        number, own = first.setdefault(session, (len(first), request.keys))
+        num_input = before + request.num_input
+        base = _SESSION_KEYS + number * _MAX_SESSION_CHUNKS
+        made = tuple(base + at for at in range(len(own), num_input // chunk_tokens))
+        said[session] = num_input + request.num_output
+        whole.append(replace(request, num_input=num_input, keys=own + made))
+    return whole

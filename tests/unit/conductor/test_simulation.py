@@ -1,0 +1,156 @@
+"""The simulator: sane, reproducible, fast, and of one opinion with the paper about the order."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from support.conductor_traces import write_trace
+
+from mooncake_conductor.cli import main
+from mooncake_conductor.conductor import ConductorSettings
+from mooncake_conductor.cost.latency_model import cold_start
+from mooncake_conductor.errors import InvalidTrace
+from mooncake_conductor.simulator.results import is_within, summarise, swing
+from mooncake_conductor.simulator.simulation import Cluster, Simulation
+from mooncake_conductor.simulator.trace_file import TraceRequest, read_trace, scaled
+from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives
+
+A800 = cold_start("llama-3-70b", "A800", 8)
+WANTED = Objective(30.0, 0.1)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(tmp_path / "trace.jsonl", num_requests=400, per_second=3.0)
+
+
+def run(requests, policy="cost", seed=0, num_prefill=4, cache_tokens=400_000, **settings):
+    cluster = Cluster(num_prefill, 4, A800, cache_tokens=cache_tokens)
+    return Simulation(cluster, ConductorSettings(policy, **settings), seed=seed).run(requests)
+
+
+def test_one_request_alone_takes_what_it_costs() -> None:
+    result = run([TraceRequest(2.0, 8192, 101, tuple(range(16)))])
+    record = result.records[0]
+    assert record.ttft == pytest.approx(A800.prefill_seconds(8192, 0))
+    assert record.mean_tbt == pytest.approx(A800.step_seconds(1, 8193 + 50), rel=0.01)
+    assert record.ended_at - 2.0 == pytest.approx(record.ttft + 100 * record.mean_tbt, abs=0.2)
+
+
+def test_a_run_is_repeated_exactly_and_chance_only_by_the_seed(trace: Path) -> None:
+    requests = read_trace(trace)
+    assert run(requests).records == run(requests).records
+    assert run(requests, "random").records != run(requests, "random", seed=1).records
+
+
+def test_all_requests_end_and_nothing_stays_reserved(trace: Path) -> None:
+    requests = read_trace(trace)
+    for mode in AdmissionMode:
+        cluster = Cluster(2, 2, A800, max_batch=8)
+        settings = ConductorSettings(admission=mode, objectives=Objectives(WANTED))
+        simulation = Simulation(cluster, settings)
+        records = simulation.run(requests).records
+        assert all((r.ended_at is None) == bool(r.refused) for r in records), mode
+        assert (len(simulation.conductor.book), len(simulation.conductor.ledger)) == (0, 0)
+
+
+def test_the_index_is_what_the_nodes_hold_at_the_end(trace: Path) -> None:
+    from mooncake_conductor.index.holder_sets import Tier
+
+    simulation = Simulation(Cluster(4, 2, A800, cache_tokens=200_000), ConductorSettings())
+    simulation.run(read_trace(trace))
+    for slot, node in simulation._prefill.items():
+        count, _ = simulation.conductor.index.digest(slot, Tier.HOST)
+        assert count == len(node.cache) > 0
+
+
+def test_the_order_of_the_policies_is_the_paper_s(trace: Path) -> None:
+    requests = scaled(read_trace(trace), 0.6)
+    names = ("random", "least-loaded", "cache-local", "mooncake")
+    room = {"cache_tokens": 2_000_000}
+    mean = [summarise(run(requests, name, **room), WANTED).mean_ttft for name in names]
+    assert mean == sorted(mean, reverse=True)
+    cost = summarise(run(requests, "cost", **room), WANTED).mean_ttft
+    assert cost <= 1.05 * mean[-1]
+
+
+def test_admission_keeps_what_it_admits_within_the_objective(trace: Path) -> None:
+    requests = scaled(read_trace(trace), 6.0)
+    settings = {
+        "admission": AdmissionMode.PREDICTIVE,
+        "objectives": Objectives(Objective(5.0, 0.1)),
+    }
+    records = run(requests, num_prefill=2, **settings).records
+    admitted = [record for record in records if not record.refused]
+    assert 0 < len(admitted) < len(records)
+    within = sum(is_within(record, Objective(5.0, 0.1)) for record in admitted)
+    assert within / len(admitted) >= 0.95
+    assert all(1 <= r.retry_after_s <= 60 for r in records if r.stage == "arrival")
+
+
+def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 0, "session_id": 1, "input_length": 1024, "output_length": 10},
+        {"timestamp": 1, "session_id": 1, "input_length": 500, "output_length": 5, "delay": 2000},
+        {"timestamp": 1, "input_tokens": 100, "output_tokens": 1},
+    ]
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    requests = read_trace(path, is_delta=True)
+    assert [request.num_input for request in requests] == [1024, 1534, 100]
+    assert requests[0].keys == requests[1].keys
+    assert len(requests[0].keys) == 2
+    records = run(requests).records
+    assert records[1].arrived_at == pytest.approx(records[0].ended_at + 2.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "holds no request"),
+        ("{}", ":1 lacks input_length"),
+        ('{"input_length": 0, "output_length": 1}', ":1 is no request"),
+        ("[1]", ":1 is no request"),
+    ],
+)
+def test_what_is_no_trace_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidTrace, match=complaint):
+        read_trace(path)
+
+
+def test_a_missing_trace_is_an_error_of_one_line(tmp_path: Path, capsys) -> None:
+    assert main(["simulate", str(tmp_path / "none")]) == 1
+    assert "can't read the trace" in capsys.readouterr().err
+
+
+def test_the_command_writes_table_csv_and_page(trace: Path, tmp_path: Path, capsys) -> None:
+    files = [tmp_path / "requests.csv", tmp_path / "page.html"]
+    options = ["--limit", "100", "--csv", str(files[0]), "--html", str(files[1])]
+    assert main(["simulate", str(trace), "--prefill", "2", "--decode", "2", *options]) == 0
+    assert "TTFT mean s" in capsys.readouterr().out
+    rows = list(csv.DictReader(files[0].read_text().splitlines()))
+    assert len(rows) == 100
+    assert float(rows[0]["ttft"]) > 0
+    html = files[1].read_text()
+    assert html.count("<svg") == 5
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_compare_runs_every_cell_once(trace: Path, tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.html"
+    grid = ["--policies", "random,cost", "--loads", "1,2", "--caches", "1e5,1e6"]
+    assert main(["compare", str(trace), "--limit", "50", *grid, "--html", str(page)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 9
+    assert page.read_text().count("<svg") == 3
+
+
+def test_the_swing_is_that_of_the_samples(trace: Path) -> None:
+    result = run(read_trace(trace))
+    found = swing(result)
+    assert found.prefill_sd >= 0
+    assert -1.001 <= found.correlation <= 1.001
