@@ -50,6 +50,7 @@ from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
 from mooncake_kv.connector_worker import transports_wanted
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import InstanceMetadata
+from mooncake_kv.kv_events import KVEventLog, KVEventPublisher
 from mooncake_kv.model_fingerprint import model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -198,6 +199,19 @@ def _block_bytes(plan: EnginePlan) -> int:
     return sum(block_bytes((plan.geometry,), (shard,), tokens) for shard in shards)
 
 
+def _make_kv_events(config: EngineConfig, block_size: int) -> KVEventLog | None:
+    """What the pool of blocks reports to.
+
+    Raises:
+        KVConfigError: the addresses can't be used.
+    """
+    if config.kv_events is None or not config.kv_events.is_published:
+        return None
+    publisher = KVEventPublisher(config.kv_events)
+    logger.info("KV events at %s", publisher.endpoint)
+    return KVEventLog(publisher.publish, block_size, publisher.close)
+
+
 def _make_scheduler(
     config: EngineConfig, info: ExecutorInfo, connector: SchedulerConnector | None
 ) -> Scheduler:
@@ -232,6 +246,7 @@ def _make_scheduler(
         info.block_size,
         prefix_caching=config.prefix_caching,
         num_host_blocks=info.num_host_blocks,
+        events=_make_kv_events(config, info.block_size),
     )
     return Scheduler(limits, blocks, connector)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from mooncake_engine.errors import ConfigError
 from mooncake_hal.options import byte_count, option, positive_int
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.kv_events import KVEventsConfig, read_kv_events_config
 
 
 class Role(str, Enum):
@@ -385,6 +386,19 @@ class EngineConfig:
             metavar="SECONDS",
             help="end the instance when one step takes longer, as a wedged device or a stopped "
             "rank makes it (vLLM: VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS); 0 waits for ever",
+        ),
+    )
+    kv_events: KVEventsConfig | None = field(
+        default=None,
+        metadata=option(
+            "--kv-events-config",
+            parse=str,
+            to_field=read_kv_events_config,
+            default=None,
+            metavar="JSON",
+            help="tell routers which blocks are held, in vLLM's format and with its field names: "
+            'such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
+            default_text="no events",
         ),
     )
     kv_transfer: KVTransferConfig | None = None

@@ -159,6 +159,8 @@ class EngineCore:
             updates = self._scheduler.update(oldest, pending.result(), self._clock())
         else:
             updates = self._scheduler.take_updates()
+        if (events := self._scheduler.blocks.events) is not None:
+            events.flush()
         self._is_blocked = not self._in_flight and not plan.sequences and not updates
         self._num_generated += sum(len(update.token_ids) for update in updates)
         return updates
@@ -207,6 +209,8 @@ class EngineCore:
         try:
             if self._connector is not None:
                 self._connector.close()
+            if (events := self._scheduler.blocks.events) is not None:
+                events.close()
         finally:
             self._executor.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mooncake_engine.kv_cache.block_pool import BlockPool, extend_chain
+from mooncake_engine.kv_cache.block_pool import BlockEvents, BlockPool, extend_chain
 
 if TYPE_CHECKING:
     from mooncake_engine.scheduling.request import Request
@@ -40,6 +40,7 @@ class BlockManager:
         block_size: tokens per block.
         prefix_caching: reuse blocks of equal prefixes.
         num_host_blocks: size of the pool in host memory that tables are swapped out to.
+        events: told which prefixes can be found; None for nobody.
 
     Attributes:
         num_shared_blocks: blocks whose content turned out to be in another one, and which were
@@ -47,9 +48,16 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_caching: bool, num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool,
+        num_host_blocks: int = 0,
+        events: BlockEvents | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, events)
+        self.events = events
         self.host_pool = BlockPool(num_host_blocks)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
@@ -176,11 +184,18 @@ class BlockManager:
         if complete <= request.num_published:
             return
         extend_chain(request.chain, request.token_ids, self.block_size)
+        new = []
         for index in range(request.num_published, complete):
-            known = self.pool.publish(request.block_ids[index], request.chain[index])
+            digest = request.chain[index]
+            was_known = digest in self.pool
+            known = self.pool.publish(request.block_ids[index], digest)
+            if not was_known and digest in self.pool:
+                new.append(index)
             if shares and known != request.block_ids[index]:
                 self._share_equal(request, index, known)
         request.num_published = complete
+        if self.events is not None and new:
+            self._report_stored(self.events, request, new)
 
     def _share_equal(self, request: Request, index: int, known: int) -> None:
         block_id = request.block_ids[index]
@@ -258,6 +273,17 @@ class BlockManager:
         table, request.block_ids = request.block_ids, []
         request.num_computed = request.num_published = 0
         return table
+
+    def _report_stored(self, events: BlockEvents, request: Request, new: Sequence[int]) -> None:
+        """Blocks of a prompt that can be found now, a report for each run without a hole."""
+        first = new[0]
+        for index, following in zip(new, (*new[1:], None), strict=True):
+            if following == index + 1:
+                continue
+            parent = request.chain[first - 1] if first else None
+            tokens = request.token_ids[first * self.block_size : (index + 1) * self.block_size]
+            events.stored(request.chain[first : index + 1], parent, tokens)
+            first = following or 0
 
     def _writes_shared(self, request: Request) -> bool:
         """Whether the next token goes to a block that other tables have, too."""

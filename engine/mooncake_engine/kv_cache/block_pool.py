@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 DIGEST_BYTES = 16
 ROOT = blake2b(b"mooncake-hal prefix chain v1", digest_size=DIGEST_BYTES).digest()
@@ -25,6 +26,38 @@ def extend_chain(chain: list[bytes], token_ids: Sequence[int], block_size: int) 
         chain.append(parent)
 
 
+class BlockEvents(Protocol):
+    """What a pool reports to, on the thread that owns the pool."""
+
+    def stored(
+        self, digests: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int]
+    ) -> None:
+        """These blocks, one behind the other, can be found from now on.
+
+        Args:
+            digests: their names.
+            parent: of the block before the first; None at the beginning of a prompt.
+            token_ids: of all these blocks.
+        """
+        ...
+
+    def removed(self, digest: bytes) -> None:
+        """This block is found no more."""
+        ...
+
+    def cleared(self) -> None:
+        """No block is found any more."""
+        ...
+
+    def flush(self) -> None:
+        """A step is over: what was reported in it belongs together."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be reported. Idempotent."""
+        ...
+
+
 class BlockPool:
     """Hands out block ids ``0 .. num_blocks - 1``; holds no memory itself.
 
@@ -33,10 +66,12 @@ class BlockPool:
 
     Args:
         num_blocks: size of the pool.
+        events: told what can be found from when to when; None for nobody.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
         self.num_blocks = num_blocks
+        self._events = events
         self._references = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -92,6 +127,10 @@ class BlockPool:
             self._content[block_id] = digest
         return self._index.get(digest, block_id)
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a block with such content can be found."""
+        return digest in self._index
+
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """Blocks of the longest known prefix of a chain of digests; no reference is added."""
         found = []
@@ -113,6 +152,8 @@ class BlockPool:
             if digest is not None:
                 del self._index[digest], self._cached[block_id]
                 self._empty.append(block_id)
+                if self._events is not None:
+                    self._events.removed(digest)
 
     def forget_content(self) -> None:
         """Empty the index of cached content; owned blocks stay owned."""
@@ -120,6 +161,8 @@ class BlockPool:
         self._cached.clear()
         self._content.clear()
         self._index.clear()
+        if self._events is not None:
+            self._events.cleared()
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Prove that the tables own exactly what is not free, and that nothing is lost.
@@ -142,6 +185,9 @@ class BlockPool:
             block_id = self._empty.pop()
         else:
             block_id, _ = self._cached.popitem(last=False)
-            del self._index[self._content.pop(block_id)]
+            digest = self._content.pop(block_id)
+            del self._index[digest]
+            if self._events is not None:
+                self._events.removed(digest)
         self._references[block_id] = 1
         return block_id

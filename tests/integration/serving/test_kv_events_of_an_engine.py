@@ -1,0 +1,52 @@
+"""An engine publishes what its prefix cache holds, and a conductor's index agrees with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.event_stream import EventStream
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.kv_event_messages import REPLAY_END, decode_batch, decode_sequence
+from mooncake_engine import LLM, SamplingParams
+from mooncake_kv.kv_events import KVEventsConfig, event_key
+
+MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
+
+
+def replay(endpoint: str, stream: EventStream) -> None:
+    """All that the engine has published so far."""
+    context = zmq.Context()
+    question = context.socket(zmq.DEALER)
+    question.rcvtimeo = 60_000
+    question.connect(endpoint)
+    question.send_multipart((b"", (0).to_bytes(8, "big")))
+    while (frames := question.recv_multipart())[2] != REPLAY_END:
+        stream.receive(decode_sequence(frames[2]), decode_batch(frames[3]))
+    context.destroy(linger=0)
+
+
+def test_the_index_holds_what_the_engine_holds(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/replay"
+    config = KVEventsConfig(True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=endpoint)
+    index = ChunkIndex(1)
+    stream = EventStream(index, 0)
+    with LLM(MODEL, threads=1, num_kv_blocks=24, block_size=16, kv_events=config) as llm:
+        few = SamplingParams(max_tokens=4, temperature=0.0)
+        for number in range(8):  # 40 tokens and more each: blocks are evicted
+            llm.generate([[1, number + 5, *range(10, 60 + number)]], few)
+        pool = llm._engine._core._scheduler.blocks.pool
+        wanted = {event_key(digest) for digest in pool._index}
+        count = xor = 0
+        while (count, xor) != index.digest(0, Tier.DEVICE) or not count:
+            replay(endpoint, stream)  # batches travel on the publisher's thread
+            count, xor = len(wanted), 0
+            for key in wanted:
+                xor ^= key
+        assert llm.reset_prefix_cache()
+        llm.generate([[3, *range(30)]], few)
+        assert 0 < len(pool._index) < count
+        while index.digest(0, Tier.DEVICE)[0] != len(pool._index):
+            replay(endpoint, stream)

@@ -1,0 +1,178 @@
+"""KV events on real sockets: three frames, replay, gaps; read by the conductor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.event_stream import EventStream, ReplayRequest
+from mooncake_conductor.index.kv_event_messages import (
+    REPLAY_END,
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    decode_batch,
+    decode_sequence,
+)
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_events import (
+    EventPublisherKind,
+    KVEventLog,
+    KVEventPublisher,
+    KVEventsConfig,
+    event_key,
+    read_kv_events_config,
+)
+
+LOOPBACK = "tcp://127.0.0.1:*"
+DIGESTS = [bytes([number]) * 16 for number in range(1, 6)]
+KEYS = [event_key(digest) for digest in DIGESTS]
+
+
+@contextmanager
+def published(**fields) -> Iterator[tuple[KVEventPublisher, zmq.Socket]]:
+    """A publisher, and a subscriber that has joined for certain."""
+    config = KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=LOOPBACK, **fields)
+    publisher = KVEventPublisher(config, clock=iter(range(1000)).__next__)
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.connect(publisher.endpoint)
+    subscriber.subscribe(b"")
+    subscriber.rcvtimeo = 200
+    try:
+        joined = False
+        while not joined:  # a PUB socket drops what it sends before the subscription has arrived
+            KVEventLog(publisher.publish, 2).flush()
+            publisher.publish([])
+            try:
+                subscriber.recv_multipart()
+                joined = True
+            except zmq.Again:
+                continue
+        subscriber.rcvtimeo = 20_000
+        yield publisher, subscriber
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+def receive(subscriber: zmq.Socket):
+    while True:
+        topic, sequence, payload = subscriber.recv_multipart()
+        batch = decode_batch(payload)
+        if batch.events:
+            return topic, decode_sequence(sequence), batch
+
+
+def test_a_step_is_one_batch_and_the_conductor_reads_it() -> None:
+    with published(topic="kv@pod") as (publisher, subscriber):
+        log = KVEventLog(publisher.publish, block_size=2)
+        log.stored(DIGESTS[:2], None, [1, 2, 3, 4])
+        log.removed(DIGESTS[2])
+        log.removed(DIGESTS[3])
+        log.stored(DIGESTS[4:], DIGESTS[1], [5, 6])
+        log.flush()
+        log.flush()
+        topic, _, batch = receive(subscriber)
+        log.cleared()
+        log.close()
+        _, _, cleared = receive(subscriber)
+    assert topic == b"kv@pod"
+    assert batch.events == (
+        BlocksStored(tuple(KEYS[:2]), None, 2, 0, (1, 2, 3, 4)),
+        BlocksRemoved(tuple(KEYS[2:4]), 0),
+        BlocksStored((KEYS[4],), KEYS[1], 2, 0, (5, 6)),
+    )
+    assert (batch.data_parallel_rank, cleared.events) == (0, (AllCleared(),))
+
+
+def test_a_lost_batch_is_replayed() -> None:
+    with published() as (publisher, subscriber):
+        index = ChunkIndex(1)
+        stream = EventStream(index, 0)
+        log = KVEventLog(publisher.publish, 2)
+        for digest in DIGESTS:
+            log.stored([digest], None, [1, 2])
+            log.flush()
+        for _ in range(4):
+            receive(subscriber)
+        _, sequence, batch = receive(subscriber)  # the four before are lost
+        asked = stream.receive(sequence, batch)
+        assert asked == ReplayRequest(0)
+        context = zmq.Context()
+        question = context.socket(zmq.DEALER)
+        question.rcvtimeo = 20_000
+        question.connect(publisher.replay_endpoint)
+        question.send_multipart((b"", b"not eight bytes"))
+        question.send_multipart((b"", asked.start.to_bytes(8, "big")))
+        while (frames := question.recv_multipart())[2] != REPLAY_END:
+            stream.receive(decode_sequence(frames[2]), decode_batch(frames[3]))
+        stream.replay_ended()
+        context.destroy(linger=0)
+    assert index.match(KEYS, now=0.0).local[0] == 5
+
+
+def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
+    with published(max_queue_size=1) as (publisher, subscriber):
+        import queue
+
+        class Full:
+            maxsize = 1
+
+            def put_nowait(self, _) -> None:
+                raise queue.Full
+
+        log = KVEventLog(publisher.publish, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher, "_queue", Full())
+            log.stored(DIGESTS[:1], None, [1, 2])
+            sequence = publisher._sequence
+            log.flush()
+        for _ in range(100):  # until the thread has room
+            log.stored(DIGESTS[1:2], None, [1, 2])
+            dropped = publisher.num_dropped
+            log.flush()
+            if publisher.num_dropped == dropped:
+                break
+        _, found, _ = receive(subscriber)
+    assert publisher.num_dropped >= 1
+    assert found > sequence
+
+
+def test_the_config_has_vllm_s_fields_and_defaults() -> None:
+    config = read_kv_events_config('{"enable_kv_cache_events": true}')
+    assert config == KVEventsConfig(True)
+    assert config.is_published
+    assert (config.endpoint, config.buffer_steps, config.hwm) == ("tcp://*:5557", 10_000, 100_000)
+    assert not read_kv_events_config("{}").is_published
+    nowhere = '{"enable_kv_cache_events": true, "publisher": "null"}'
+    assert read_kv_events_config(nowhere).publisher is EventPublisherKind.NULL
+    assert not read_kv_events_config(nowhere).is_published
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("yes", "wants JSON like"),
+        ('{"port": 3}', "no field port"),
+        ('{"hwm": "many"}', "wants JSON like"),
+        ('{"buffer_steps": 0}', "buffer_steps must be at least 1, got 0"),
+        ('{"publisher": "kafka"}', "wants JSON like"),
+    ],
+)
+def test_a_wrong_config_is_explained(text: str, complaint: str) -> None:
+    with pytest.raises(KVConfigError, match=complaint):
+        read_kv_events_config(text)
+
+
+def test_an_address_in_use_is_told_with_what_to_do() -> None:
+    with published() as (publisher, _):
+        taken = publisher.endpoint.replace("tcp://", "tcp://*:").rsplit(":", 1)[1]
+        with pytest.raises(KVConfigError, match="name free addresses"):
+            KVEventPublisher(
+                KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=f"tcp://127.0.0.1:{taken}")
+            )
