@@ -64,7 +64,7 @@ def test_a_prefiller_that_fails_is_replaced_and_its_decoder_let_go(
     request_body: dict[str, object],
 ) -> None:
     async def main() -> None:
-        async with sglang_stand(num_prefills=2) as s:
+        async with sglang_stand(num_prefills=2, prefill_policy="round-robin") as s:
             bad, good = s.prefills
             bad.behaviour.status = 500
             for _ in range(2):  # one of the two begins with the bad one
