@@ -1,8 +1,9 @@
 """Reads ``kv_connector_extra_config``: what ``mooncake-engine serve`` takes on its command line.
 
 A key is the option without ``--`` and ``kv-``, with underscores: ``host``, ``advertise_host``,
-``port``, ``port_range``, ``transport`` (a list), ``secret_file``, ``lease_seconds``,
-``transfer_timeout_seconds``. vLLM logs the whole configuration, so that a secret is named by file.
+``port``, ``port_range``, ``transport`` (a list), ``secret_file``, ``allow_no_secret``,
+``lease_seconds``, ``transfer_timeout_seconds``. vLLM logs the whole configuration, so that a
+secret is named by file.
 """
 
 from __future__ import annotations

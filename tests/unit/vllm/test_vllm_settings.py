@@ -39,6 +39,11 @@ def test_every_option_has_its_key(tmp_path: Path) -> None:
     assert (config.lease_s, config.transfer_timeout_s) == (5.0, 7.5)
 
 
+def test_a_network_may_be_closed_to_others() -> None:
+    extra = {"host": "0.0.0.0", "advertise_host": "127.0.0.1", "allow_no_secret": True}
+    assert read_settings(extra, "MooncakeConnector").allow_no_secret
+
+
 def test_data_parallel_ranks_take_neighbouring_ports() -> None:
     assert read_settings({"port": 14000}, "MooncakeConnector", 3).port == 14003
     assert read_settings({}, "MooncakeConnector", 3).port == 0
@@ -53,6 +58,7 @@ def test_data_parallel_ranks_take_neighbouring_ports() -> None:
         ({"secret_file": "/nowhere"}, "can't read --kv-secret-file"),
         ({"host": "no.such.host.invalid"}, "has no address"),
         ({"secret": "hush"}, "has secret, which"),
+        ({"host": "0.0.0.0", "advertise_host": "127.0.0.1"}, "without a secret"),
     ],
 )
 def test_what_makes_no_sense_is_named(extra: dict[str, object], words: str) -> None:
