@@ -167,8 +167,10 @@ class SchedulerSide:
         if num_tokens:
             self._start_load(request_id, blocks, prompt, len(prompt) - num_tokens)
         elif name := self._prompts.skip(request_id):
-            # Nothing is left to load, and the peer learns that it may free its blocks.
-            self._connector.start_load_kv(name, (), prompt, len(prompt))
+            if self._mode is TransferMode.PUSH:  # no prefill is asked for
+                self._connector.cancel_load(name)
+            else:  # nothing is left to load, and the peer learns that it may free its blocks
+                self._connector.start_load_kv(name, (), prompt, len(prompt))
 
     def take_started(self) -> tuple[str, ...]:
         """The loads that were started since the last call, for the next step's metadata."""
@@ -254,7 +256,10 @@ class SchedulerSide:
 
     def stats(self) -> dict[str, float]:
         """Figures by name, since the start."""
-        return self._connector.stats() | {"refused_requests": float(self.num_refused)}
+        return self._connector.stats() | {
+            "refused_requests": float(self.num_refused),
+            "leases_held": float(len(self._held)),  # vLLM's blocks, not what peers know of them
+        }
 
     def close(self) -> None:
         """Give up what is held or loading. Idempotent."""

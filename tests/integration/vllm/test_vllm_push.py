@@ -163,19 +163,17 @@ def test_children_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, 
     assert len(post.server.posts) == 1
 
 
-def test_a_prompt_that_is_there_is_posted_all_the_same(
+def test_for_a_prompt_that_is_there_no_prefill_is_asked(
     stack: ExitStack, tmp_path: Path, post: Post
 ) -> None:
-    prefill, decode = start(stack, tmp_path)
+    _, decode = start(stack, tmp_path)
     params = {"do_remote_prefill": True, "metaserver": post.server.url("d")}
     waiting = Asked("d", PROMPT, params)
     decode.scheduler.on_new_request(waiting)
     assert decode.admit(waiting, D_BLOCKS, num_computed=13) == 0
-    request = Asked("p", PROMPT, post.wait())
-    prefill.scheduler.on_new_request(request)
-    prefill.compute(request, P_BLOCKS, (14,))
-    prefill.step_until(prefill.told.sent, "p")
-    decode.step()
+    expect(decode, post, "d2")
+    assert post.wait()["remote_request_id"] == "d2"
+    assert len(post.server.posts) == 1
     assert not decode.told.received
 
 
