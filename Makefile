@@ -5,7 +5,7 @@ PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
     test-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-contract \
-    bench-engine bench-transfer bench-connectors bench-proxy check-deploy \
+    bench-engine bench-transfer bench-connectors bench-pool bench-proxy check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
 
@@ -86,6 +86,10 @@ bench-transfer:  ## transports beside memcpy, plain sockets and the field's engi
 bench-connectors:  ## KV hand-over beside memcpy and plain sockets
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/connectors tests/benchmarks/push $(ARGS)
+
+bench-pool:  ## the KVCache pool beside memcpy, transports and fio; ARGS=--policies: hit rates of traces
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench_pool.py $(ARGS)
 
 bench-proxy:  ## the proxy beside the field's routers
 	@ci/install dev

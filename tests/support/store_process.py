@@ -63,11 +63,12 @@ class StoreProcess:
 class Rank:
     """Memory of a process that uses a store: registered with transports, with a session."""
 
-    def __init__(self, address, transport="shm", num_chunks=4):
+    def __init__(self, address, transport="shm", num_chunks=4, chunk_bytes=CHUNK_BYTES):
+        self.chunk_bytes = chunk_bytes
         self.client = StoreClient(address, "rank")
         options = EndpointOptions(secret=address.secret)
         self.transports = Transports.open(Registry.discover(), options, wanted=transport)
-        self.memory = np.zeros(num_chunks * CHUNK_BYTES, np.uint8)
+        self.memory = np.zeros(num_chunks * chunk_bytes, np.uint8)
         self.transports.register(MemoryRegion(self.memory.ctypes.data, self.memory.nbytes))
         self._peer = None
         self._epoch = None
@@ -83,9 +84,10 @@ class Rank:
 
     def spans(self, handles, arena):
         at = self.memory.ctypes.data
-        rows = [(at + i * CHUNK_BYTES, arena.address + h.offset) for i, h in enumerate(handles)]
+        size = self.chunk_bytes
+        rows = [(at + i * size, arena.address + h.offset) for i, h in enumerate(handles)]
         local, remote = np.array(rows, np.uint64).T
-        sizes = np.full(len(rows), CHUNK_BYTES, np.uint64)
+        sizes = np.full(len(rows), size, np.uint64)
         return Spans(np.ascontiguousarray(local), np.ascontiguousarray(remote), sizes)
 
     def put(self, numbers, timeout=30):

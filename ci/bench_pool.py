@@ -1,0 +1,71 @@
+"""Benchmarks of the KVCache pool.
+
+python ci/bench_pool.py                     # speed, beside memcpy, the tcp transport and fio
+python ci/bench_pool.py --policies TRACE... # hit rates of eviction policies, beside the optimum
+
+Traces are Mooncake's: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. Exits 0 if all
+bounds hold, 77 if all that could be measured hold but fio can't be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES, make_policy
+from mooncake_kv.store.trace_replay import read_trace, replay, replay_optimum
+
+ROOT = Path(__file__).resolve().parent.parent
+CAPACITIES = (1_000, 10_000, 30_000, 50_000, 100_000, math.inf)
+SKIPPED = 77
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", nargs="+", type=Path, metavar="TRACE")
+    parser.add_argument("--capacities", nargs="+", type=float, default=CAPACITIES, metavar="BLOCKS")
+    args = parser.parse_args()
+    if args.policies:
+        return compare_policies(args.policies, args.capacities)
+    missing = install_fio()
+    command = [sys.executable, str(ROOT / "ci" / "bench.py"), "tests/benchmarks/pool"]
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if missing:
+        print(f"SSDs were not measured: {missing}", file=sys.stderr)
+    return status or (SKIPPED if missing else 0)
+
+
+def install_fio() -> str:
+    """Why there is no fio; empty if there is."""
+    if shutil.which("fio"):
+        return ""
+    command = [str(ROOT / "ci" / "apt-install"), "fio"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if shutil.which("fio") else done.stderr.strip() or "fio can't be installed"
+
+
+def compare_policies(traces: list[Path], capacities: list[float]) -> int:
+    """Print hit rates, and computation saved; 1 if the default policy hits less than LRU."""
+    status = 0
+    print(f"{'trace':<28} {'blocks':>8} {'optimum':>12}", *(f"{name:>15}" for name in POLICIES))
+    for path in traces:
+        requests = read_trace(path)
+        for capacity in capacities:
+            best = replay_optimum(requests, capacity)
+            found = {name: replay(requests, make_policy(name), capacity) for name in POLICIES}
+            cells = [f"{r.hit_rate:>8.4f}/{r.saved_rate:.4f}" for r in found.values()]
+            optimum = f"{best.hit_rate:.3f}/{best.saved_rate:.3f}"
+            print(f"{path.name:<28} {capacity:>8g} {optimum:>12}", *cells, flush=True)
+            if found[DEFAULT_POLICY].num_hits < found["lru"].num_hits:
+                print(f"{DEFAULT_POLICY} hits less than lru", file=sys.stderr)
+                status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
