@@ -76,7 +76,7 @@ def resolve(host: str, option: str) -> str:
 
 
 def read_kv_transfer_params(
-    params: KVTransferDict | None, prompt_token_ids: Sequence[int]
+    params: KVTransferDict | None, prompt_token_ids: Sequence[int], cache_salt: str = ""
 ) -> KVTransferParams:
     """A request's ``kv_transfer_params``, where it enters the engine.
 
@@ -84,7 +84,7 @@ def read_kv_transfer_params(
         InvalidRequest: a field is missing or of the wrong kind, or they contradict the prompt.
     """
     with engine_errors():
-        return parse_kv_transfer_params(params, prompt_token_ids)
+        return parse_kv_transfer_params(params, prompt_token_ids, cache_salt)
 
 
 class SchedulerConnector:
@@ -145,6 +145,7 @@ class SchedulerConnector:
             request.block_ids,
             request.spec.prompt_token_ids,
             request.num_computed,
+            cache_salt=request.spec.cache_salt,
         )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> KVTransferDict | None:
@@ -155,7 +156,11 @@ class SchedulerConnector:
             request.num_cached_tokens,
         )
         return self._connector.request_finished(
-            request.request_id, block_ids, request.spec.prompt_token_ids, first
+            request.request_id,
+            block_ids,
+            request.spec.prompt_token_ids,
+            first,
+            cache_salt=request.spec.cache_salt,
         )
 
 

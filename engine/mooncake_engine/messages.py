@@ -50,6 +50,7 @@ class EngineRequest:
         timeout_s: the request ends with TIMEOUT if it takes longer; None for no limit.
         group: a name that the requests of one prompt (``n`` > 1) share: the prompt is
             computed or loaded once for all of them.
+        cache_salt: requests of another salt share no cached prefix with it.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class EngineRequest:
     priority: int = 0
     timeout_s: float | None = None
     group: str | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

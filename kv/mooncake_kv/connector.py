@@ -170,6 +170,8 @@ class Connector(Protocol):
         block_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         num_computed_tokens: int,
+        *,
+        cache_salt: str = "",
     ) -> None:
         """Load a prompt's KV from that token on; ``LoadEnded`` follows, whatever happens.
 
@@ -181,6 +183,7 @@ class Connector(Protocol):
                 drained.
             prompt_token_ids: all of the prompt.
             num_computed_tokens: the first tokens, whose KV is there already.
+            cache_salt: of the request; a part of the prompt's digest.
         """
         ...
 
@@ -190,6 +193,8 @@ class Connector(Protocol):
         block_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         first_token: FirstToken,
+        *,
+        cache_salt: str = "",
     ) -> KVTransferDict | None:
         """A prefill for a peer is complete: hold its blocks until ``LeaseEnded``.
 

@@ -111,6 +111,7 @@ class Reservation:
         num_tokens: how many tokens' KV has to come.
         deadline: without a word until then, the peer is looked for or given up.
         last_heard: when the writer last said something.
+        prompt_digest: of the prompt whose KV it has to be.
     """
 
     request_id: str
@@ -119,6 +120,7 @@ class Reservation:
     last_heard: float
     stage: ReservationState = ReservationState.OFFERED
     writer: Writer | None = None
+    prompt_digest: str = ""
 
 
 class ReservationTable:
@@ -142,9 +144,13 @@ class ReservationTable:
         """The reservation, if it has not ended."""
         return self._held.get(request_id)
 
-    def reserve(self, request_id: str, num_tokens: int, now: float) -> None:
+    def reserve(
+        self, request_id: str, num_tokens: int, now: float, prompt_digest: str = ""
+    ) -> None:
         """Blocks are ready for a writer."""
-        self._held[request_id] = Reservation(request_id, num_tokens, now + self._open_s, now)
+        self._held[request_id] = Reservation(
+            request_id, num_tokens, now + self._open_s, now, prompt_digest=prompt_digest
+        )
 
     def open(self, request_id: str, writer: Writer, now: float) -> LeaseStatus:
         """Let a writer in: HELD; a second one is not: EXPIRED."""

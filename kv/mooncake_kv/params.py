@@ -7,7 +7,7 @@ of our instances. ``last_token_id`` is the token that the prefill instance sampl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from typing import Annotated, Any, NamedTuple
@@ -94,10 +94,12 @@ class PushTarget:
     Args:
         remote: the blocks, and who reserved them under which name.
         start: the first token whose KV is not there yet.
+        prompt_digest: of the prompt that this instance was given.
     """
 
     remote: RemoteKV
     start: int
+    prompt_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class KVTransferParams:
         target: write the KV there.
         metaserver: reserve blocks, say so there, and wait for the KV and the first token.
         requester: the address that the request came from; None for one of this process.
+        is_verified: whether the holder says which prompt it was given, so that its KV is certainly
+            that of this one.
     """
 
     keeps_kv: bool = False
@@ -119,6 +123,7 @@ class KVTransferParams:
     target: PushTarget | None = None
     metaserver: str | None = None
     requester: str | None = None
+    is_verified: bool = True
 
     @property
     def mode(self) -> TransferMode:
@@ -165,7 +170,7 @@ REMOTE_PREFILL_FIELDS = (*ADDRESS_FIELDS, "last_token_id")
 
 
 def parse_kv_transfer_params(
-    params: KVTransferDict | None, prompt_token_ids: Sequence[int]
+    params: KVTransferDict | None, prompt_token_ids: Sequence[int], cache_salt: str = ""
 ) -> KVTransferParams:
     """Read a request's parameters: once, where it enters; they travel as their type from there.
 
@@ -173,6 +178,7 @@ def parse_kv_transfer_params(
         params: as they came; None asks for nothing.
         prompt_token_ids: of the request that carries them. The peer must have been given the same:
             as many, and equal ones where it says by ``prompt_digest`` what it was given.
+        cache_salt: of the request; the peer's must be the same.
 
     Raises:
         InvalidKVParams: a field is missing or of the wrong kind, or they contradict the prompt.
@@ -187,14 +193,17 @@ def parse_kv_transfer_params(
         raise _invalid("do_remote_decode and do_remote_prefill exclude each other")
     num_prompt_tokens = len(prompt_token_ids)
     if wire.do_remote_decode:
-        found = KVTransferParams(keeps_kv=True, target=_parse_target(wire, num_prompt_tokens))
+        target = _parse_target(wire, num_prompt_tokens)
+        if target is not None:
+            target = replace(target, prompt_digest=prompt_digest(prompt_token_ids, cache_salt))
+        found = KVTransferParams(keeps_kv=True, target=target)
     elif wire.do_remote_prefill and wire.metaserver and wire.remote_engine_id is None:
         return KVTransferParams(metaserver=wire.metaserver)
     elif wire.do_remote_prefill:
         found = _parse_remote(wire, num_prompt_tokens)
     else:
         return NO_KV_TRANSFER
-    _check_digest(wire.prompt_digest, prompt_token_ids)
+    _check_digest(wire.prompt_digest, prompt_token_ids, cache_salt)
     return found
 
 
@@ -261,7 +270,8 @@ def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> KVTransferParams:
     assert wire.last_token_id is not None
     first = FirstToken(wire.last_token_id, wire.last_token_logprobs, wire.remote_cached_tokens)
     remote = _remote(wire, num_prompt_tokens)
-    return KVTransferParams(remote=remote, first_token=first)
+    is_verified = wire.prompt_digest is not None
+    return KVTransferParams(remote=remote, first_token=first, is_verified=is_verified)
 
 
 def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
@@ -288,18 +298,21 @@ def _only_block_size(claimed: int | list[int] | None) -> int | None:
 _REMOTE_FIELDS = ("engine_id", "request_id", "host", "port")
 
 
-def prompt_digest(token_ids: Sequence[int]) -> str:
-    """A name for a prompt, the same whatever the block size; equal only for equal token ids."""
-    return blake2b(np.asarray(token_ids, dtype="<u4").tobytes(), digest_size=16).hexdigest()
+def prompt_digest(token_ids: Sequence[int], cache_salt: str = "") -> str:
+    """A name for a prompt, the same whatever the block size; equal only for equal token ids and
+    salts."""
+    key = blake2b(cache_salt.encode()).digest() if cache_salt else b""
+    ids = np.asarray(token_ids, dtype="<u4").tobytes()
+    return blake2b(ids, digest_size=16, key=key).hexdigest()
 
 
-def _check_digest(claimed: str | None, token_ids: Sequence[int]) -> None:
+def _check_digest(claimed: str | None, token_ids: Sequence[int], cache_salt: str) -> None:
     """Refuse a prompt that is as long as the peer's and another one: its KV is not ours. A peer
     that does not say what it was given is believed."""
-    if claimed is not None and claimed != (found := prompt_digest(token_ids)):
+    if claimed is not None and claimed != (found := prompt_digest(token_ids, cache_salt)):
         raise _invalid(
             f"the peer was given another prompt of {len(token_ids)} tokens (digest {claimed}, here "
-            f"{found}); send both instances the same request"
+            f"{found}) or cache_salt; send both instances the same request"
         )
 
 

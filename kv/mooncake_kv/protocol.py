@@ -100,10 +100,14 @@ class PushOpen(Message, frozen=True):
 
     HELD means yes; from then on the blocks are not used otherwise until this writer says Pushed
     or PushFailed, or is dead. A request has one writer.
+
+    Args:
+        prompt_digest: of the prompt that the writer was given, which must be the request's.
     """
 
     request_id: str
     writer: Writer
+    prompt_digest: str = ""
 
 
 class Pushed(Message, frozen=True):

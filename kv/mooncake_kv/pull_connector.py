@@ -19,6 +19,7 @@ from mooncake_kv.params import (
     KVTransferParams,
     TransferMode,
     build_params,
+    prompt_digest,
 )
 from mooncake_kv.protocol import AnyMessage, LeaseStatus
 from mooncake_kv.pull_receiver import PullReceiver
@@ -80,6 +81,8 @@ class MooncakeConnector(ConnectorScheduler):
         block_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         num_computed_tokens: int,
+        *,
+        cache_salt: str = "",
     ) -> None:
         blocks = tuple(block_ids)
         self._loop.call(request_id, self._receiver.load, request_id, blocks, num_computed_tokens)
@@ -90,9 +93,13 @@ class MooncakeConnector(ConnectorScheduler):
         block_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         first_token: FirstToken,
+        *,
+        cache_salt: str = "",
     ) -> KVTransferDict | None:
         self._loop.call(request_id, self._sender.grant, request_id)
-        return build_params(self._address, request_id, block_ids, prompt_token_ids, first_token)
+        params = build_params(self._address, request_id, block_ids, prompt_token_ids, first_token)
+        params["prompt_digest"] = prompt_digest(prompt_token_ids, cache_salt)
+        return params
 
     def cancel_load(self, request_id: str) -> None:
         self._loop.call(request_id, self._receiver.cancel, request_id)

@@ -23,6 +23,7 @@ from mooncake_kv.params import (
     KVTransferParams,
     TransferMode,
     build_push_params,
+    prompt_digest,
 )
 from mooncake_kv.protocol import AnyMessage, StatusRequest
 from mooncake_kv.push_receiver import PushReceiver
@@ -102,6 +103,8 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         block_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         first_token: FirstToken,
+        *,
+        cache_salt: str = "",
     ) -> KVTransferDict | None:
         end = EndPush(
             request_id,
@@ -121,10 +124,13 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         block_ids: Sequence[int],
         prompt_token_ids: Sequence[int],
         num_computed_tokens: int,
+        *,
+        cache_salt: str = "",
     ) -> None:
         params = build_push_params(
             self._address, request_id, block_ids, prompt_token_ids, num_computed_tokens
         )
+        params["prompt_digest"] = prompt_digest(prompt_token_ids, cache_salt)
         metaserver = self._metaservers.pop(request_id)
         self._loop.call(request_id, self._receiver.load, request_id, metaserver, params)
 

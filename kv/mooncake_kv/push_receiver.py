@@ -93,7 +93,8 @@ class PushReceiver:
         self.counts.transfers += 1
         num_tokens = params["num_prompt_tokens"] - params["remote_cached_tokens"]
         self._started[request_id] = self._context.clock()
-        self._table.reserve(request_id, num_tokens, self._context.clock())
+        digest = params.get("prompt_digest", "")
+        self._table.reserve(request_id, num_tokens, self._context.clock(), digest)
         self._context.spawn(self._ask(request_id, metaserver, params), request_id)
 
     def cancel(self, request_id: str) -> None:
@@ -151,6 +152,15 @@ class PushReceiver:
     def _open(self, message: PushOpen) -> LeaseStatus:
         if message.writer.engine_id not in self._writers:
             raise HandshakeRefused("say Hello before PushOpen: this instance does not know you")
+        held = self._table.get(message.request_id)
+        if held is not None and held.prompt_digest != message.prompt_digest:
+            # its KV would be taken for this prompt's, and published for all that begin like it
+            logger.warning(
+                "instance %s was given another prompt than request %s has: it is not let in",
+                message.writer.engine_id,
+                message.request_id,
+            )
+            return LeaseStatus.EXPIRED
         return self._table.open(message.request_id, message.writer, self._context.clock())
 
     def _pushed(self, message: Pushed) -> LeaseStatus:

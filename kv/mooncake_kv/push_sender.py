@@ -178,7 +178,10 @@ class PushSender:
                 self._context.clock()
             )  # if there is an answer: from before it, as in _renew
             status = await self._ask(
-                peer, lambda ticket: PushOpen(ticket, send.remote.request_id, send.writer)
+                peer,
+                lambda ticket: PushOpen(
+                    ticket, send.remote.request_id, send.writer, send.target.prompt_digest
+                ),
             )
             if status is not LeaseStatus.HELD:
                 raise LeaseLost(f"the decode instance answers {status.value}: it let nobody in")

@@ -50,6 +50,7 @@ class Asked:
     mm_features: Sequence[Any] = field(default_factory=list)
     lora_request: Any = None
     abort_immediately: bool = False
+    cache_salt: str | None = None
 
 
 @dataclass

@@ -178,12 +178,13 @@ class BlockManager:
             shares: where another block holds the same already, the table takes that one, and its
                 own is among ``take_replaced``. Not while a peer may look for it.
         """
-        if not self.prefix_caching:
+        if not self.prefix_caching or not request.has_verified_kv:
             return
         complete = request.num_computed // self.block_size
         if complete <= request.num_published:
             return
-        extend_chain(request.chain, request.token_ids, self.block_size)
+        salt = request.spec.cache_salt
+        extend_chain(request.chain, request.token_ids, self.block_size, salt)
         new = []
         for index in range(request.num_published, complete):
             digest = request.chain[index]
@@ -294,5 +295,6 @@ class BlockManager:
     def _find_prefix(self, request: Request, cacheable: int) -> list[int]:
         if not self.prefix_caching:
             return []
-        extend_chain(request.chain, request.token_ids, self.block_size)
+        salt = request.spec.cache_salt
+        extend_chain(request.chain, request.token_ids, self.block_size, salt)
         return self.pool.find(request.chain[: cacheable // self.block_size])

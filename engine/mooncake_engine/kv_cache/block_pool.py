@@ -17,9 +17,19 @@ DIGEST_BYTES = 16
 ROOT = blake2b(b"mooncake-hal prefix chain v1", digest_size=DIGEST_BYTES).digest()
 
 
-def extend_chain(chain: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
+def root_of(cache_salt: str) -> bytes:
+    """What the first block of a prompt follows. Prompts of different salts have no block in common,
+    and whoever does not know a salt can't find out what is cached under it."""
+    if not cache_salt:
+        return ROOT
+    return blake2b(ROOT + cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def extend_chain(
+    chain: list[bytes], token_ids: Sequence[int], block_size: int, cache_salt: str = ""
+) -> None:
     """Append the digests of the blocks that ``token_ids`` fill beyond those in ``chain``."""
-    parent = chain[-1] if chain else ROOT
+    parent = chain[-1] if chain else root_of(cache_salt)
     for start in range(len(chain) * block_size, len(token_ids) - block_size + 1, block_size):
         block = array("q", token_ids[start : start + block_size]).tobytes()
         parent = blake2b(parent + block, digest_size=DIGEST_BYTES).digest()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
+from operator import attrgetter
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
 from mooncake_engine.scheduling.request import Request, RequestStatus
-from mooncake_engine.scheduling.request_queues import RequestQueues
+from mooncake_engine.scheduling.request_queues import RequestQueue, RequestQueues
 from mooncake_engine.scheduling.scheduler_interface import KVConnector, SchedulerLimits
 from mooncake_engine.scheduling.step_plan import SampledToken
 
@@ -40,7 +40,7 @@ class OutputProcessor:
         self._leased: dict[str, list[int]] = {}  # finished here; a peer has yet to read them
         self._draining: dict[str, list[int]] = {}  # given up while a peer's KV was coming in
         self._finished_in_flight: list[Request] = []  # steps that write to them are not over
-        self._expiries: list[tuple[float, str]] = []  # a heap; requests that ended stay in it
+        self._with_limit = RequestQueue(attrgetter("expiry"))
 
     @property
     def has_updates(self) -> bool:
@@ -77,17 +77,17 @@ class OutputProcessor:
             longest = min(longest, request.num_prompt_tokens + asked)
         request.max_num_tokens = longest
         if request.expiry is not None:
-            heapq.heappush(self._expiries, (request.expiry, request.request_id))
+            self._with_limit.push(request)
 
     def end_overdue(self) -> None:
         """End the requests whose time is up."""
-        while self._expiries and self._expiries[0][0] <= self._queues.now:
-            expiry, request_id = heapq.heappop(self._expiries)
-            request = self._queues.requests.get(request_id)
-            if request is not None and request.expiry == expiry:
-                words = f"not finished within {request.spec.timeout_s:g} s, the request's own limit"
-                update = TokenUpdate(request_id, finish=FinishReason.TIMEOUT, error=words)
-                self.finish(request, update)
+        while (request := self._with_limit.peek()) is not None:
+            assert request.expiry is not None, "it has a limit"
+            if request.expiry > self._queues.now:
+                return
+            words = f"not finished within {request.spec.timeout_s:g} s, the request's own limit"
+            update = TokenUpdate(request.request_id, finish=FinishReason.TIMEOUT, error=words)
+            self.finish(request, update)
 
     def report_scores(self, request: Request, start: int, scores: PromptLogprobs) -> None:
         """Tell of the prompt tokens after ``start``, but not again after a preemption."""
@@ -142,6 +142,8 @@ class OutputProcessor:
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._queues.finish(request)
+        if request in self._with_limit:
+            self._with_limit.remove(request)
         if request.num_in_flight:
             self._finished_in_flight.append(request)
         elif request.keeps_kv and _is_complete(request, update):

@@ -153,6 +153,12 @@ class Request:
         return self.first_token is not None or self.spec.kv_transfer_params.metaserver is not None
 
     @property
+    def has_verified_kv(self) -> bool:
+        """Whether its KV is certainly that of its tokens, so that other requests may have it: a
+        peer that does not say what it was given is believed for this request alone."""
+        return self.spec.kv_transfer_params.is_verified
+
+    @property
     def sampling(self) -> SamplingParams:
         """How its tokens are chosen."""
         return self.spec.sampling

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
 
@@ -15,11 +16,23 @@ def priority_key(request: Request) -> tuple[int, float, int]:
     return request.group.priority_key
 
 
-class RequestQueue:
-    """Requests in order of ``priority_key``, which a request keeps when it queues again."""
+MIN_STALE_ENTRIES = 64
+"""So few requests that have left a queue are not worth rebuilding it."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, float, int], int, Request]] = []
+
+class RequestQueue:
+    """Requests in order of a key, which a request keeps when it queues again.
+
+    Who leaves does so from the middle, too, and is soon forgotten: also behind a head that stays,
+    as when clients give up and try again while nothing runs.
+
+    Args:
+        key: smaller is sooner.
+    """
+
+    def __init__(self, key: Callable[[Request], Any] = priority_key) -> None:
+        self._key = key
+        self._heap: list[tuple[Any, int, Request]] = []
         self._members: dict[str, Request] = {}
         self._ties = count()
 
@@ -31,7 +44,7 @@ class RequestQueue:
 
     def push(self, request: Request) -> None:
         """Add a request."""
-        heapq.heappush(self._heap, (priority_key(request), next(self._ties), request))
+        heapq.heappush(self._heap, (self._key(request), next(self._ties), request))
         self._members[request.request_id] = request
 
     def peek(self) -> Request | None:
@@ -46,6 +59,14 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """Take a member out, wherever it stands."""
         del self._members[request.request_id]
+        num_stale = len(self._heap) - len(self._members)
+        if num_stale > max(len(self._members), MIN_STALE_ENTRIES):
+            is_member = self._members.get
+            self._heap = [e for e in self._heap if is_member(e[2].request_id) is e[2]]
+            heapq.heapify(self._heap)
+
+    def __contains__(self, request: Request) -> bool:
+        return self._members.get(request.request_id) is request
 
     def lowest_priority(self) -> Request | None:
         """The request that is preempted first, or None."""

@@ -48,6 +48,8 @@ from mooncake_engine.text.limits import check_prompt, check_text_size, choice_sa
 from mooncake_engine.text.tokenizer import Tokenizer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+_MAX_TIMEOUT_S = 86_400
+_MAX_SALT_CHARACTERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class InputProcessor:
             (),
             sampling,
             priority=request.priority or 0,
+            cache_salt=_cache_salt(request.cache_salt),
             timeout_s=_timeout_s(request.timeout, headers.get(TIMEOUT_HEADER.lower())),
         )
         return RequestContext(
@@ -205,11 +208,23 @@ class InputProcessor:
                 request_id=name,
                 prompt_token_ids=prompt.token_ids,
                 sampling=choice_sampling(common.sampling, index, num_tokens, self.info),
-                kv_transfer_params=read_kv_transfer_params(kv_transfer.params(i), prompt.token_ids),
+                kv_transfer_params=read_kv_transfer_params(
+                    kv_transfer.params(i), prompt.token_ids, common.cache_salt
+                ),
                 group=f"{group}-{number}" if per_prompt > 1 else None,
             )
             choices.append(GeneratedChoice(i, prompt, request))
         return tuple(choices)
+
+
+def _cache_salt(given: str | None) -> str:
+    """Raises InvalidRequest for a salt that is empty, as vLLM does, or too long."""
+    if given is not None and not 0 < len(given) <= _MAX_SALT_CHARACTERS:
+        raise InvalidRequest(
+            f"cache_salt must have 1 to {_MAX_SALT_CHARACTERS} characters, got {len(given)}",
+            param="cache_salt",
+        )
+    return given or ""
 
 
 def _timeout_s(in_body: float | None, in_header: str | None) -> float | None:
@@ -226,9 +241,10 @@ def _timeout_s(in_body: float | None, in_header: str | None) -> float | None:
             seconds = float(value)
         except ValueError:
             seconds = math.nan
-        if not 0.0 < seconds < math.inf:
+        if not 0.0 < seconds <= _MAX_TIMEOUT_S:
             raise InvalidRequest(
-                f"{name} must be a positive number of seconds, got {value}", param=name
+                f"{name} must be a positive number of seconds up to {_MAX_TIMEOUT_S}, got {value}",
+                param=name,
             )
         limits.append(seconds)
     return min(limits, default=None)

@@ -100,6 +100,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
     prompt_logprobs: int | None = None
     timeout: float | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None

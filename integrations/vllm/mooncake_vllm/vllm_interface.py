@@ -23,6 +23,7 @@ class Request(Protocol):
 
     request_id: str
     prompt_token_ids: list[int] | None
+    cache_salt: str | None
     prompt_embeds: Any
     mm_features: Sequence[Any]
     lora_request: Any

@@ -165,7 +165,7 @@ class SchedulerSide:
         """A request has blocks: load that many tokens; with 0 it does without the peer's KV."""
         request_id, prompt = request.request_id, request.prompt_token_ids or []
         if num_tokens:
-            self._start_load(request_id, blocks, prompt, len(prompt) - num_tokens)
+            self._start_load(request, blocks, len(prompt) - num_tokens)
         elif name := self._prompts.skip(request_id):
             if self._mode is TransferMode.PUSH:  # no prefill is asked for
                 self._connector.cancel_load(name)
@@ -239,6 +239,7 @@ class SchedulerSide:
                 expand_blocks(block_ids[:needed], self._pages),
                 prompt,
                 FirstToken(request.output_token_ids[0]),
+                cache_salt=request.cache_salt or "",
             )
         except BaseException:
             self._held.discard(request_id)  # its blocks are freed now: nothing is reported later
@@ -268,17 +269,22 @@ class SchedulerSide:
 
     # ------------------------------------------------------------- the rest
 
-    def _start_load(
-        self, request_id: str, blocks: KVCacheBlocks, prompt: Sequence[int], start: int
-    ) -> None:
+    def _start_load(self, request: Request, blocks: KVCacheBlocks, start: int) -> None:
         """From here on vLLM waits for a report, whatever happens."""
+        request_id, prompt = request.request_id, request.prompt_token_ids or []
         name = self._prompts.begin(request_id)
         if name is None:  # the peer has lost it since vLLM asked
             self._link.broadcast(ReportLoad(request_id, "", is_failed=True))
             return
         try:
             [table] = blocks.get_block_ids()
-            self._connector.start_load_kv(name, expand_blocks(table, self._pages), prompt, start)
+            self._connector.start_load_kv(
+                name,
+                expand_blocks(table, self._pages),
+                prompt,
+                start,
+                cache_salt=request.cache_salt or "",
+            )
         except BaseException:
             self._prompts.end(name)
             self._link.broadcast(ReportLoad(request_id, name, is_failed=True))
@@ -288,7 +294,9 @@ class SchedulerSide:
     def _read(self, request: Request, raw: KVTransferDict) -> KVTransferParams:
         """What a request asks for that can be done; the rest is computed here, and said once."""
         try:
-            params = parse_kv_transfer_params(raw, request.prompt_token_ids or [])
+            params = parse_kv_transfer_params(
+                raw, request.prompt_token_ids or [], request.cache_salt or ""
+            )
             self._check_possible(request, params)
         except InvalidKVParams as exc:
             # The front end submits and aborts a request that it refused, so that P is told.

@@ -173,3 +173,16 @@ def test_a_holder_is_found_in_parameters_that_are_wrong_otherwise() -> None:
 )
 def test_who_names_no_holder_has_none(params: dict[str, Any]) -> None:
     assert parse_remote_address(params) is None
+
+
+def test_a_salt_is_a_part_of_what_the_peer_was_given() -> None:
+    params = golden(prompt_digest=prompt_digest(PROMPT, "tenant"))
+    assert parse_kv_transfer_params(params, PROMPT, "tenant").remote is not None
+    for other in ("", "another"):
+        with pytest.raises(InvalidKVParams, match="or cache_salt"):
+            parse_kv_transfer_params(params, PROMPT, other)
+
+
+def test_a_peer_that_does_not_say_what_it_was_given_is_not_verified() -> None:
+    assert parse_kv_transfer_params(golden(), PROMPT).is_verified
+    assert not parse_kv_transfer_params(golden(prompt_digest=None), PROMPT).is_verified

@@ -419,3 +419,14 @@ def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -
         assert desk.reap(float(second)) == []
     assert desk.reap(MAX_LOAD_S + 1) == ["its KV was not complete within 300 s"]
     assert desk.side.handle(Renew(7, ("r",))) == Renewed(7, ("r",))
+
+
+def test_who_was_given_another_prompt_is_not_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    params = {"num_prompt_tokens": 26, "remote_cached_tokens": 16, "prompt_digest": "ours"}
+    desk.side.load("r", Metaserver("http://nowhere"), params)
+    desk.tasks.pop().close()
+    for digest in ("theirs", ""):
+        assert desk.say(PushOpen(2, "r", ONE, digest)) is LeaseStatus.EXPIRED
+    assert "was given another prompt" in caplog.text
+    assert desk.say(PushOpen(2, "r", ONE, "ours")) is LeaseStatus.HELD

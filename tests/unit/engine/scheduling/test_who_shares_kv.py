@@ -1,0 +1,84 @@
+"""Which requests find each other's KV in the prefix cache, and which must not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.scheduling import EOS, RecordingConnector, make_request
+
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.kv_cache.block_pool import ROOT, extend_chain, root_of
+from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.scheduler import Scheduler
+from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.scheduling.step_plan import SampledToken, StepResult
+
+PROMPT = list(range(10, 22))
+
+
+def make_scheduler() -> Scheduler:
+    limits = SchedulerLimits(8, 64, 64, frozenset({EOS}))
+    return Scheduler(limits, BlockManager(32, 4, prefix_caching=True), RecordingConnector())
+
+
+def salted(name: str, salt: str) -> Request:
+    request = make_request(name, PROMPT, max_tokens=1)
+    return Request(replace(request.spec, cache_salt=salt), 0, 0.0)
+
+
+def run(scheduler: Scheduler) -> int:
+    """Run until nothing is left; how many prompt tokens were found in the cache in the last step
+    that ran a prompt."""
+    cached = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        tokens = {s.request_id: (SampledToken(7),) for s in plan.sequences if s.is_sampling}
+        updates = scheduler.update(plan, StepResult(plan.step, tokens))
+        cached = max([cached, *(update.num_cached_tokens for update in updates)])
+        scheduler.check_integrity()
+    return cached
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_cached"),
+    [("", "", 8), ("a", "a", 8), ("a", "b", 0), ("", "a", 0), ("a", "", 0), ("a", "aa", 0)],
+)
+def test_only_requests_of_one_salt_find_each_other(
+    first: str, second: str, num_cached: int
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(salted("x", first))
+    run(scheduler)
+    scheduler.add(salted("y", second))
+    assert run(scheduler) == num_cached
+
+
+def test_two_salts_never_have_a_block_in_common() -> None:
+    chains = []
+    for salt in ("", "a", "b", "\x00", "a" * 1024):
+        chain: list[bytes] = []
+        for length in (4, 8, 12):  # grown piece by piece, as answers are
+            extend_chain(chain, PROMPT[:length], 4, salt)
+        chains.append(chain)
+    names = [name for chain in chains for name in chain]
+    assert len(set(names)) == len(names) == 15
+
+
+def test_no_salt_is_the_chain_that_everybody_knows() -> None:
+    assert root_of("") == ROOT
+
+
+@pytest.mark.parametrize(("is_verified", "num_cached"), [(True, 8), (False, 0)])
+def test_kv_of_a_peer_that_does_not_say_for_which_prompt_is_for_its_request_alone(
+    is_verified: bool, num_cached: int
+) -> None:
+    scheduler = make_scheduler()
+    loading = make_request("d", PROMPT, first_token=5, max_tokens=9)
+    params = replace(loading.spec.kv_transfer_params, is_verified=is_verified)
+    scheduler.add(Request(replace(loading.spec, kv_transfer_params=params), 0, 0.0))
+    scheduler.update(scheduler.schedule(), StepResult(0, {}))
+    scheduler.load_ended("d", None)
+    run(scheduler)
+    scheduler.add(make_request("x", PROMPT, max_tokens=1))
+    assert run(scheduler) == num_cached
