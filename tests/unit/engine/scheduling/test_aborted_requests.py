@@ -29,7 +29,7 @@ def scheduler_with_a_blocked_head() -> Scheduler:
 def num_live_requests() -> int:
     """In all of the process."""
     gc.collect()
-    return sum(isinstance(found, Request) for found in gc.get_objects())
+    return sum(type(found) is Request for found in gc.get_objects())
 
 
 def test_aborted_requests_behind_a_blocked_head_are_freed() -> None:
