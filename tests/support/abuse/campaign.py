@@ -15,7 +15,6 @@ from support.abuse.attack import Attack, Running
 from support.abuse.bystanders import Bystanders, Case, make_cases
 from support.abuse.deployment import Deployment, PeakMemory, ResidentMemory, deployment
 from support.abuse.verdicts import Bounds, Largest, Outcome
-from support.pd_processes import Served
 
 POLL_S = 0.05
 MIXED = 3
@@ -164,6 +163,8 @@ def afterwards(connector: str, field: Field) -> Outcome:
 
 
 async def _settle(running: Deployment, bystanders: Bystanders) -> list[str]:
+    from support.pd_processes import Served  # torch comes with it: not for every attacker
+
     complaints = []
     async with bystanders.around():
         pass
