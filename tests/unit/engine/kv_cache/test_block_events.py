@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import given, settings, strategies as st
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
@@ -23,6 +25,8 @@ class Prompt:
         self.num_published = self.num_computed = self.num_in_flight = 0
         self.num_cached_tokens = 0
         self.sends_kv = False
+        self.has_verified_kv = True
+        self.spec = SimpleNamespace(cache_salt="")
         self.changed_at: int | None = None
 
 
