@@ -5,7 +5,7 @@ PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
     test-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-contract \
-    bench-engine bench-transfer bench-connectors bench-pool bench-proxy check-deploy \
+    bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
 
@@ -94,6 +94,10 @@ bench-pool:  ## the KVCache pool beside memcpy, transports and fio; ARGS=--polic
 bench-proxy:  ## the proxy beside the field's routers
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_proxy.py $(ARGS)
+
+bench-conductor:  ## decisions of the conductor, its index, and how fast it is
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/conductor $(ARGS)
 
 check-deploy:  ## every deployment file by its own validator
 	@ci/install dev
