@@ -17,6 +17,8 @@ class PromptState(Enum):
     """The peer holds it, and nobody here has taken it."""
     LOADING = auto()
     """One request has blocks for it."""
+    LOADED = auto()
+    """It is here, and vLLM has yet to run who loaded it: only then its prefix cache has it."""
     OVER = auto()
     """Loaded, failed or not needed: the peer has nothing for us any more."""
 
@@ -75,7 +77,7 @@ class RemotePrompts:
             prompt = self._by_request.get(request_id)
             if prompt is None or prompt.state is PromptState.OVER:
                 return 0
-            if prompt.state is PromptState.LOADING:
+            if prompt.state is not PromptState.EXPECTED:
                 return 0 if prompt.loader == request_id else None
             remaining = prompt.num_tokens - num_computed
             return remaining if remaining > 1 else 0
@@ -91,23 +93,26 @@ class RemotePrompts:
             return prompt.name
 
     def skip(self, request_id: str) -> str | None:
-        """A request runs without the peer's KV; returns the name of the prompt that nobody else
-        here waits for, so that the peer may free it, or None."""
+        """A request runs, with what it has; returns the name of a prompt that nobody here has taken
+        and nobody will, so that the peer may free it, or None."""
         with self._lock:
             prompt = self._by_request.get(request_id)
-            if prompt is None or prompt.state is not PromptState.EXPECTED:
+            if prompt is None or prompt.state in (PromptState.LOADING, PromptState.OVER):
                 return None
-            prompt.state = PromptState.OVER
-            return prompt.name
+            was_expected = prompt.state is PromptState.EXPECTED
+            if was_expected or prompt.loader == request_id:
+                prompt.state = PromptState.OVER
+            return prompt.name if was_expected else None
 
-    def end(self, name: str) -> str | None:
+    def end(self, name: str, *, is_loaded: bool = False) -> str | None:
         """The connector has done with a prompt; returns the request that was loading it, if any."""
         with self._lock:
             prompt = self._by_name.get(name)
             if prompt is None:
                 return None
             was_loading = prompt.state is PromptState.LOADING
-            prompt.state = PromptState.OVER
+            has_loader = was_loading and prompt.loader in prompt.members
+            prompt.state = PromptState.LOADED if is_loaded and has_loader else PromptState.OVER
             if not prompt.members:
                 self._drop(prompt)
             return prompt.loader if was_loading else None
@@ -122,6 +127,8 @@ class RemotePrompts:
             is_loading = prompt.state is PromptState.LOADING
             if is_loading and prompt.loader == request_id:
                 return prompt.name
+            if prompt.state is PromptState.LOADED and prompt.loader == request_id:
+                prompt.state = PromptState.OVER
             if prompt.members or is_loading:
                 return None
             was_expected = prompt.state is PromptState.EXPECTED

@@ -345,9 +345,9 @@ class SchedulerSide:
                 self._held.discard(event.request_id)
                 self._link.broadcast(ReportSend(event.request_id))
         elif isinstance(event, LoadEnded) and event.is_drained:
-            request_id = self._prompts.end(event.request_id)
+            is_failed = event.error is not None
+            request_id = self._prompts.end(event.request_id, is_loaded=not is_failed)
             if request_id is not None:
-                is_failed = event.error is not None
                 self._link.broadcast(ReportLoad(request_id, event.request_id, is_failed))
 
     def _on_rank_message(self, rank: int, message: RankMessage) -> None:

@@ -159,7 +159,7 @@ def test_children_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, 
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))
     decode.step_until(decode.told.received, "d")
-    assert decode.admit(sibling, D_BLOCKS) == 0
+    assert [decode.admit(each, D_BLOCKS) for each in (child, sibling)] == [0, 0]
     assert len(post.server.posts) == 1
 
 

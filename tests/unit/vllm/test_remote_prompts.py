@@ -28,6 +28,33 @@ def test_siblings_wait_for_the_one_that_loads_and_then_do_without() -> None:
     assert prompts.end("a") is None
 
 
+def test_siblings_wait_until_the_prefix_cache_has_what_was_loaded() -> None:
+    prompts = RemotePrompts()
+    for name in "ab":
+        prompts.expect(name, LEASE, 100)
+    prompts.begin("a")
+    assert prompts.end("a", is_loaded=True) == "a"
+    assert prompts.num_to_load("b", 0) is None
+    assert prompts.num_to_load("a", 0) == 0
+    assert prompts.skip("a") is None  # vLLM runs it
+    assert prompts.num_to_load("b", 0) == 0
+
+
+def test_siblings_do_not_wait_for_one_that_left_or_failed() -> None:
+    for leaves_first in (False, True):
+        prompts = RemotePrompts()
+        for name in "ab":
+            prompts.expect(name, LEASE, 100)
+        prompts.begin("a")
+        if leaves_first:
+            assert prompts.leave("a") == "a"
+            assert prompts.end("a", is_loaded=True) == "a"
+        else:
+            assert prompts.end("a", is_loaded=True) == "a"
+            assert prompts.leave("a") is None
+        assert prompts.num_to_load("b", 0) == 0
+
+
 def test_a_last_token_alone_is_not_worth_a_load() -> None:
     prompts = RemotePrompts()
     prompts.expect("a", LEASE, 100)
