@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from mooncake_hal import cli
+from mooncake_hal import cli, doctor
+from mooncake_hal.registry import Registry
+from mooncake_hal.session import addressing
+from mooncake_hal.transport import EndpointOptions
+from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 
 
 def test_nothing_to_check_fails_and_names_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,3 +62,13 @@ def test_a_file_of_another_form_is_told_the_right_one(
 def test_what_is_no_number_is_a_finding(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--instance", f"backend=cpu,{key}=many"]) == 1
     assert "wanted a number, got 'many'" in capsys.readouterr().out
+
+
+def test_a_deployment_without_a_secret_is_tried_from_another_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(addressing, "is_loopback", lambda _: False)
+    with closing(load_tcp().open(EndpointOptions(allow_no_secret=True))) as far:
+        ranks = [{"endpoints": {"tcp": base64.b64encode(far.address).decode()}}]
+        [tried] = doctor._try_ranks(Registry.discover(), ranks, "127.0.0.1", b"")
+    assert tried == doctor.Check("rank 0 over tcp")
