@@ -1,0 +1,168 @@
+"""An instance that stands still, and a network that carries one way only: real processes, stopped
+and not killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+from support.pd import GREEDY, ask, instance, prefill, prompt_of, wait_until
+from support.pd_processes import body_of, serving
+from support.programs import Program
+
+from mooncake_engine.config import Role
+
+LEASE_S = 1.5
+PATIENCE_S = 60.0
+OPTIONS = ("--transport", "shm", "--lease-seconds", str(LEASE_S))
+IN_PROCESS = {"transports": ("shm",), "lease_s": LEASE_S}
+PROMPTS = [prompt_of(200, seed=seed) for seed in range(3)]
+
+
+def ranks_of(program: Program) -> list[int]:
+    """The processes of an instance's ranks, in order."""
+    children = Path(f"/proc/{program.process.pid}/task").glob("*/children")
+    found = sorted(int(child) for path in children for child in path.read_text().split())
+    return [p for p in found if "rank_process" in Path(f"/proc/{p}/cmdline").read_text()]
+
+
+def test_a_frozen_decode_instance_holds_nothing_of_its_peer(model: Path) -> None:
+    """P frees what D does not renew. When D goes on it computes the prompt itself, and is right."""
+
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, PROMPTS[0])).tokens
+        async with instance(model, Role.PREFILL, **IN_PROCESS) as first:
+            with serving(model, "decode", *OPTIONS, "--num-kv-blocks", "20") as frozen:
+                params = [await prefill(first, prompt) for prompt in PROMPTS]
+                assert first.stat("leases_held") == len(PROMPTS)
+                frozen.program.process.send_signal(signal.SIGSTOP)
+                asking = asyncio.create_task(
+                    frozen.complete(body_of(PROMPTS[0], GREEDY, params[0]))
+                )
+                await first.check_clean(PATIENCE_S)
+                assert first.stat("leases_expired") == len(PROMPTS)
+                frozen.program.process.send_signal(signal.SIGCONT)
+                answer = await asyncio.wait_for(asking, PATIENCE_S)
+                assert answer["choices"][0]["token_ids"] == expected
+                await frozen.wait_until_idle(PATIENCE_S)
+
+    asyncio.run(main())
+
+
+def test_a_decode_instance_whose_steps_hang_lets_its_peer_go(model: Path) -> None:
+    """Its connector's thread lives and could renew leases for ever; one of its ranks is stopped."""
+
+    async def main() -> None:
+        async with instance(model, Role.PREFILL, **IN_PROCESS) as first:
+            options = (*OPTIONS, "--tp-size", "2", "--step-timeout-seconds", "20")
+            with serving(model, "decode", *options) as wedged:
+                os.kill(ranks_of(wedged.program)[1], signal.SIGSTOP)
+                hanging = asyncio.create_task(wedged.complete(body_of(PROMPTS[0], GREEDY)))
+                params = [await prefill(first, prompt) for prompt in PROMPTS[1:]]
+                waiting = [
+                    asyncio.create_task(wedged.complete(body_of(prompt, GREEDY, wanted)))
+                    for prompt, wanted in zip(PROMPTS[1:], params, strict=True)
+                ]
+                await first.check_clean(PATIENCE_S)
+                ended = await asyncio.gather(hanging, *waiting, return_exceptions=True)
+                assert all(isinstance(end, httpx.HTTPError) for end in ended)
+                status = await asyncio.to_thread(wedged.program.wait, PATIENCE_S)
+                assert status == 1
+            assert (await ask(first, PROMPTS[0])).tokens
+
+    asyncio.run(main())
+
+
+class OneWay:
+    """Carries bytes between two ports, until it carries what the server says no more."""
+
+    def __init__(self) -> None:
+        self.is_cut = threading.Event()
+        self.port = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def serve(
+        self, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """One connection."""
+        there, back = await asyncio.open_connection("127.0.0.1", target)
+        self._writers += [writer, back]
+        for source, sink, is_reply in ((reader, back, False), (there, writer, True)):
+            task = asyncio.create_task(self._carry(source, sink, is_reply=is_reply))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_reply: bool
+    ) -> None:
+        with suppress(OSError):
+            while data := await source.read(1 << 16):
+                if not (is_reply and self.is_cut.is_set()):
+                    sink.write(data)
+        if not (is_reply and self.is_cut.is_set()):
+            sink.close()
+
+    async def close(self) -> None:
+        """End every connection."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()
+        for _ in range(3):  # connections end
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def one_way(target: int) -> AsyncIterator[OneWay]:
+    """A port in front of another one."""
+    between = OneWay()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await between.serve(target, reader, writer)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    between.port = server.sockets[0].getsockname()[1]
+    try:
+        yield between
+    finally:
+        server.close()
+        await between.close()
+
+
+def test_a_network_that_carries_one_way_only_ends_in_right_tokens(model: Path) -> None:
+    """P hears D and D never hears P: neither waits for ever, and no block stays behind."""
+
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = [(await ask(single, prompt)).tokens for prompt in PROMPTS]
+        async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
+            with serving(model, "prefill", *OPTIONS) as first:
+                params = [await first.prefill(prompt) for prompt in PROMPTS]
+                async with one_way(params[0]["remote_port"]) as between:
+                    detour = [{**wanted, "remote_port": between.port} for wanted in params]
+                    answer = await ask(decode, PROMPTS[0], GREEDY, detour[0])
+                    assert answer.tokens == expected[0]
+                    assert decode.stat("load_failures") == 0
+                    between.is_cut.set()
+                    asking = [
+                        ask(decode, prompt, GREEDY, wanted)
+                        for prompt, wanted in zip(PROMPTS[1:], detour[1:], strict=True)
+                    ]
+                    answers = await asyncio.wait_for(asyncio.gather(*asking), PATIENCE_S)
+                    assert [found.tokens for found in answers] == expected[1:]
+                    assert decode.stat("load_failures") == len(answers)
+                    await wait_until(lambda: decode.is_idle, PATIENCE_S, decode.describe)
+                await first.wait_until_idle(PATIENCE_S)
+            await decode.check_clean(PATIENCE_S)
+
+    asyncio.run(main())
