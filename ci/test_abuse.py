@@ -28,7 +28,7 @@ from support.abuse.campaign import Plan, run_each, soak  # noqa: E402  # the pat
 from support.abuse.catalogue import ATTACKS, BY_NAME  # noqa: E402
 from support.abuse.verdicts import Outcome, head, problems, row, summary  # noqa: E402
 
-SHORT_S, EACH_S, ROUND_S = 2.0, 10.0, 20.0
+SHORT_S, EACH_S, ROUND_S = 1.5, 10.0, 20.0
 SOAK_MINUTES = 30.0
 
 
