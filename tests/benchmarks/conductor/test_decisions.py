@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
+from collections.abc import Iterable
 from statistics import median
 
 import pytest
@@ -45,10 +46,15 @@ def test_a_decision(benchmark, num_instances: int, num_chunks: int, wanted_ms: f
     record(benchmark, Figure(name, median(took) * 1e3, wanted_ms, "ms", at_least=False))
 
 
-def filled(num_chunks: int) -> ChunkIndex:
-    index, rng = ChunkIndex(64), random.Random(1)
-    for _ in range(0, num_chunks, CHUNKS):
-        index.stored(3, Tier.HOST, [rng.getrandbits(63) for _ in range(CHUNKS)])
+def prompts(num_chunks: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.getrandbits(63) for _ in range(CHUNKS)] for _ in range(num_chunks // CHUNKS)]
+
+
+def filled(held: Iterable[list[int]]) -> ChunkIndex:
+    index = ChunkIndex(64)
+    for keys in held:
+        index.stored(3, Tier.HOST, keys)
     return index
 
 
@@ -56,7 +62,7 @@ def filled(num_chunks: int) -> ChunkIndex:
 
 
 def test_a_lookup(benchmark) -> None:
-    index, rng = filled(1_000_000), random.Random(2)
+    index, rng = filled(prompts(1_000_000)), random.Random(2)
     probe = [rng.getrandbits(63) for _ in range(CHUNKS)]
     index.stored(5, Tier.HOST, probe)
     benchmark(lambda: index.match(probe, now=0.0))
@@ -65,18 +71,19 @@ def test_a_lookup(benchmark) -> None:
 
 
 def test_events(benchmark) -> None:
-    num_chunks = 1_000_000
-    benchmark.pedantic(lambda: filled(num_chunks), rounds=2)
-    rate = num_chunks / benchmark.stats.stats.median
+    held = prompts(1_000_000)
+    benchmark.pedantic(lambda: filled(held), rounds=2)
+    rate = len(held) * CHUNKS / benchmark.stats.stats.median
     record(benchmark, Figure("conductor: chunks stored", rate, 400e3, "1/s", at_least=True))
 
 
 def test_memory(benchmark) -> None:
-    num_chunks = 1_000_000
+    num_prompts = 1_000_000 // CHUNKS
 
     def measure() -> float:
+        rng = random.Random(1)
         tracemalloc.start()
-        kept = filled(num_chunks)
+        kept = filled([rng.getrandbits(63) for _ in range(CHUNKS)] for _ in range(num_prompts))
         num_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         return num_bytes / len(kept)
