@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.push_line import metadata_of
 
-from mooncake_hal.errors import TransferError
+from mooncake_hal.errors import TransferError, TransferTimeout
 from mooncake_kv import push_worker
 from mooncake_kv.connector import LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
@@ -353,3 +353,9 @@ def test_a_metaserver_post_that_fails_oddly_fails_its_request() -> None:
 
     asyncio.run(main())
     assert events == [LoadEnded("r", "no contract says so")]
+
+
+def test_a_read_that_waited_for_its_time_to_be_up_is_not_begun() -> None:
+    """One deadline from the order on, however many reads of that source come first."""
+    with pytest.raises(TransferTimeout, match="its time was up before the read began"):
+        _RunningLoad(LOAD, deadline=0.0).time_left()
