@@ -20,7 +20,7 @@ from typing import TypeVar
 from mooncake_hal.errors import PeerLost, RequestRefused
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, listen
-from mooncake_kv.errors import BadFrame, ConnectorDead
+from mooncake_kv.errors import BadFrame, ConnectorDead, KVError
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
 from mooncake_kv.store.chunk_store import ReadHandle
 from mooncake_kv.store.node_store import NodeStore, StoreUser
@@ -182,7 +182,7 @@ class _SessionUser:
         self._user: StoreUser = store.open_user()
         self._peer = peer
         self._is_drained = False
-        self._tickets: dict[int, Future[StoreAnswer]] = {}
+        self._tickets: dict[int, _Ticket] = {}
         self._last_ticket = 0
 
     def end(self) -> None:
@@ -245,23 +245,36 @@ class _SessionUser:
     def _when_done(
         self, future: Future[Result], make: Callable[[Result], StoreAnswer]
     ) -> StoreAnswer:
+        def answer() -> StoreAnswer:
+            try:
+                return make(future.result())
+            except (OSError, KVError) as exc:
+                raise RequestRefused(f"the store could not do it: {exc}") from exc
+
         if future.done():
-            return make(future.result())
+            return answer()
         if len(self._tickets) >= MAX_TICKETS:
             raise RequestRefused(f"{MAX_TICKETS} answers were not collected")
-        answer: Future[StoreAnswer] = Future()
-        future.add_done_callback(lambda ended: answer.set_result(make(ended.result())))
         self._last_ticket += 1
-        self._tickets[self._last_ticket] = answer
+        self._tickets[self._last_ticket] = _Ticket(future.done, answer)
         return NotYet(self._last_ticket)
 
-    def _collect(self, ticket: int) -> StoreAnswer:
-        answer = self._tickets.get(ticket)
-        if answer is None:
-            raise RequestRefused(f"no answer waits under ticket {ticket}")
-        if not answer.done():
-            return NotYet(ticket)
-        return self._tickets.pop(ticket).result()
+    def _collect(self, number: int) -> StoreAnswer:
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            raise RequestRefused(f"no answer waits under ticket {number}")
+        if not ticket.is_done():
+            return NotYet(number)
+        del self._tickets[number]
+        return ticket.answer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """An answer that is collected later; it may be a refusal."""
+
+    is_done: Callable[[], bool]
+    answer: Callable[[], StoreAnswer]
 
 
 def _pinned(handles: list[ReadHandle | None]) -> StoreAnswer:

@@ -88,6 +88,20 @@ def test_every_call_is_answered_as_by_the_store_itself(served, client):
     assert client.verify().result(WAIT_S) == (0, 0)
 
 
+def test_a_look_through_the_ssds_that_fails_ends_itself_alone(served, client, monkeypatch):
+    may_fail = threading.Event()
+
+    def fails():
+        assert may_fail.wait(WAIT_S)
+        raise OSError("the drive is gone")
+
+    monkeypatch.setattr(served.store, "verify", fails)
+    asked = client.verify()
+    may_fail.set()
+    assert asked.result(WAIT_S) is None
+    assert client.probe([b"absent"]).result(WAIT_S) == [Residence.ABSENT]
+
+
 def test_what_is_there_is_listed_by_pages_and_dropped_by_tenant(served, client, monkeypatch):
     for module in ("store_service", "store_client"):
         monkeypatch.setattr(f"mooncake_kv.store.{module}.PAGE_CHUNKS", 2)
