@@ -8,7 +8,7 @@ from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import TokenLogprobs
 from mooncake_engine.scheduling.output_processor import OutputProcessor
 from mooncake_engine.scheduling.request import Request, RequestStatus
-from mooncake_engine.scheduling.request_queues import RequestQueues
+from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
 from mooncake_engine.scheduling.scheduler_interface import KVConnector, SchedulerLimits
 from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_kv.config import LoadFailurePolicy
@@ -91,16 +91,20 @@ class RemoteKVQueue:
         if request.first_token is not None:
             self._outputs.report_first(request, _sampled(request.first_token))
 
-    def start(self, watermark_blocks: int) -> None:
+    def start(self, watermark_blocks: int, before: Request | None = None) -> None:
         """Begin loads as long as there are blocks; one block per running or loading request stays
         free.
 
         Args:
             watermark_blocks: stay free besides, if anybody owns any.
+            before: waits for blocks, too: what is less urgent does not take them from it, and it
+                holds up nothing that is more urgent.
         """
         queues = self._queues
         self.received.drop_freed()
         while request := queues.preallocating.peek():
+            if before is not None and priority_key(before) < priority_key(request):
+                return
             num_holders = len(queues.running) + len(queues.ready) + len(queues.transferring)
             reserve = num_holders + watermark_blocks if num_holders else 0
             if not self._begin(request, reserve):

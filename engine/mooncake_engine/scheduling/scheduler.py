@@ -220,16 +220,12 @@ class Scheduler:
         if self._preemption.num_preemptions != before:
             return
         self._schedule_new(step)
-        first, loading = self._highest_priority(), self._queues.preallocating.peek()
-        is_queued = first is not None and not (
-            loading is not None and is_batch(first) and not is_batch(loading)
-        )
         # a peer writes at any time, also before blocks that were given up have been copied
         may_write = self._preemption.copies.are_over and not any(
             self._reaches_freed(flight.plan) for flight in self._in_flight
         )
-        if not is_queued and may_write:
-            self._remote_kv.start(self._watermark_blocks)
+        if may_write:
+            self._remote_kv.start(self._watermark_blocks, before=self._highest_priority())
 
     def _make_room(self, step: StepBuilder) -> bool:
         """Preempt batch work for the interactive request that waits first; False if steps in
