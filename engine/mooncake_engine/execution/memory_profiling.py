@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -147,6 +148,7 @@ def measure_peak(
     fit into the memory of the first, and what each takes besides is what the second has taken.
     A host's have no memory in common: all are captured.
     """
+    gc.collect()  # an earlier engine of this process may hold memory in cycles of references
     runtime.reset_peak(index)
     for plan in plans:
         runner.run(plan)

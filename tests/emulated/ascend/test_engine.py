@@ -59,7 +59,7 @@ def test_one_instance(models: dict[str, Path], family: str, options: dict[str, A
 
 def test_kv_takes_what_a_profiling_run_leaves() -> None:
     async def main() -> None:
-        options = {**ON_NPU, "num_kv_blocks": None, "memory_utilization": 0.02}
+        options = {**ON_NPU, "num_kv_blocks": None, "memory_utilization": 0.08}
         async with cpu(TINY_LLAMA) as on_cpu, instance(TINY_LLAMA, **options) as on_npu:
             [case] = await clear_cases(on_cpu, (129,))
             assert (await ask(on_npu, case.prompt, FEW)).tokens == case.tokens
