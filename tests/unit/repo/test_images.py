@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 from support.deploy import DEPLOY, ROOT, compose, compose_commands, deployments, parse, pod_command
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 IMAGES = sorted((DEPLOY / "docker").glob("Dockerfile.*"))
 ENGINES = [path for path in IMAGES if path.suffix != ".proxy"]
@@ -87,6 +96,44 @@ def test_what_is_ours_is_installed_by_its_file_and_never_by_a_name(path: Path) -
         words = run.replace('"', " ").split()
         assert "--find-links" not in words
         assert not [word for word in words if re.match(r"mooncake[-_]", word)]
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
+def test_all_else_is_installed_by_hash_but_torch(path: Path) -> None:
+    """Which has an index per accelerator: it is named by its version."""
+    installs = [run for run in arguments_of(path, "RUN") if "pip install" in run]
+    by_hash = [run for run in installs if "--require-hashes" in run and "--no-deps" in run]
+    by_file = [run for run in installs if "/wheels/" in run and "--no-deps" in run]
+    others = [run for run in installs if run not in by_hash + by_file]
+    assert (len(by_hash), len(by_file)) == (1, 1)
+    assert len(others) == (path in ENGINES)
+    assert all("torch" in run and "-r" not in run.split() for run in others)
+
+
+@pytest.mark.parametrize(
+    ("image", "projects", "extras"),
+    [("proxy", ["proxy"], {"yaml", "otel"}), ("engine", [".", "kv", "engine"], set())],
+)
+def test_the_locks_have_what_the_projects_need(
+    image: str, projects: list[str], extras: set[str]
+) -> None:
+    """Else: ci/lock-images."""
+    locked: dict[str, list[Version]] = {}
+    for line in (DEPLOY / "docker" / f"requirements-{image}.txt").read_text().splitlines():
+        if "==" in line:
+            name, version = line.split(";")[0].strip(" \\").split("==")
+            locked.setdefault(canonicalize_name(name), []).append(Version(version))
+    for folder in projects:
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        optional = project.get("optional-dependencies", {})
+        wanted = [*project["dependencies"], *(d for name in extras for d in optional[name])]
+        for requirement in map(Requirement, wanted):
+            name = canonicalize_name(requirement.name)
+            is_elsewhere = name == "torch" or name.startswith("mooncake")
+            if is_elsewhere or "python_version" in str(requirement.marker):
+                continue
+            versions = locked[name]
+            assert all(version in requirement.specifier for version in versions), requirement
 
 
 @pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.suffix)
