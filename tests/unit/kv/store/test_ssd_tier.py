@@ -3,6 +3,7 @@
 import hashlib
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -204,8 +205,10 @@ def test_a_disk_that_fills_up_costs_copies_only(opened, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     store.put(0)
     assert store.get([0]) == [Tier.DRAM]
-    store.store._moves.tier._drives[0].writes.submit(lambda: None).result(WAIT_S)
-    stats = store.user.stats().result()
+    deadline = time.monotonic() + WAIT_S  # the copy is begun behind the read that asks for it
+    while not (stats := store.user.stats().result()).num_ssd_errors:
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.01)
     assert (stats.num_ssd_errors, stats.ssd_chunks) == (1, 0)
     assert store.get([0]) == [Tier.DRAM]
 
