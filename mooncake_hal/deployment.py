@@ -194,8 +194,11 @@ class DeploymentPlan:
                     yield f"{prefill.name} and {decode.name}: {problem}"
 
 
-def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> None:
+def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> tuple[str, ...]:
     """Whether KV of one instance can serve the other.
+
+    Returns:
+        ``usable_transports`` of the two.
 
     Raises:
         DeploymentRefused: lists what does not fit, with both values.
@@ -203,6 +206,7 @@ def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> None:
     problems = find_incompatibilities(prefill, decode)
     if problems:
         raise DeploymentRefused(problems)
+    return usable_transports(prefill, decode)
 
 
 def find_incompatibilities(prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:

@@ -12,7 +12,6 @@ from mooncake_hal.deployment import (
     Hardware,
     InstanceInfo,
     check_compatibility,
-    usable_transports,
 )
 from mooncake_hal.errors import DeploymentRefused, PlanError
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
@@ -137,10 +136,9 @@ def check_compatible(prefill: InstanceMetadata, decode: InstanceMetadata) -> tup
                 f"the decode instance {check.decode}; {check.remedy}"
             )
     try:
-        check_compatibility(prefill.compatibility_info, decode.compatibility_info)
+        return check_compatibility(prefill.compatibility_info, decode.compatibility_info)
     except DeploymentRefused as exc:
         raise HandshakeRefused(str(exc)) from exc
-    return usable_transports(prefill.compatibility_info, decode.compatibility_info)
 
 
 def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Check]:
