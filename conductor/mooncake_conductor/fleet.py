@@ -80,6 +80,7 @@ class Fleet:
         self.names: dict[int, str] = {}
         self.prefill_slots: Slots = np.zeros(0, np.int64)
         self.decode_slots: Slots = np.zeros(0, np.int64)
+        self.prefill_mask = 0
         self.prefill = np.zeros((3, num_slots))
         self.step = np.zeros((3, num_slots))
         self.host_bytes_per_s = np.ones(num_slots)
@@ -89,6 +90,7 @@ class Fleet:
         self.links = LinkCalendar(np.ones(num_slots), setup_s)
         self.queues = PrefillQueues(num_slots)
         self._roles: dict[int, Role] = {}
+        self._prefill_costs = self.prefill[:, self.prefill_slots]
 
     def add(self, spec: InstanceSpec) -> int:
         """Give an instance a slot.
@@ -125,16 +127,34 @@ class Fleet:
         self.queues.clear(slot)
         self._list_roles()
 
+    def slots_of(self, mask: int) -> Slots:
+        """The slots whose bits are set, lowest first."""
+        raw = np.frombuffer(mask.to_bytes((self.num_slots + 7) // 8, "little"), np.uint8)
+        return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+
     def set_latency(self, slot: int, latency: LatencyModel) -> None:
         """An instance's costs are known better now."""
         self.prefill[:, slot] = latency.prefill_coefficients
         self.step[:, slot] = latency.step_coefficients
+        self._gather_costs()
 
-    def prefill_seconds(self, slots: Slots, num_tokens: float, num_reused: Values) -> Values:
-        """What each of these instances would compute on a prompt."""
-        fixed, per_token, squared = self.prefill[:, slots]
+    def prefill_seconds(self, slot: int, num_tokens: int, num_reused: int) -> float:
+        """What an instance would compute on a prompt."""
+        fixed, per_token, squared = self.prefill[:, slot].tolist()
         pairs = num_tokens * num_tokens - num_reused * num_reused
-        return fixed + per_token * (num_tokens - num_reused) + squared * pairs  # type: ignore[no-any-return]  # numpy's sums of rows
+        return float(fixed + per_token * (num_tokens - num_reused) + squared * pairs)
+
+    def all_prefill_seconds(self, num_tokens: int, num_reused: Values) -> Values:
+        """What each of the prefill instances would compute on a prompt.
+
+        Args:
+            num_tokens: of the prompt.
+            num_reused: ``[..., prefill instances]``.
+        """
+        fixed, per_token, squared = self._prefill_costs
+        computed = num_tokens - num_reused
+        # n² − p² = (n − p) · (n + p)
+        return fixed + computed * (per_token + squared * (num_tokens + num_reused))  # type: ignore[no-any-return]  # numpy's sums of rows
 
     def step_seconds(self, slots: Slots, num_sequences: Values, num_context: Values) -> Values:
         """What a step of each of these instances would take."""
@@ -148,6 +168,11 @@ class Fleet:
         decode = [slot for slot, role in roles if role is not Role.PREFILL]
         self.prefill_slots = np.array(prefill, np.int64)
         self.decode_slots = np.array(decode, np.int64)
+        self.prefill_mask = sum(1 << slot for slot in prefill)
+        self._gather_costs()
+
+    def _gather_costs(self) -> None:
+        self._prefill_costs = self.prefill[:, self.prefill_slots]
 
 
 class PrefillQueues:

@@ -81,7 +81,7 @@ class ReservationBook:
         queues = self._fleet.queues
         queues.enter(choice.slot, request.request_id, choice.compute, computed, now)
         ready_at = now + choice.ttft
-        self._index.predict(choice.slot, request.keys, ready_at, made.deadline)
+        self._index.predict(choice.slot, self._new_chunks(made), ready_at, made.deadline)
         self._bind(made, ready_at)
 
     def prefilled(self, request_id: str, now: float) -> Reservation | None:
@@ -90,7 +90,7 @@ class ReservationBook:
         if made is not None and made.stage is Stage.PREFILLING:
             made.stage = Stage.HANDED_OVER
             self._fleet.queues.leave(made.choice.slot, request_id, now)
-            self._index.retract(made.choice.slot, made.request.keys)
+            self._index.retract(made.choice.slot, self._new_chunks(made))
         return made
 
     def rebind(self, request_id: str, decode_slot: int, now: float) -> None:
@@ -148,6 +148,13 @@ class ReservationBook:
         for request_id in ended:
             self.release(request_id, now)
         return ended
+
+    def _new_chunks(self, made: Reservation) -> tuple[int, ...]:
+        """What its prefill adds to what its instance holds."""
+        choice = made.choice
+        if choice.fetches and choice.keeps_copy:
+            return made.request.keys[choice.fetches[0].start :]
+        return made.request.keys[choice.num_reused // self._fleet.chunk_tokens :]
 
     def _bind(self, made: Reservation, eta: float) -> None:
         request = made.request

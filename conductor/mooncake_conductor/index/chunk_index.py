@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ class ChunkIndex:
         self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
         self._unhealthy = 0
         self._next_shard = 0
-        self._predictions = _Predictions()
+        self._predictions = _Predictions(num_slots)
 
     def __len__(self) -> int:
         """Entries, including those of instances that are gone and not yet collected."""
@@ -175,7 +175,7 @@ class ChunkIndex:
         """Who holds how much of a prompt with these chunks, in order."""
         shards = self._shards
         found = [shards[key & 255].get(key, NO_HOLDERS) for key in keys]
-        runs = [(held, sum(1 for _ in same)) for held, same in groupby(found)]
+        runs = [(held, len(list(same))) for held, same in groupby(found)]
         trusted = ~self._unhealthy
         hinted = self._lengths([(held.union, length) for held, length in runs])
         local = hinted
@@ -251,10 +251,8 @@ class ChunkIndex:
         if expected is None:
             return local, ready_at
         trusted = ~self._unhealthy
-        each = [
-            (held.union & trusted | mask, 1) for held, mask in zip(found, expected, strict=True)
-        ]
-        merged = [(mask, sum(1 for _ in same)) for mask, same in groupby(mask for mask, _ in each)]
+        each = [held.union & trusted | mask for held, mask in zip(found, expected, strict=True)]
+        merged = [(mask, len(list(same))) for mask, same in groupby(each)]
         predicted = self._lengths(merged)
         for slot in np.flatnonzero(predicted > local):
             last = keys[int(predicted[slot]) - 1]
@@ -265,47 +263,49 @@ class ChunkIndex:
 class _Predictions:
     """Chunks that instances will hold soon. Entries end by retraction, or when they expire."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
         self._masks: dict[int, int] = {}
-        self._ready: dict[tuple[int, int], tuple[float, float]] = {}
+        self._ready: list[dict[int, tuple[float, float]]] = [{} for _ in range(num_slots)]
         self._order: deque[tuple[float, int, tuple[int, ...]]] = deque()
 
     def add(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> None:
+        masks, bit = self._masks, 1 << slot
         for key in keys:
-            self._masks[key] = self._masks.get(key, 0) | 1 << slot
-            self._ready[key, slot] = (ready_at, expires_at)
+            masks[key] = masks.get(key, 0) | bit
+        self._ready[slot].update(dict.fromkeys(keys, (ready_at, expires_at)))
         self._order.append((expires_at, slot, tuple(keys)))
 
     def remove(self, slot: int, keys: Iterable[int]) -> None:
+        ready, masks, others = self._ready[slot], self._masks, ~(1 << slot)
         for key in keys:
-            if self._ready.pop((key, slot), None) is None:
+            if ready.pop(key, None) is None:
                 continue
-            left = self._masks[key] & ~(1 << slot)
+            left = masks[key] & others
             if left:
-                self._masks[key] = left
+                masks[key] = left
             else:
-                del self._masks[key]
+                del masks[key]
 
     def drop_slot(self, slot: int) -> None:
-        self.remove(slot, [key for key, of in self._ready if of == slot])
+        self.remove(slot, list(self._ready[slot]))
 
     def masks(self, keys: Sequence[int], now: float) -> list[int] | None:
         """The slots that are expected to hold each chunk; None if there are none at all."""
         self._expire(now)
         if not self._masks:
             return None
-        masks = [self._masks.get(key, 0) for key in keys]
+        masks = list(map(self._masks.get, keys, repeat(0)))
         return masks if any(masks) else None
 
     def ready_at(self, key: int, slot: int) -> float:
-        return self._ready.get((key, slot), (0.0, 0.0))[0]
+        return self._ready[slot].get(key, (0.0, 0.0))[0]
 
     def _expire(self, now: float) -> None:
         """Predictions of a longer life than those behind them wait for their turn."""
         while self._order and self._order[0][0] <= now:
             _, slot, keys = self._order.popleft()
-            due = [key for key in keys if self._ready.get((key, slot), (0.0, now + 1))[1] <= now]
-            self.remove(slot, due)
+            ready = self._ready[slot]
+            self.remove(slot, [key for key in keys if ready.get(key, (0.0, now + 1))[1] <= now])
 
 
 def _pool(runs: list[tuple[HolderSet, int]], trusted: int) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,6 @@ to a shared set, and the index costs the same per chunk for one instance as for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import IntEnum
 
 NUM_TIERS = 3
@@ -103,11 +102,3 @@ def _without(masks: TierMasks, slot: int, tier: Tier | None) -> TierMasks:
     kept = list(masks)
     kept[tier] &= keep
     return (kept[0], kept[1], kept[2])
-
-
-def slots_of(mask: int) -> Iterator[int]:
-    """The slots whose bits are set, lowest first."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from mooncake_conductor.cost.link_calendar import Fetch
 from mooncake_conductor.fleet import Values
-from mooncake_conductor.index.holder_sets import slots_of
 from mooncake_conductor.policies.heat import CacheReports, HeatMeter, is_worth_keeping
 from mooncake_conductor.policies.situation import Plan, PrefillChoice, Situation
 
 _COMPUTE_PRICE = 1e-3
 """A second of computation is a thousandth worse than one of waiting: it breaks near-ties."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One plan on all prefill instances."""
-
-    plan: Plan
-    num_reused: Values
-    load: Values
-    compute: Values
-    ttft: Values
 
 
 class CostPolicy:
@@ -48,20 +36,24 @@ class CostPolicy:
 
     def choose(self, seen: Situation) -> PrefillChoice:
         sources = _sources(seen)
-        ways = [_recompute(seen), *_local(seen), *_join(seen), *_fetch(seen, sources)]
-        scores = np.stack([way.ttft + _COMPUTE_PRICE * way.compute for way in ways])
+        ways = [way for make in _WAYS if (way := make(seen, sources)) is not None]
+        reused = np.array([way.num_reused for way in ways])
+        load = np.array([way.load for way in ways])
+        compute = seen.compute(reused)
+        ttft = np.maximum(seen.queue + compute, load + compute / seen.fleet.num_layers)
+        scores = ttft + _COMPUTE_PRICE * compute
         index = seen.least(scores.min(axis=0))
-        way = ways[int(scores[:, index].argmin())]
-        slot = int(seen.slots[index])
-        fetches = _missing(sources, seen, slot) if way.plan is Plan.FETCH else ()
+        at = (int(scores[:, index].argmin()), index)
+        slot, plan = int(seen.slots[index]), ways[at[0]].plan
+        fetches = _missing(sources, seen, slot) if plan is Plan.FETCH else ()
         return PrefillChoice(
             slot,
-            way.plan,
-            int(way.num_reused[index]),
-            float(way.ttft[index]),
+            plan,
+            int(reused[at]),
+            float(ttft[at]),
             float(seen.queue[index]),
-            float(way.load[index]),
-            float(way.compute[index]),
+            float(load[at]),
+            float(compute[at]),
             fetches,
             keeps_copy=bool(fetches) and self._keeps(seen, slot, fetches),
         )
@@ -84,52 +76,39 @@ class CostPolicy:
         )
 
 
-def _way(seen: Situation, plan: Plan, num_reused: Values, load: Values) -> _Way:
-    compute = seen.compute(num_reused)
-    ttft = np.maximum(seen.queue + compute, load + compute / seen.fleet.num_layers)
-    return _Way(plan, num_reused, load, compute, ttft)
+class _Way(NamedTuple):
+    """One plan on all prefill instances."""
+
+    plan: Plan
+    num_reused: Values
+    load: Values
 
 
-def _recompute(seen: Situation) -> _Way:
+def _recompute(seen: Situation, sources: tuple[Fetch, ...]) -> _Way:
     nothing = np.zeros(len(seen.slots))
-    return _way(seen, Plan.RECOMPUTE, nothing, nothing)
+    return _Way(Plan.RECOMPUTE, nothing, nothing)
 
 
-def _local(seen: Situation) -> list[_Way]:
-    own = seen.local()
-    if not own.any():
-        return []
-    return [_way(seen, Plan.LOCAL, seen.tokens(own), seen.local_load())]
+def _local(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
+    if not seen.own.any():
+        return None
+    return _Way(Plan.LOCAL, seen.tokens(seen.own), seen.local_load)
 
 
-def _join(seen: Situation) -> list[_Way]:
+def _join(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
     """Wait for what a sibling is computing or fetching on that instance."""
     match = seen.match
     if match.predicted is match.local:
-        return []
+        return None
     wait = np.maximum(match.ready_at[seen.slots] - seen.now, 0.0)
-    reused = seen.tokens(match.predicted[seen.slots])
-    return [_way(seen, Plan.JOIN, reused, wait + seen.local_load())]
+    return _Way(Plan.JOIN, seen.tokens(match.predicted[seen.slots]), wait + seen.local_load)
 
 
-def _sources(seen: Situation) -> tuple[Fetch, ...]:
-    """For each run of the pool's prefix the prefill instance that is soonest free to send it."""
-    until, start, chosen = seen.fleet.links.sending_until, 0, []
-    allowed = sum(1 << int(slot) for slot in seen.slots) if seen.match.runs else 0
-    for length, mask in seen.match.runs:
-        senders = list(slots_of(mask & allowed))
-        if not senders:
-            break
-        chosen.append(Fetch(min(senders, key=until.__getitem__), start, length))
-        start += length
-    return tuple(chosen)
-
-
-def _fetch(seen: Situation, sources: tuple[Fetch, ...]) -> list[_Way]:
+def _fetch(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
     """Take the pool's prefix: what is held there, and the rest from its senders."""
     total = sum(fetch.num_chunks for fetch in sources)
     if not total:
-        return []
+        return None
     fleet, slots, now = seen.fleet, seen.slots, seen.now
     links = fleet.links
     held = np.minimum(seen.match.held[slots], total)
@@ -138,10 +117,25 @@ def _fetch(seen: Situation, sources: tuple[Fetch, ...]) -> list[_Way]:
     wait = np.maximum(np.maximum(links.receiving_until[slots], sent) - now, 0.0)
     rate = min(float(links.bytes_per_s[fetch.source]) for fetch in sources)
     remote = wait + links.setup_s + moved / np.minimum(links.bytes_per_s[slots], rate)
-    scattered = np.maximum(held - seen.local(), 0) * fleet.chunk_bytes
-    here = seen.local_load() + scattered / fleet.host_bytes_per_s[slots]
+    scattered = np.maximum(held - seen.own, 0) * fleet.chunk_bytes
+    here = seen.local_load + scattered / fleet.host_bytes_per_s[slots]
     load = np.where(moved > 0, np.maximum(remote, here), here)
-    return [_way(seen, Plan.FETCH, seen.tokens(np.full(len(slots), total)), load)]
+    return _Way(Plan.FETCH, seen.tokens(np.full(len(slots), total)), load)
+
+
+_WAYS = (_recompute, _local, _join, _fetch)
+
+
+def _sources(seen: Situation) -> tuple[Fetch, ...]:
+    """For each run of the pool's prefix the prefill instance that is soonest free to send it."""
+    until, start, chosen = seen.fleet.links.sending_until, 0, []
+    for length, mask in seen.match.runs:
+        senders = seen.fleet.slots_of(mask & seen.fleet.prefill_mask)
+        if not len(senders):
+            break
+        chosen.append(Fetch(int(senders[until[senders].argmin()]), start, length))
+        start += length
+    return tuple(chosen)
 
 
 def _missing(sources: tuple[Fetch, ...], seen: Situation, slot: int) -> tuple[Fetch, ...]:

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 
 HALF_LIFE_S = 300.0
 MAX_CHUNKS = 1_000_000
-"""Beyond that many, the chunk that was not asked for the longest is forgotten."""
+"""Of chunks that were not asked for since as many others were, at most so many are remembered."""
+_MAX_HALF_LIVES = 500
+"""A weight of 2 to that power is still a number."""
 
 
 class HeatMeter:
     """Requests per chunk, decaying.
 
+    A request at time t adds ``2 ** (t / half-life)``: what decays is what is read, not what is
+    kept. Chunks are kept in two generations: one that fills, and the one before.
+
     Args:
         half_life_s: after which a request counts half.
+        max_chunks: of a generation.
     """
 
-    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
-        self._decay = 0.5 ** (1 / half_life_s)
-        self._counts: OrderedDict[int, tuple[float, float]] = OrderedDict()
+    def __init__(self, half_life_s: float = HALF_LIFE_S, max_chunks: int = MAX_CHUNKS) -> None:
+        self._half_life_s = half_life_s
+        self._max_chunks = max_chunks
+        self._since = 0.0
+        self._counts: dict[int, float] = {}
+        self._before: dict[int, float] = {}
+        self._carry = 0.0
 
     def touch(self, keys: Iterable[int], now: float) -> None:
         """A request asks for these chunks."""
-        counts = self._counts
+        age = (now - self._since) / self._half_life_s
+        if len(self._counts) >= self._max_chunks or age > _MAX_HALF_LIVES:
+            self._before, self._carry = self._counts, 0.5**age
+            self._counts, self._since, age = {}, now, 0.0
+        weight, carry, counts, before = 2.0**age, self._carry, self._counts, self._before
         for key in keys:
-            count, since = counts.get(key, (0.0, now))
-            counts[key] = (1.0 + count * self._decay ** (now - since), now)
-            counts.move_to_end(key)
-        while len(counts) > MAX_CHUNKS:
-            counts.popitem(last=False)
+            count = counts.get(key)
+            counts[key] = weight + (before.get(key, 0.0) * carry if count is None else count)
 
     def of(self, key: int, now: float) -> float:
         """The decayed number of requests; 0 for a chunk that was forgotten."""
-        count, since = self._counts.get(key, (0.0, now))
-        return count * float(self._decay ** (now - since))
+        count = self._counts.get(key)
+        if count is None:
+            count = self._before.get(key, 0.0) * self._carry
+        return float(count * 0.5 ** ((now - self._since) / self._half_life_s))
 
 
 class CacheReports:

@@ -40,7 +40,7 @@ class CacheLocalPolicy:
     """The least queue and computation with the instance's own prefix: no transfers."""
 
     def choose(self, seen: Situation) -> PrefillChoice:
-        costs = seen.queue + seen.compute(seen.tokens(seen.local()))
+        costs = seen.queue + seen.compute(seen.tokens(seen.own))
         return seen.with_local_prefix(seen.least(costs))
 
 
@@ -49,7 +49,7 @@ class LMetricPolicy:
 
     def choose(self, seen: Situation) -> PrefillChoice:
         queues, slots = seen.fleet.queues, seen.slots
-        new = seen.request.num_tokens - seen.tokens(seen.local())
+        new = seen.request.num_tokens - seen.tokens(seen.own)
         costs = (queues.num_tokens[slots] + new) * (queues.num_requests[slots] + 1)
         return seen.with_local_prefix(seen.least(costs))
 
@@ -88,13 +88,13 @@ class PreblePolicy:
 
     def choose(self, seen: Situation) -> PrefillChoice:
         self._forget(seen.now)
-        longest = int(seen.local().max())
+        longest = int(seen.own.max())
         cached = longest * seen.fleet.chunk_tokens
         load = np.array([self._load.get(int(slot), 0.0) for slot in seen.slots])
         if cached > seen.request.num_tokens - cached:
-            costs = np.where(seen.local() == longest, load, np.inf)
+            costs = np.where(seen.own == longest, load, np.inf)
         else:
-            compute = seen.compute(seen.tokens(seen.local()))
+            compute = seen.compute(seen.tokens(seen.own))
             costs = load + 2 * compute
         choice = seen.with_local_prefix(seen.least(costs))
         self._recent.append((seen.now, choice.slot, choice.compute))

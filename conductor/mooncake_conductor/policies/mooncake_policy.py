@@ -37,7 +37,7 @@ class MooncakePolicy:
         self._boundary = boundary
 
     def choose(self, seen: Situation) -> PrefillChoice:
-        own = seen.local()
+        own = seen.own
         best, source = self._best_match(seen, own)
         transfers = self.is_far_behind(best, own)
         reused = seen.tokens(np.where(transfers, best, own))

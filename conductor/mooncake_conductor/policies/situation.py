@@ -82,6 +82,10 @@ class Situation:
         match: who holds its prefix.
         now: the time.
         rng: breaks ties.
+        slots: of the prefill instances.
+        queue: seconds that a new prefill waits there.
+        own: leading chunks that each has itself.
+        local_load: seconds to bring those into device memory.
     """
 
     fleet: Fleet
@@ -91,10 +95,14 @@ class Situation:
     rng: random.Random
     slots: Slots = field(init=False)
     queue: Values = field(init=False)
+    own: Counts = field(init=False)
+    local_load: Values = field(init=False)
 
     def __post_init__(self) -> None:
         self.slots = self.fleet.prefill_slots
         self.queue = self.fleet.queues.seconds(self.slots, self.now)
+        self.own = self.match.local[self.slots]
+        self.local_load = self._local_load()
 
     def tokens(self, num_chunks: Counts) -> Values:
         """Tokens that so many chunks save: the last one of a prompt is always computed."""
@@ -102,15 +110,10 @@ class Situation:
         return np.minimum(held, self.request.num_tokens - 1).astype(np.float64)
 
     def compute(self, num_reused: Values) -> Values:
-        """Seconds of computation."""
-        return self.fleet.prefill_seconds(self.slots, self.request.num_tokens, num_reused)
+        """Seconds of computation; a row of values per way, or one."""
+        return self.fleet.all_prefill_seconds(self.request.num_tokens, num_reused)
 
-    def local(self) -> Counts:
-        """Leading chunks that each instance has itself."""
-        return self.match.local[self.slots]
-
-    def local_load(self) -> Values:
-        """Seconds to bring a local prefix into device memory."""
+    def _local_load(self) -> Values:
         match, slots, fleet = self.match, self.slots, self.fleet
         if match.device is match.local:
             return np.zeros(len(slots))
@@ -128,14 +131,14 @@ class Situation:
 
     def with_local_prefix(self, index: int) -> PrefillChoice:
         """That instance, with what it has itself."""
-        reused = self.tokens(self.local()[index : index + 1])
-        slots = self.slots[index : index + 1]
-        compute = float(self.fleet.prefill_seconds(slots, self.request.num_tokens, reused)[0])
-        load, queue = float(self.local_load()[index]), float(self.queue[index])
+        slot, num_tokens = int(self.slots[index]), self.request.num_tokens
+        reused = min(int(self.own[index]) * self.fleet.chunk_tokens, num_tokens - 1)
+        compute = self.fleet.prefill_seconds(slot, num_tokens, reused)
+        load, queue = float(self.local_load[index]), float(self.queue[index])
         return PrefillChoice(
-            int(slots[0]),
-            Plan.LOCAL if reused[0] else Plan.RECOMPUTE,
-            int(reused[0]),
+            slot,
+            Plan.LOCAL if reused else Plan.RECOMPUTE,
+            reused,
             behind_queue(queue, load, compute, self.fleet.num_layers),
             queue,
             load,

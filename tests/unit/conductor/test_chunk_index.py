@@ -91,7 +91,7 @@ def test_a_prediction_counts_until_it_expires_is_confirmed_or_retracted() -> Non
     index.retract(0, [4])
     assert index.match([1, 2, 3, 4, 5], now=1.0).predicted[0] == 3
     assert index.match([1, 2, 3, 4, 5], now=10.0).predicted[0] == 2
-    assert not index._predictions._ready
+    assert not any(index._predictions._ready)
     assert not index._predictions._masks
 
 

@@ -198,6 +198,18 @@ def test_heat_decays_by_half_in_a_half_life() -> None:
     assert heat.of(2, now=20.0) == 0.0
 
 
+def test_heat_forgets_what_was_not_asked_for_in_two_generations() -> None:
+    heat = HeatMeter(half_life_s=10.0, max_chunks=2)
+    heat.touch([1, 2], now=0.0)
+    heat.touch([1, 3], now=10.0)
+    assert [heat.of(key, now=10.0) for key in (1, 2, 3)] == pytest.approx([1.5, 0.5, 1.0])
+    heat.touch([4], now=20.0)
+    assert heat.of(2, now=20.0) == 0.0
+    assert heat.of(1, now=20.0) == pytest.approx(0.75)
+    heat.touch([4], now=20.0 + 10.0 * 5000)
+    assert heat.of(4, now=20.0 + 10.0 * 5000) == pytest.approx(1.0)
+
+
 def test_a_load_hides_behind_the_queue_then_behind_the_layers() -> None:
     assert behind_queue(2.0, 1.0, 1.0, 10) == 3.0
     assert behind_queue(0.0, 2.0, 1.0, 10) == pytest.approx(2.1)
