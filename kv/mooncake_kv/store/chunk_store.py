@@ -144,6 +144,19 @@ class WriteHandle:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexInfo:
+    """Where a store's index is; see ``residence_index``.
+
+    Args:
+        path: of its file, for processes of the same host and user.
+        nbytes: its length.
+    """
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaInfo:
     """Where a store's memory is.
 
@@ -152,12 +165,14 @@ class ArenaInfo:
         address: first byte, in the store's own addresses: the remote side of spans.
         nbytes: its length.
         endpoints: opaque address by transport, for ``Transports.connect``.
+        index: what processes of the same host may probe by themselves.
     """
 
     epoch: str
     address: int
     nbytes: int
     endpoints: Mapping[str, bytes] = field(default_factory=dict)
+    index: IndexInfo | None = None
 
     def layout(self, geometry: KVGeometry, chunk_tokens: int) -> KVShardSpec:
         """The arena as a rank to plan against; see ``chunk_layout.plan_chunks``."""

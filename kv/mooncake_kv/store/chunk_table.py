@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
 from mooncake_kv.store.arena_allocator import ArenaAllocator, rounded_up
 from mooncake_kv.store.chunk_store import (
@@ -109,7 +110,20 @@ class TableSettings:
     quotas: Mapping[str, int] = field(default_factory=dict)
 
 
-class _NoObserver:
+class TableObserver(StoreObserver, Protocol):
+    """Follows a table more closely than a store's users may."""
+
+    def staging(self, key: bytes, is_staging: bool) -> None:
+        """A chunk is being written to memory, or no longer."""
+        ...
+
+
+class NoObserver:
+    """Follows nothing."""
+
+    def staging(self, key: bytes, is_staging: bool) -> None:
+        """Nobody follows."""
+
     def stored(self, tier: Tier, chunk: Chunk) -> None:
         """Nobody follows."""
 
@@ -126,14 +140,14 @@ class ChunkTable:
     Args:
         capacity: bytes of the arena.
         settings: see there.
-        observer: told what memory holds.
+        observer: told what memory holds, and what is being written there.
     """
 
     def __init__(
-        self, capacity: int, settings: TableSettings, observer: StoreObserver | None = None
+        self, capacity: int, settings: TableSettings, observer: TableObserver | None = None
     ) -> None:
         self.stats = StoreStats()
-        self.observer: StoreObserver = observer or _NoObserver()
+        self.observer: TableObserver = observer or NoObserver()
         self._settings = settings
         self._allocator = ArenaAllocator(capacity)
         self._policies = {SHARED: settings.make_policy()}
@@ -412,6 +426,7 @@ class ChunkTable:
             self._allocator.free(found)
             return PutRefusal.NO_ROOM
         self._index[chunk.key] = entry
+        self.observer.staging(chunk.key, True)
         self._used_bytes[self._group(chunk)] += rounded_up(chunk.nbytes)
         if chunk.parent is not None and (parent := self._index.get(chunk.parent)) is not None:
             entry.parent = parent
@@ -481,6 +496,7 @@ class ChunkTable:
             self._free(entry, now)
             return True
         entry.state, entry.used_at = ChunkState.READY, now
+        self.observer.staging(entry.chunk.key, False)
         self._leave_parent(entry)
         self._policies[self._group(entry.chunk)].add(entry.chunk)
         self.stats.num_puts += 1
@@ -493,6 +509,7 @@ class ChunkTable:
         if self._index.get(entry.chunk.key) is not entry:
             return
         del self._index[entry.chunk.key]
+        self.observer.staging(entry.chunk.key, False)
         self.stats.num_aborts += 1
         self._leave_parent(entry)
 

@@ -34,8 +34,9 @@ from mooncake_kv.store.chunk_store import (
     Tier,
     WriteHandle,
 )
-from mooncake_kv.store.chunk_table import ChunkTable, TableSettings
+from mooncake_kv.store.chunk_table import ChunkTable, NoObserver, TableSettings
 from mooncake_kv.store.eviction import DEFAULT_POLICY, make_policy
+from mooncake_kv.store.residence_index import IndexObserver, ResidenceIndex
 from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
 from mooncake_kv.store.tier_moves import TierMoves
 
@@ -92,7 +93,9 @@ class NodeStore:
         settings.make_policy()  # a wrong name is an error now
         self.memory = ArenaMemory(config.dram_bytes)
         self.epoch = secrets.token_hex(8)
-        self._table = ChunkTable(config.dram_bytes, settings, observer)
+        self._shared_index = self._open_index(config)
+        followers = IndexObserver(self._shared_index, observer or NoObserver())
+        self._table = ChunkTable(config.dram_bytes, settings, followers)
         self._clock = clock
         self._lock = threading.Lock()
         self._moves = TierMoves(self._table, self._lock, clock, config.load_timeout_s)
@@ -116,7 +119,8 @@ class NodeStore:
     @property
     def arena(self) -> ArenaInfo:
         """Where the memory is."""
-        return ArenaInfo(self.epoch, self.memory.address, self.memory.nbytes, self._endpoints)
+        where = self.memory.address, self.memory.nbytes
+        return ArenaInfo(self.epoch, *where, self._endpoints, self._shared_index.info)
 
     def open_user(self) -> StoreUser:
         """Access for one user: one instance, or one session of another process."""
@@ -136,6 +140,7 @@ class NodeStore:
         if self._moves.tier is not None:
             self._moves.tier.close()
         self._end_late_pins(math.inf)
+        self._shared_index.close()
         self.memory.close()
 
     def chunks(self) -> dict[Tier, list[Chunk]]:
@@ -240,12 +245,22 @@ class NodeStore:
         for finish in finished:
             finish()
 
+    def _open_index(self, config: NodeStoreConfig) -> ResidenceIndex:
+        directories = config.ssd.directories if config.ssd is not None else ()
+        capacity = config.dram_bytes + sum(each.capacity_bytes for each in directories)
+        try:
+            return ResidenceIndex(capacity, self.epoch)
+        except BaseException:
+            self.memory.close()
+            raise
+
     # -- SSDs -----------------------------------------------------------------------------------
 
     def _open_ssds(self, config: SsdConfig) -> None:
         try:
             tier = SsdTier(config, self.memory.view, self._clock, self._ssd_removed)
         except BaseException:
+            self._shared_index.close()
             self.memory.close()
             raise
         self._moves.tier = tier
@@ -255,8 +270,9 @@ class NodeStore:
         self._timer.start()
 
     def _ssd_removed(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            self._table.observer.removed(Tier.SSD, keys)
+        with self._lock:  # one that was written again in between is there, and was said to be
+            gone = [key for key in keys if not self._moves.has(key)]
+            self._table.observer.removed(Tier.SSD, gone)
 
     def _keep_time(self) -> None:
         while not self._stop.wait(TIMER_S):

@@ -31,6 +31,7 @@ from mooncake_kv.store.chunk_store import (
     Tier,
     WriteHandle,
 )
+from mooncake_kv.store.residence_index import ResidenceView
 from mooncake_kv.store.store_messages import (
     PAGE_CHUNKS,
     ArenaReply,
@@ -92,6 +93,7 @@ class StoreClient:
         self._name = name
         self._session: AsyncSession | None = None
         self._arena: ArenaInfo | None = None
+        self._index: ResidenceView | None = None
         self._connected = threading.Event()
         self._is_closed = False
         self._misses: dict[Future[Any], Any] = {}  # of what waits, what it gets if nothing comes
@@ -107,6 +109,12 @@ class StoreClient:
         return self._connected.wait(timeout)
 
     def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
+        index = self._index
+        found = index.probe(keys) if index is not None and keys else None
+        if found is not None:
+            future: Future[list[Residence]] = Future()
+            future.set_result(found)
+            return future
         miss = [Residence.ABSENT] * len(keys)
         return self._ask(ProbeKeys(tuple(keys)), Probed, lambda reply: list(reply.found), miss)
 
@@ -273,7 +281,9 @@ class StoreClient:
         if not isinstance(answer, ArenaReply):
             session.close("the store did not introduce itself")
             return None
-        self._arena, self._session = answer.arena, session
+        arena = answer.arena
+        self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
+        self._arena, self._session = arena, session
         self._connected.set()
         logger.info("connected to the store at %s port %d", address.host, address.port)
         return session
@@ -286,7 +296,7 @@ class StoreClient:
     def _lost(self, session: AsyncSession, error: TransferError) -> None:
         session.abort(error)
         if self._session is session:
-            self._session, self._arena = None, None
+            self._session, self._arena, self._index = None, None, None
             self._connected.clear()
             if not self._is_closed:
                 logger.warning(

@@ -216,7 +216,8 @@ class TierMoves:
         def ended(is_stored: bool) -> None:
             with self._lock:
                 self._table.release([handle.handle_id], SSD_USER, self._clock())
-                if is_stored:
+                # dropped or collected in between, it was said to be gone before
+                if is_stored and self.has(chunk.key):
                     self._table.observer.stored(Tier.SSD, chunk)
 
         self.tier.write(chunk, handle.offset, is_held, ended)

@@ -1,6 +1,7 @@
 """A node store beside memcpy, the tcp transport and fio, each in the same run and the same size."""
 
 import json
+import secrets
 import shutil
 import subprocess
 import time
@@ -16,7 +17,7 @@ from support.store_process import Rank, StoreProcess
 from mooncake_hal.bench.machine_limits import memcpy_mover
 from mooncake_hal.bench.transfer_speed import TransferShape, transport_mover
 from mooncake_kv.store.arena_memory import ArenaMemory
-from mooncake_kv.store.chunk_store import Chunk
+from mooncake_kv.store.chunk_store import Chunk, Residence
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
 from mooncake_kv.store.ssd_tier import SsdConfig, SsdTier
@@ -98,6 +99,20 @@ def test_a_probe_of_64_keys(benchmark):
     store.close()
     us = benchmark.stats.stats.median * 1e6
     record(benchmark, Figure("probe of 64 keys, this process", us, 50, "us", at_least=False))
+
+
+def test_a_probe_of_64_keys_from_another_process(benchmark, tmp_path):
+    store = StoreProcess(tmp_path, "--dram", 64 * 4096)
+    rank = Rank(store.address)
+    chunks = [Chunk(secrets.token_bytes(16), None, 0, 4096, 16) for _ in range(64)]
+    rank.client.commit(rank.client.reserve(chunks).result(60)).result(60)
+    keys = [chunk.key for chunk in chunks]
+    assert set(rank.client.probe(keys).result(60)) == {Residence.DRAM}
+    benchmark(lambda: rank.client.probe(keys).result(60))
+    rank.close()
+    store.end()
+    us = benchmark.stats.stats.median * 1e6
+    record(benchmark, Figure("probe of 64 keys, another process", us, 50, "us", at_least=False))
 
 
 def fio(path, operation, nbytes):

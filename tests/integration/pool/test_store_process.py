@@ -124,9 +124,10 @@ def test_a_store_that_is_frozen_costs_one_timeout_and_is_found_again(started):
     rank = started.rank(store)
     assert rank.put([1]) == [True]
     store.send(signal.SIGSTOP)
-    assert rank.client.probe([chunk(1).key]).result(60) == [Residence.ABSENT]
+    assert rank.client.probe([chunk(1).key]).result(60) == [Residence.DRAM], "asks nobody"
     for _ in range(100):
         assert rank.get([1]) == [False]
+    assert rank.client.probe([chunk(1).key]).result(60) == [Residence.ABSENT]
     store.send(signal.SIGCONT)
     await_store(rank)
     assert rank.get([1]) == [True]

@@ -1,0 +1,210 @@
+"""Where a store's chunks are, in memory that other processes of its host read: a probe without a
+message.
+
+A table of 8-byte words in a memfd: 61 bits of a chunk's key, and a bit each for STAGING, DRAM and
+SSD. A key has two buckets of eight words, one cache line each, and is in either. The store writes
+whole words, which a processor does at once, and never moves one: a reader sees a chunk as it was
+before a change or after it, and needs neither a lock nor a second look. What it found is a hint, as
+all that a probe finds: ``pin`` decides.
+
+What finds both its buckets full is left out, and counted in the header: then readers ask the store
+about what they did not find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.chunk_keys import KEY_BYTES
+from mooncake_kv.store.chunk_store import Chunk, IndexInfo, Residence, StoreObserver, Tier
+
+NAME = "mooncake-kv-index"
+HEADER_BYTES = 4096
+BUCKET_WORDS = 8
+BYTES_PER_CHUNK = 64 << 10
+"""The size of chunks that the table has room for, twice over; larger ones leave it emptier."""
+MIN_BUCKETS, MAX_BUCKETS = 1 << 10, 1 << 24
+
+_MAGIC = b"KVINDEX1"
+_HEADER = struct.Struct("<8s16sQQ")  # magic, epoch, buckets, chunks that are left out
+_LEFT_OUT_WORD = (_HEADER.size - 8) // 8
+_PAIR = struct.Struct("<QQ")
+_STATE_BITS = 7
+_TAG_BITS = (1 << 64) - 1 - _STATE_BITS
+_BIT = {Residence.STAGING: 1, Residence.DRAM: 2, Residence.SSD: 4}
+_RESIDENCE = tuple(
+    Residence.DRAM
+    if bits & 2
+    else Residence.STAGING
+    if bits & 1
+    else Residence.SSD
+    if bits & 4
+    else Residence.ABSENT
+    for bits in range(8)
+)
+"""By the bits of a word; as ``NodeStore.probe`` would say it."""
+
+Words = npt.NDArray[np.uint64]
+
+
+class ResidenceIndex:
+    """The store's side: the only writer. Its owner has a lock.
+
+    Args:
+        capacity_bytes: of all tiers.
+        epoch: of the store, 16 characters; a reader checks it.
+
+    Raises:
+        KVConfigError: the host has no memory for it.
+    """
+
+    def __init__(self, capacity_bytes: int, epoch: str) -> None:
+        wanted = 2 * capacity_bytes // BYTES_PER_CHUNK // BUCKET_WORDS
+        buckets = min(MAX_BUCKETS, max(MIN_BUCKETS, 1 << max(0, wanted - 1).bit_length()))
+        self._mask = buckets - 1
+        self._left_out: dict[bytes, int] = {}
+        nbytes = HEADER_BYTES + buckets * BUCKET_WORDS * 8
+        self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._fd, nbytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self._map = mmap.mmap(self._fd, nbytes)
+        except (OSError, ValueError) as exc:
+            os.close(self._fd)
+            raise KVConfigError(f"{nbytes} bytes for a store's index: {exc}") from exc
+        _HEADER.pack_into(self._map, 0, _MAGIC, epoch.encode(), buckets, 0)
+        self._words = memoryview(self._map).cast("Q")
+        self.info = IndexInfo(f"/proc/{os.getpid()}/fd/{self._fd}", nbytes)
+
+    def mark(self, key: bytes, where: Residence, is_there: bool = True) -> None:
+        """Say that a chunk is somewhere, or is there no longer."""
+        near, far, tag = _place(key, self._mask)
+        free = None
+        for first in (near, far):
+            for at, word in enumerate(self._words[first : first + BUCKET_WORDS].tolist(), first):
+                if word & _TAG_BITS == tag and word & _STATE_BITS:
+                    bits = word | _BIT[where] if is_there else word & ~_BIT[where]
+                    self._words[at] = bits if bits & _STATE_BITS else 0
+                    return
+                if not word and free is None:
+                    free = at
+        if is_there and free is not None and key not in self._left_out:
+            self._words[free] = tag | _BIT[where]
+            return
+        bits = self._left_out.pop(key, 0)
+        if bits := bits | _BIT[where] if is_there else bits & ~_BIT[where]:
+            self._left_out[key] = bits
+        self._words[_LEFT_OUT_WORD] = len(self._left_out)
+
+    def close(self) -> None:
+        """Give the memory back; readers that have it mapped keep what it was. Idempotent."""
+        if self._fd >= 0:
+            self._words.release()
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+class IndexObserver:
+    """Keeps an index as a store's tiers change, then tells another observer.
+
+    Args:
+        index: that is kept.
+        after: told the same.
+    """
+
+    def __init__(self, index: ResidenceIndex, after: StoreObserver) -> None:
+        self._index = index
+        self._after = after
+
+    def staging(self, key: bytes, is_staging: bool) -> None:
+        """A chunk is being written to memory, or no longer."""
+        self._index.mark(key, Residence.STAGING, is_staging)
+
+    def stored(self, tier: Tier, chunk: Chunk) -> None:
+        self._index.mark(chunk.key, Residence(tier.value))
+        self._after.stored(tier, chunk)
+
+    def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._index.mark(key, Residence(tier.value), False)
+        self._after.removed(tier, keys)
+
+    def cleared(self, tier: Tier) -> None:
+        self._after.cleared(tier)
+
+
+class ResidenceView:
+    """A reader's side, in another process of the host; see ``open``."""
+
+    def __init__(self, mapping: mmap.mmap, buckets: int) -> None:
+        self._map = mapping
+        self._header: Words = np.frombuffer(mapping, np.uint64, _HEADER.size // 8)
+        flat: Words = np.frombuffer(mapping, np.uint64, offset=HEADER_BYTES)
+        self._table = flat.reshape(buckets, BUCKET_WORDS)
+        self._mask = np.uint64(buckets - 1)
+
+    @classmethod
+    def open(cls, info: IndexInfo, epoch: str) -> ResidenceView | None:
+        """Map a store's index; None where it can't be reached: another host, container or user."""
+        path = Path(info.path)
+        with contextlib.suppress(OSError, ValueError):
+            # on another host a process of that number has some other file there: not opened
+            if path.parts[1:2] != ("proc",) or not os.readlink(path).startswith(f"/memfd:{NAME}"):
+                return None
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                    return None
+                mapping = mmap.mmap(fd, info.nbytes, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
+            magic, found, buckets, _ = _HEADER.unpack_from(mapping)
+            is_whole = info.nbytes == HEADER_BYTES + buckets * BUCKET_WORDS * 8
+            if (magic, found) == (_MAGIC, epoch.encode()) and is_whole:
+                return cls(mapping, buckets)
+        return None
+
+    def probe(self, keys: Sequence[bytes]) -> list[Residence] | None:
+        """Where these are; None if only the store knows."""
+        are_hashes = set(map(len, keys)) == {KEY_BYTES}
+        joined = b"".join(keys if are_hashes else map(_digest, keys))
+        pairs: Words = np.frombuffer(joined, np.uint64)
+        low, tags = pairs[::2], (pairs[1::2] & _TAG)[:, None]
+        near = self._table[low & self._mask]
+        far = self._table[low >> _HALF & self._mask]
+        words = np.concatenate((near, far), axis=1)
+        bits = np.where(words & _TAG == tags, words & _STATE, _NONE).max(axis=1).tolist()
+        if self._header[_LEFT_OUT_WORD] and 0 in bits:
+            return None
+        return [_RESIDENCE[state] for state in bits]
+
+
+_TAG, _STATE = np.uint64(_TAG_BITS), np.uint64(_STATE_BITS)
+_HALF, _NONE = np.uint64(32), np.uint64(0)
+
+
+def _digest(key: bytes) -> bytes:
+    """KEY_BYTES bytes that are as good as random; keys of that length are hashes already."""
+    if len(key) == KEY_BYTES:
+        return key
+    return hashlib.blake2b(key, digest_size=KEY_BYTES, person=b"kv-index").digest()
+
+
+def _place(key: bytes, mask: int) -> tuple[int, int, int]:
+    """The first words of both buckets, and the tag."""
+    low, high = _PAIR.unpack(_digest(key))
+    first = HEADER_BYTES // 8
+    near, far = low & mask, low >> 32 & mask
+    return first + near * BUCKET_WORDS, first + far * BUCKET_WORDS, high & _TAG_BITS
