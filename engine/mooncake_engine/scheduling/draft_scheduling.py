@@ -90,6 +90,7 @@ class DraftWorth:
         self._with: deque[float] = deque(maxlen=2 * _FEW_STEPS - 1)
         self._without: deque[float] = deque(maxlen=2 * _FEW_STEPS - 1)
         self._num_steps = 0
+        self._all_accepted = False
         self._pause = _SHORTEST_PAUSE
         self._num_paused = 0
 
@@ -98,12 +99,16 @@ class DraftWorth:
         if self._num_paused:
             self._num_paused -= 1
             return False
+        if self._all_accepted:  # n times the tokens for at most n times the work: no loss
+            return True
         self._num_steps += 1
         every = _RARELY // 4 if len(self._without) < _FEW_STEPS else _RARELY
         return self._num_steps % every != 0
 
-    def learn(self, num_tokens: int, num_drafted: int, seconds: float) -> None:
-        """Take in how many tokens came of a step, how many were drafted for it, and its time."""
+    def learn(self, num_tokens: int, num_drafted: int, num_rejected: int, seconds: float) -> None:
+        """Take in how many tokens came of a step, how many were drafted for it, how many of these
+        were rejected, and its time."""
+        self._all_accepted = num_drafted > num_rejected == 0
         (self._with if num_drafted else self._without).append(num_tokens / max(seconds, 1e-9))
         if self._num_paused or min(len(self._with), len(self._without)) < _FEW_STEPS:
             return
@@ -164,7 +169,8 @@ class DraftScheduler:
         if num_decodes and all(sequence.count == 1 for sequence in plan.sequences):
             num_tokens = sum(map(len, result.tokens.values()))
             worth = self._worth.setdefault(num_decodes.bit_length(), DraftWorth())
-            worth.learn(num_tokens, sum(result.num_drafted.values()), seconds)
+            num_drafted = sum(result.num_drafted.values())
+            worth.learn(num_tokens, num_drafted, num_decodes + num_drafted - num_tokens, seconds)
 
     def _pays(self, num_decodes: int) -> bool:
         most = self._limits.most_seqs_with_drafts

@@ -162,7 +162,7 @@ def test_drafts_are_tried_again_when_a_batch_has_become_smaller_or_faster() -> N
         for _ in range(num_steps):
             is_drafted = worth.allows()
             count += is_drafted
-            worth.learn(tokens_per_draft_step if is_drafted else 10, is_drafted, 1.0)
+            worth.learn(tokens_per_draft_step if is_drafted else 10, is_drafted, 1, 1.0)
         return count
 
     assert run(300, 5) < 60
@@ -174,8 +174,17 @@ def test_one_slow_step_proves_nothing() -> None:
     worth = DraftWorth()
     for index in range(200):
         is_drafted = worth.allows()
-        worth.learn(20 if is_drafted else 10, is_drafted, 50.0 if index % 7 == 0 else 1.0)
+        worth.learn(20 if is_drafted else 10, is_drafted, 1, 50.0 if index % 7 == 0 else 1.0)
     assert sum(worth.allows() for _ in range(64)) >= 62
+
+
+def test_no_step_is_left_out_while_every_draft_is_accepted() -> None:
+    worth = DraftWorth()
+    for _ in range(100):
+        assert worth.allows()
+        worth.learn(20, 16, 0, 1.0)
+    worth.learn(19, 16, 1, 1.0)
+    assert not all(worth.allows() for _ in range(8))
 
 
 def test_steps_of_more_sequences_than_asked_for_have_no_drafts() -> None:
