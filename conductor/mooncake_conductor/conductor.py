@@ -6,7 +6,7 @@ Pure: time and chance are arguments. The proxy and the simulator call the same o
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mooncake_conductor.cost.latency_model import LatencyModel
@@ -20,7 +20,7 @@ from mooncake_conductor.policies.heat import CacheReports, HeatMeter
 from mooncake_conductor.policies.mooncake_policy import Boundary
 from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, PolicyParts, make_policy
 from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest, Situation
-from mooncake_conductor.reservations import Reservation, ReservationBook
+from mooncake_conductor.reservations import Reservation, ReservationBook, Stage
 from mooncake_conductor.slo_admission import (
     ADMITTED,
     Admission,
@@ -45,6 +45,7 @@ class ConductorSettings:
         threshold, boundary: of the policy ``mooncake``.
         binds_late: the decode instance is chosen again when the prefill ends (pull), instead of
             once at arrival (push).
+        is_coupled: who prefills a request decodes it too; there is no hand-over.
         reservation_s: after which a reservation is taken away.
         decode_share: quantile of past decode durations that a request is expected to take.
     """
@@ -55,6 +56,7 @@ class ConductorSettings:
     threshold: float = 2.0
     boundary: Boundary = Boundary.FAST
     binds_late: bool = False
+    is_coupled: bool = False
     reservation_s: float = 600.0
     decode_share: float = 0.5
 
@@ -149,7 +151,8 @@ class Conductor:
         self.heat.touch(request.keys, now)
         choice = self._policy.choose(Situation(self.fleet, request, match, now, self._rng))
         wanted = self.admission.objectives.of(request.request_class)
-        decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s)
+        only = self._takers(request, choice.slot)
+        decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s, only)
         forecast = self._forecast(request, choice.ttft, decode)
         verdict = self.admission.at_arrival(request.request_class, forecast)
         decision = Decision(request.request_id, verdict, choice, decode, now)
@@ -170,8 +173,9 @@ class Conductor:
         # What is bound to the instance already must not be counted as its own rival.
         self.ledger.release(request_id)
         wanted = self.admission.objectives.of(request.request_class)
-        decode = self._chooser.choose(request, None, now, wanted.tbt_s)
-        if not self.settings.binds_late:
+        only = self._takers(request, made.choice.slot)
+        decode = self._chooser.choose(request, None, now, wanted.tbt_s, only)
+        if not self.settings.binds_late or self.settings.is_coupled:
             decode = self._again(request, made.decode_slot, decode)
         forecast = self._forecast(request, 0.0, decode)
         verdict = self.admission.after_prefill(request.request_class, forecast)
@@ -180,6 +184,22 @@ class Conductor:
             return verdict, None
         self.book.rebind(request_id, decode.slot, now)
         return verdict, decode.slot
+
+    def decode_elsewhere(self, request_id: str, avoid: frozenset[int], now: float) -> int | None:
+        """Its decode instance failed it: the slot of another one, bound to it from now on.
+
+        None if it has no reservation, or decodes already.
+        """
+        made = self.book.get(request_id)
+        if made is None or made.stage is Stage.DECODING:
+            return None
+        self.ledger.release(request_id)
+        request = replace(made.request, avoid=avoid)
+        wanted = self.admission.objectives.of(request.request_class)
+        only = self._takers(request, made.choice.slot)
+        decode = self._chooser.choose(request, None, now, wanted.tbt_s, only)
+        self.book.rebind(request_id, decode.slot, now)
+        return decode.slot
 
     def joined(self, request_id: str, now: float) -> None:
         """The request decodes."""
@@ -210,6 +230,12 @@ class Conductor:
         self.fleet.links.book_all(choice.fetches, choice.slot, self.fleet.chunk_bytes, now)
         deadline = now + choice.ttft + self.settings.reservation_s
         self.book.reserve(Reservation(request, choice, decision.decode.slot, deadline), now)
+
+    def _takers(self, request: RoutingRequest, prefill_slot: int) -> frozenset[int] | None:
+        """Slots that can decode what that one prefills; None if all can."""
+        if self.settings.is_coupled:
+            return frozenset((prefill_slot,))
+        return request.takers(prefill_slot) if request.takers is not None else None
 
     def _again(self, request: RoutingRequest, slot: int, best: DecodeChoice) -> DecodeChoice:
         """The instance that was chosen at arrival, by the load of now."""

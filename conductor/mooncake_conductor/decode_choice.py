@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_conductor.decode_load import DecodeLedger, DecodeLoad
-from mooncake_conductor.fleet import Fleet, Values
+from mooncake_conductor.fleet import Fleet, Slots, Values
 from mooncake_conductor.index.chunk_index import PrefixMatches
 from mooncake_conductor.policies.situation import RoutingRequest
 
+IsAllowed = NDArray[np.bool_]
 _TIE_S = 1e-9
 FULL = float("inf")
 """The TBT of an instance that has no room at all."""
@@ -65,9 +67,17 @@ class DecodeChooser:
         self._rng = rng
 
     def choose(
-        self, request: RoutingRequest, match: PrefixMatches | None, eta: float, tbt_slo: float
+        self,
+        request: RoutingRequest,
+        match: PrefixMatches | None,
+        eta: float,
+        tbt_slo: float,
+        only: frozenset[int] | None = None,
     ) -> DecodeChoice:
-        """Where it decodes from ``eta`` on; the least bad instance if none meets the objective."""
+        """Where it decodes from ``eta`` on; the least bad instance if none meets the objective.
+
+        ``only`` has the slots that can take the KV; None if all can.
+        """
         fleet = self._fleet
         slots = fleet.decode_slots
         load = self.load(eta)
@@ -77,8 +87,14 @@ class DecodeChooser:
         tbt = self.tbt(load, request.num_tokens + request.num_output_tokens / 2)
         seconds = tail + request.num_output_tokens * tbt
         cost = np.where(tbt <= tbt_slo, seconds, FULL)
+        if only is not None or request.avoid:
+            is_allowed = _allowed(slots, request.avoid, only)
+            cost = np.where(is_allowed, cost, FULL)
+            tbt = np.where(is_allowed, tbt, FULL)
         if not np.isfinite(cost).any():
             cost = tbt if np.isfinite(tbt).any() else load.num_sequences
+            if only is not None or request.avoid:
+                cost = np.where(is_allowed, cost, FULL)
         ties = np.flatnonzero(cost <= cost.min() + _TIE_S)
         index = int(ties[self._rng.randrange(len(ties))])
         return DecodeChoice(
@@ -107,3 +123,14 @@ class DecodeChooser:
         fleet = self._fleet
         moved_bytes = moved * fleet.kv_bytes_per_token / fleet.num_layers
         return fleet.links.setup_s + moved_bytes / fleet.links.bytes_per_s[fleet.decode_slots]
+
+
+def _allowed(slots: Slots, avoid: frozenset[int], only: frozenset[int] | None) -> IsAllowed:
+    """Which of these slots may be taken; all of them if none may."""
+    allowed = np.ones(len(slots), np.bool_)
+    if only is not None:
+        allowed = np.isin(slots, list(only))
+    untried = allowed & np.isin(slots, list(avoid), invert=True)
+    if untried.any():
+        return untried
+    return allowed if allowed.any() else np.ones(len(slots), np.bool_)

@@ -19,7 +19,15 @@ import uvloop
 
 from mooncake_proxy import __version__
 from mooncake_proxy.api.application import ProxyApplication
-from mooncake_proxy.config import FLOWS, AdmissionConfig, ProxyConfig, TlsConfig
+from mooncake_proxy.config import (
+    CONDUCTOR_POLICIES,
+    FLOWS,
+    POLICY_CHOICES,
+    AdmissionConfig,
+    ConductorConfig,
+    ProxyConfig,
+    TlsConfig,
+)
 from mooncake_proxy.errors import AddressTaken, ConfigError
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
@@ -30,7 +38,6 @@ from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.ops.worker_processes import WorkerSupervisor
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instances import InstanceSpec, Role
-from mooncake_proxy.routing.policies import POLICIES
 
 
 class DefaultsInHelp(argparse.HelpFormatter):
@@ -103,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add_group in (
         _add_pools,
         _add_choice,
+        _add_conductor,
         _add_health,
         _add_limits,
         _add_objectives,
@@ -176,19 +184,20 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     add(
         "--policy",
         default="least-loaded",
-        choices=tuple(POLICIES),
-        help="routing policy for both roles",
+        choices=POLICY_CHOICES,
+        help="routing policy for both roles; the conductor's (cost, mooncake, cache-local, "
+        "lmetric, dynamo, preble) choose both instances together",
     )
     for role in ("prefill", "decode"):
         add(
             f"--{role}-policy",
-            choices=tuple(POLICIES),
+            choices=POLICY_CHOICES,
             help=f"routing policy for {role} instances (default: --policy)",
         )
     add(
         "--tokenizer",
         metavar="DIR",
-        help="folder with the model's tokenizer.json: the prefix policy compares token ids",
+        help="folder with the model's tokenizer.json: prefixes are compared by token ids",
     )
     for flag, number, text in (
         ("--max-attempts", 3, "attempts per step of a request, each on another instance"),
@@ -204,6 +213,24 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="retries allowed per request, on average",
     )
+
+
+def _add_conductor(parser: argparse.ArgumentParser) -> None:
+    defaults = ConductorConfig()
+    add = parser.add_argument_group("conductor").add_argument
+    add(
+        "--costs",
+        default=defaults.costs,
+        metavar="MODEL:DEVICE:N",
+        help="what prefills and steps cost until they were measured: rows of mooncake-conductor's "
+        "tables, and devices per instance",
+    )
+    for flag, number, unit, text in (
+        ("--link-gb-s", defaults.link_gb_s, "GB/S", "network bandwidth of an instance"),
+        ("--kv-tokens", defaults.kv_tokens, "TOKENS", "KV that fits on an instance"),
+        ("--max-batch", defaults.max_batch, "N", "sequences that an instance decodes at once"),
+    ):
+        add(flag, type=type(number), default=number, metavar=unit, help=text)
 
 
 def _add_health(parser: argparse.ArgumentParser) -> None:
@@ -358,7 +385,23 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
             args.health_fall,
         ),
         admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
+        conductor=_conductor_from(args),
         tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
+    )
+
+
+def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
+    """What places requests, None where the proxy's own policies do."""
+    policy = args.prefill_policy or args.policy
+    if policy not in CONDUCTOR_POLICIES:
+        return None
+    return ConductorConfig(
+        policy=policy,
+        costs=args.costs,
+        binds_late=args.flow == "pull",
+        link_gb_s=args.link_gb_s,
+        kv_tokens=args.kv_tokens,
+        max_batch=args.max_batch,
     )
 
 

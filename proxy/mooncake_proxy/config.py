@@ -14,6 +14,10 @@ from mooncake_proxy.pool.instances import InstanceSpec
 from mooncake_proxy.routing.policies import POLICIES
 
 FLOWS = ("pull", "push", "sglang")
+# Of mooncake-conductor beside those of routing/policies.py; its own names for all that it has:
+# random, round-robin and least-loaded of both are alike but for the unit of load.
+CONDUCTOR_POLICIES = ("cost", "mooncake", "cache-local", "lmetric", "dynamo", "preble")
+POLICY_CHOICES = (*POLICIES, *CONDUCTOR_POLICIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,23 @@ class AdmissionConfig:
     max_running: int = 0
     max_waiting: int = 1024
     max_wait_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorConfig:
+    """What the conductor is told of the instances, and how it places requests.
+
+    `costs`: MODEL:DEVICE:NUMBER, what prefills and steps cost until they were measured.
+    """
+
+    policy: str = "cost"
+    costs: str = "llama-3-8b:A100:1"
+    # The decode instance is chosen again when the prefill ends.
+    binds_late: bool = True
+    link_gb_s: float = 12.5
+    # Of each instance: tokens of KV, and sequences that it decodes at once.
+    kv_tokens: int = 1_000_000
+    max_batch: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +102,21 @@ class ProxyConfig:
     client: ClientLimits = field(default_factory=ClientLimits)
     health: HealthConfig = field(default_factory=HealthConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    # None: the proxy's own policies choose.
+    conductor: ConductorConfig | None = None
     tls: TlsConfig = field(default_factory=TlsConfig)
 
     def __post_init__(self) -> None:
         self._check_choice("--flow", self.flow, FLOWS)
-        self._check_choice("--prefill-policy", self.prefill_policy, tuple(POLICIES))
-        self._check_choice("--decode-policy", self.decode_policy, tuple(POLICIES))
+        self._check_choice("--prefill-policy", self.prefill_policy, POLICY_CHOICES)
+        self._check_choice("--decode-policy", self.decode_policy, POLICY_CHOICES)
+        self._check_conductor()
         self._check_choice("--access-log", self.access_log, ("off", "errors", "all"))
-        if self.tokenizer and "prefix" not in (self.prefill_policy, self.decode_policy):
+        reads_prompts = "prefix" in (self.prefill_policy, self.decode_policy) or self.conductor
+        if self.tokenizer and not reads_prompts:
             raise ConfigError(
-                f"--tokenizer {self.tokenizer}: only the prefix policy reads prompts; "
-                "add --policy prefix or --prefill-policy prefix"
+                f"--tokenizer {self.tokenizer}: only prefix and the conductor's policies read "
+                "prompts; add --policy cost, --policy prefix or --prefill-policy prefix"
             )
         if (
             self.flow == "push"
@@ -137,6 +162,18 @@ class ProxyConfig:
         for flag, limit in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
             if limit is not None and not 0.0 < limit < math.inf:
                 raise ConfigError(f"{flag} {1000 * limit:g}: wanted more than 0 ms")
+
+    def _check_conductor(self) -> None:
+        """Its policies choose both instances of a request, together."""
+        policies = (self.prefill_policy, self.decode_policy)
+        chosen = [name for name in policies if name in CONDUCTOR_POLICIES]
+        if chosen and policies != (chosen[0],) * 2:
+            raise ConfigError(
+                f"--prefill-policy {policies[0]}, --decode-policy {policies[1]}: {chosen[0]} "
+                f"chooses both instances together; give --policy {chosen[0]}"
+            )
+        if chosen and self.conductor is None:
+            raise ConfigError(f"--policy {chosen[0]}: wanted the settings of the conductor")
 
     def _check_ports(self) -> None:
         for flag, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):

@@ -12,6 +12,7 @@ ProxyError
 │   ├── Conflict            409
 │   ├── Quarantined         422, with Retry-After
 │   ├── Overloaded          429, with Retry-After
+│   │   └── SloRefused      429: it could not be served in time
 │   ├── NoInstance          503, no live instance of a role
 │   └── ShuttingDown        503, with Retry-After
 └── UpstreamError           an instance gave no usable response
@@ -133,6 +134,25 @@ class Overloaded(Refusal):
     def headers(self) -> tuple[tuple[str, str], ...]:
         """Retry-After, in whole seconds."""
         return (("retry-after", str(self.retry_after_s)),)
+
+
+SLO_REASONS = {
+    "slo_ttft": "its first token would come later than --slo-ttft allows",
+    "slo_tbt": "its tokens would come more slowly than --slo-tbt allows",
+    "decode_full": "no decode instance has room for it",
+    "shed": "best-effort requests are shed while load is high",
+}
+
+
+class SloRefused(Overloaded):
+    """The conductor expects that a request misses its objectives; `code` says which."""
+
+    def __init__(self, code: str, retry_after_s: int) -> None:
+        reason = SLO_REASONS.get(code, "it can't be served in time")
+        super().__init__(
+            f"refused: {reason}; try again after {retry_after_s} s", retry_after_s=retry_after_s
+        )
+        self.code = code
 
 
 class Quarantined(Refusal):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -28,6 +29,8 @@ class RoutingRequest:
         num_output_tokens: that are expected.
         request_class: whose objectives and durations it shares.
         owner: who answers for its reservations: a proxy.
+        avoid: slots that it is not placed on while there are others: it has failed there.
+        takers: the slots that can take its KV from a prefill slot; None if all can.
     """
 
     request_id: str
@@ -36,6 +39,8 @@ class RoutingRequest:
     num_output_tokens: float = 256.0
     request_class: str = DEFAULT_CLASS
     owner: str = ""
+    avoid: frozenset[int] = frozenset()
+    takers: Callable[[int], frozenset[int]] | None = None
 
 
 class Plan(Enum):
@@ -100,6 +105,9 @@ class Situation:
 
     def __post_init__(self) -> None:
         self.slots = self.fleet.prefill_slots
+        if self.request.avoid:
+            is_left = np.isin(self.slots, list(self.request.avoid), invert=True)
+            self.slots = self.slots[is_left] if is_left.any() else self.slots
         self.queue = self.fleet.queues.seconds(self.slots, self.now)
         self.own = self.match.local[self.slots]
         self.local_load = self._local_load()

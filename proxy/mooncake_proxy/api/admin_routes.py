@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -13,7 +13,14 @@ from mooncake_proxy.api.admission_queue import check_key
 from mooncake_proxy.api.error_responses import answer_error, respond_json
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import forwarded_headers, request_id_of
-from mooncake_proxy.errors import BadRequest, ConfigError, Forbidden, Rejected, UpstreamError
+from mooncake_proxy.errors import (
+    BadRequest,
+    ConfigError,
+    Forbidden,
+    NotFound,
+    Rejected,
+    UpstreamError,
+)
 from mooncake_proxy.http1.http_request import HttpRequest
 from mooncake_proxy.http1.http_wire import header_lines
 from mooncake_proxy.ops.proxy_metrics import gauge_lines
@@ -28,7 +35,8 @@ ANSWER_TIMEOUT_S = 10.0
 MODEL_PATH = "/v1/models/"
 INSTANCES_PATH = "/instances"
 # What --admin-port takes off the public port.
-ADMIN_PATHS = frozenset({"/", "/view", "/metrics", INSTANCES_PATH})
+EXPLAIN_PATH = "/conductor/explain"
+ADMIN_PATHS = frozenset({"/", "/view", "/metrics", INSTANCES_PATH, EXPLAIN_PATH})
 # Whose requests have bodies of any length, for clients with an API key.
 BODY_PATHS = frozenset(
     {*(endpoint.path for endpoint in OpenAIEndpoint), "/tokenize", "/detokenize"}
@@ -50,6 +58,7 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
         "/tokenize": {"POST": handlers.forward_to_instance},
         "/detokenize": {"POST": handlers.forward_to_instance},
         INSTANCES_PATH: {"GET": handlers.instances, "POST": handlers.change},
+        EXPLAIN_PATH: {"GET": handlers.explain},
         **generating,
     }
 
@@ -128,6 +137,16 @@ class AdminHandlers:
         except (msgspec.DecodeError, ConfigError) as exc:
             raise BadRequest(f"change of instances: {exc}") from exc
         respond_json(request, 200, {"instance": instance_info(instance) if instance else None})
+
+    async def explain(self, request: HttpRequest) -> None:
+        """`?request=ID`: why a request went where it went, with all terms."""
+        conductor = self._router.conductor
+        if conductor is None:
+            raise NotFound("the conductor places no requests here: start with --policy cost")
+        given = parse_qs(request.query).get("request", [])
+        if len(given) != 1:
+            raise BadRequest(f"{EXPLAIN_PATH}?request=ID: wanted one X-Request-Id, found {given}")
+        respond_json(request, 200, conductor.explain(given[0]))
 
     def _check_admin_key(self, request: HttpRequest) -> None:
         keys = self._process.config.admin_keys

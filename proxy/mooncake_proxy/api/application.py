@@ -215,6 +215,8 @@ class ProxyApplication:
             sweep_timeouts(self.client)
             self.router.metrics.settle()
             self.router.pool.finish_drains()
+            if self.router.conductor is not None:
+                self.router.conductor.sweep()
             now = self.router.now()
             if now >= forget_at:
                 forget_at = now + FORGET_INTERVAL_S
@@ -298,6 +300,8 @@ class ProxyApplication:
                 await self._flow(self.router, context)
             finally:
                 self.admission.leave()
+                if self.router.conductor is not None:
+                    self.router.conductor.ended(context)
             if self.router.suspects:
                 self.router.suspects.clear(context.client_body)
         except asyncio.CancelledError:
@@ -371,6 +375,8 @@ class ProxyApplication:
         elapsed_s = self.router.now() - active.arrival
         self.access.write(request, context, active.request_id, elapsed_s, error)
         if context is not None and context.trace is not None:
+            if context.routed is not None:
+                context.trace.note_decision(context.routed.record())
             context.trace.end(request.status, error)
 
     # ------------------------------------------------ everything else

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from mooncake_proxy.http1.http_request import HttpRequest
 if TYPE_CHECKING:
     from mooncake_proxy.flows.recomputation import TokenRecord
     from mooncake_proxy.ops.proxy_tracing import RequestTrace
+    from mooncake_proxy.routing.conductor_fleet import RoutedRequest
 
 # Client headers forwarded to instances. Trace headers only where the proxy makes no spans.
 FORWARDED = (b"authorization",)
@@ -118,6 +119,10 @@ class RequestContext:
     # Of a short prompt that D computes: its uncached tokens, until the first token.
     num_short_tokens: int = 0
     timing: StreamTiming = field(default_factory=StreamTiming)
+    # Its token ids, where the proxy has made them or the client sent them.
+    token_ids: Sequence[int] | None = None
+    # Where the conductor has placed it.
+    routed: RoutedRequest | None = None
     # Its spans, where requests are traced.
     trace: RequestTrace | None = None
     # For the log: which instances took part.

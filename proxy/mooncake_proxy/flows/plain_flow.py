@@ -72,5 +72,7 @@ def _note_first(
     if context.prefiller and context.streams:
         router.short_prompts.note_handover(elapsed_s)
     router.end_short_prompt(context)
+    if router.conductor is not None:
+        router.conductor.decoding(context)
     if not context.request.has_started:
         router.note_first_token(context)

@@ -53,6 +53,7 @@ def pull(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
 async def _pass(router: RequestRouter, context: RequestContext) -> None:
     """Prefill and decode once."""
     role = role_without_disaggregation(router, context)
+    router.place(context, role)
     if role is not None:
         await plain(router, context, role)
         return
@@ -69,6 +70,7 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
         await prefill_locally(router, context, "no_params")
     else:
         with HeldKV(router, context, prefill) as held:
+            router.note_prefilled(context, prefill.instance, prefill.kv_params, prefill.began)
             await router.attempt(Role.DECODE, context, held.decode, prefill.instance.is_compatible)
 
 
@@ -83,6 +85,8 @@ class PrefillResult:
     params: Raw | None
     kv_params: KVTransferParams
     is_final: bool
+    # When P was asked, in loop time.
+    began: float = 0.0
 
 
 class HeldKV:
@@ -197,6 +201,7 @@ async def _prefill(
     began, was_idle = router.now(), instance.total_running == 1
     body = await _send_prefill(router, context, instance, HOLD_KV_PARAMS)
     prefill = parse_prefill_answer(instance, body)
+    prefill.began = began
     if was_idle:
         kv = prefill.kv_params
         num_uncached = (kv.num_prompt_tokens or 0) - (kv.remote_cached_tokens or 0)

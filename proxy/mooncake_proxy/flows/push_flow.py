@@ -45,6 +45,7 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
         # A push transfers the KV and first token of one choice.
         router.metrics.fallbacks.add("several_answers")
         role = Role.DECODE
+    router.place(context, role)
     if role is not None:
         await plain(router, context, role)
         return
@@ -100,6 +101,7 @@ async def _prefill(
     started = router.now()
     payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
     answer = await instance.connections.fetch(payload, context.deadline)
+    router.note_pushed(context)
     if context.record is not None:
         context.record.note_prefill(decode_answer(instance, answer))
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)

@@ -52,6 +52,8 @@ class AccessLog:
                 "decode": context.decoder,
                 "attempts": context.attempt + 1,
             }
+            if context.routed is not None:
+                fields["decision"] = context.routed.record()
         if error is not None:
             fields["error"] = str(error)
         self._lines.append(encode(fields))

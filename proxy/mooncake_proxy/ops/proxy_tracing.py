@@ -109,6 +109,11 @@ class RequestTrace:
         self._tracer = tracer
         self._span = span
 
+    def note_decision(self, record: Mapping[str, Any]) -> None:
+        """What the conductor decided: its numbers and words, by path."""
+        for name, value in _leaves("mooncake.decision", record):
+            self._span.set_attribute(name, value)
+
     def end(self, status: int, error: BaseException | None) -> None:
         """The request is answered; or its client is gone, `status` 499."""
         self._span.set_attribute("http.response.status_code", status)
@@ -150,6 +155,18 @@ class RequestTrace:
             raise
         finally:
             span.end()
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, str | int | float | bool]]:
+    """A path and a value for everything inside that a span can have as an attribute."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(f"{path}.{name}", inner)
+    elif isinstance(value, list | tuple):
+        for position, inner in enumerate(value):
+            yield from _leaves(f"{path}.{position}", inner)
+    elif isinstance(value, str | int | float):
+        yield path, value
 
 
 def _mark_failed(span: Span, error: BaseException) -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint, encode
 from mooncake_proxy.api.proxied_request import FORWARDED, RequestContext, forwarded_headers
@@ -28,7 +28,7 @@ from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 from mooncake_proxy.ops.proxy_tracing import RequestTrace, load_tracing
 from mooncake_proxy.pool.health_checks import PassiveHealth
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
-from mooncake_proxy.routing.policies import NOTHING_CACHED, POLICIES, RoutingHint
+from mooncake_proxy.routing.policies import NOTHING_CACHED, POLICIES, RoutingHint, least_loaded
 from mooncake_proxy.routing.prefix_index import (
     MAX_CHARACTERS,
     PrefixIndex,
@@ -41,6 +41,9 @@ from mooncake_proxy.routing.prefix_index import (
 )
 from mooncake_proxy.routing.retries import MAX_LOSSES, RetryBudget, SuspectBodies
 from mooncake_proxy.routing.short_prompts import ShortPrompts
+
+if TYPE_CHECKING:
+    from mooncake_proxy.routing.conductor_routing import ConductorRouting
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,8 +104,10 @@ class RequestRouter:
         self.metaserver_url = ""
         self._rng = Random(seed)
         self._turns = RoundRobinTurns()
-        self._prefill_policy = POLICIES[config.prefill_policy]
-        self._decode_policy = POLICIES[config.decode_policy]
+        # Where the conductor chooses, these take what it has no choice to make for.
+        self._prefill_policy = POLICIES.get(config.prefill_policy, least_loaded)
+        self._decode_policy = POLICIES.get(config.decode_policy, least_loaded)
+        self.conductor = self._load_conductor(config)
         policies = (config.prefill_policy, config.decode_policy)
         self._wants_session = "session" in policies
         self._wants_prefix = "prefix" in policies
@@ -112,6 +117,14 @@ class RequestRouter:
         # None: requests leave no spans.
         self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
         self._background: set[asyncio.Task[None]] = set()
+
+    def _load_conductor(self, config: ProxyConfig) -> ConductorRouting | None:
+        """It needs numpy: only where it is asked for."""
+        if config.conductor is None:
+            return None
+        from mooncake_proxy.routing.conductor_routing import ConductorRouting
+
+        return ConductorRouting(self.pool, config.conductor, self._rng, self.now)
 
     def set_own_url(self, url: str) -> None:
         """Set the address at which decode instances reach this process."""
@@ -147,6 +160,7 @@ class RequestRouter:
             ids = await self.client.loop.run_in_executor(None, tokenize, text)
         if len(text) < MAX_CHARACTERS:
             context.prompt_tokens = max(1, len(ids))
+        context.token_ids = ids
         self._expect_hits(context, token_hashes(ids))
 
     def _expect_hits(self, context: RequestContext, hashes: tuple[int, ...]) -> None:
@@ -202,6 +216,27 @@ class RequestRouter:
             if instance.bootstrap is not None:
                 instance.bootstrap.forget()
 
+    # ------------------------------------------------ the conductor
+
+    def place(self, context: RequestContext, role: Role | None) -> None:
+        """Let the conductor, if there is one, choose the instances of a request that is split
+        (`role` None) or served by one of that role. SloRefused where it would be late."""
+        if self.conductor is not None:
+            self.conductor.place(context, role)
+
+    def note_pushed(self, context: RequestContext) -> None:
+        """P has answered, and the KV went to D while it was computed."""
+        if self.conductor is not None:
+            self.conductor.pushed(context)
+
+    def note_prefilled(
+        self, context: RequestContext, instance: Instance, kv: KVTransferParams, began: float
+    ) -> None:
+        """P has answered a request that it began to compute at `began`. SloRefused where no
+        decode instance can go on in time."""
+        if self.conductor is not None:
+            self.conductor.prefilled(context, instance, kv, began)
+
     # ------------------------------------------------ choice
 
     def choose(
@@ -214,6 +249,10 @@ class RequestRouter:
         """The instance for this step: preferably one that has not failed it yet and is compatible
         with the other side. NoInstance if none is live."""
         live: Sequence[Instance] = self.pool.require(role)
+        if context.routed is not None and self.conductor is not None:
+            placed = self.conductor.choose(context, context.routed, role, tried)
+            if placed is not None:
+                return placed
         if tried:
             live = [instance for instance in live if instance not in tried] or live
         if is_compatible is not None and self.pool.has_incompatible_pairs:

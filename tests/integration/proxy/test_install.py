@@ -1,4 +1,4 @@
-"""What the proxy needs: its three libraries and nothing of this repository."""
+"""What the proxy needs: its libraries and, of this repository, the conductor alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROXY = Path(__file__).resolve().parents[3] / "proxy"
 IMPORT_ALL = """
 import pkgutil, sys
@@ -14,17 +16,32 @@ import mooncake_proxy
 for module in pkgutil.walk_packages(mooncake_proxy.__path__, "mooncake_proxy."):
     if not module.name.endswith("__main__"):
         __import__(module.name)
-unwanted = {"torch", "numpy", "yaml", "mooncake_hal", "mooncake_engine"} & set(sys.modules)
+unwanted = {"torch", "yaml", "mooncake_hal", "mooncake_kv", "mooncake_engine"} & set(sys.modules)
+sys.exit(f"imported: {unwanted}" if unwanted else 0)
+"""
+WITHOUT_THE_CONDUCTOR = """
+import sys
+from mooncake_proxy.api.application import ProxyApplication
+from mooncake_proxy.cli import build_parser, config_from
+arguments = ["--backend-url", "http://127.0.0.1:1", "--policy", "prefix"]
+config = config_from(build_parser().parse_args(arguments))
+import asyncio
+async def main():
+    ProxyApplication(config)
+asyncio.run(main())
+unwanted = {"numpy", "zmq", "mooncake_conductor"} & set(sys.modules)
 sys.exit(f"imported: {unwanted}" if unwanted else 0)
 """
 
 
-def test_importing_all_of_it_brings_no_torch_no_numpy_and_no_sibling() -> None:
-    subprocess.run([sys.executable, "-c", IMPORT_ALL], check=True, timeout=30, cwd=PROXY)
+@pytest.mark.parametrize("code", [IMPORT_ALL, WITHOUT_THE_CONDUCTOR], ids=["all", "default"])
+def test_importing_brings_no_torch_no_engine_and_numpy_only_where_it_is_used(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, cwd=PROXY)
 
 
-def test_it_depends_on_its_http_stack_only() -> None:
+def test_it_depends_on_its_http_stack_and_the_conductor_only() -> None:
     text = (PROXY / "pyproject.toml").read_text("utf-8")
     wanted = text.split("\ndependencies = [")[1].split("]")[0]
     names = set(re.findall(r'"([a-z-]+)', wanted))
-    assert names == {"uvloop", "httptools", "msgspec", "async-timeout"}
+    http_stack = {"uvloop", "httptools", "msgspec", "async-timeout"}
+    assert names == http_stack | {"mooncake-conductor", "pyzmq"}

@@ -99,7 +99,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tokenizer_that_nobody_reads_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match="only the prefix policy reads prompts"):
+    with pytest.raises(ConfigError, match="add --policy cost, --policy prefix"):
         ProxyConfig(tokenizer=str(MODEL))
 
 

@@ -1,0 +1,303 @@
+"""The conductor beside the instances of one model: who has which slot, and what it reports.
+
+`mooncake_conductor` knows slots and seconds, the proxy instances and exchanges: here they meet.
+Imported only where the conductor is asked for: it needs numpy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from mooncake_conductor.conductor import Conductor, ConductorSettings, Decision
+from mooncake_conductor.cost.latency_model import MODELS, LatencyModel, cold_start, find
+from mooncake_conductor.cost.online_fit import RunningQuantile
+from mooncake_conductor.errors import ConductorConfigError
+from mooncake_conductor.fleet import Fleet, InstanceSpec, Role as FleetRole
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.policies.situation import RoutingRequest
+from mooncake_conductor.simulator.engine_models import ChunkCache
+from mooncake_conductor.slo_admission import Verdict
+from mooncake_proxy.config import ConductorConfig
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.pool.instances import Instance, InstancePool, Role
+from mooncake_proxy.routing.prompt_keys import CHUNK_TOKENS, Keys
+
+logger = logging.getLogger(__name__)
+MAX_INSTANCES = 1024
+# What an answer is expected to have until some were seen.
+INITIAL_OUTPUT_TOKENS = 256.0
+_OWNER = os.urandom(6).hex()
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """Where a request was placed. `names` are those of the slots at that time."""
+
+    fleet: ConductorFleet
+    request: RoutingRequest
+    decision: Decision
+    names: dict[int, str]
+    # Of its decode instance; changes until it decodes.
+    decode_slot: int
+    outcome: dict[str, Any]
+
+    def slot(self, role: Role) -> int:
+        """Of the instance that takes the step of that role."""
+        return self.decode_slot if role is Role.DECODE else self.decision.prefill.slot
+
+    def record(self) -> dict[str, Any]:
+        """Every term of the decision, and what became of it."""
+        return self.decision.explain(self.names) | {"outcome": self.outcome}
+
+
+@dataclass(slots=True)
+class _Seat:
+    """An instance in its slot."""
+
+    instance: Instance
+    role: Role
+    # What it is believed to hold, until it publishes events.
+    believed: ChunkCache | None
+    # When it last answered a prefill: what it took for the next began no sooner.
+    free_at: float = 0.0
+
+
+class ConductorFleet:
+    """One conductor and its instances. `is_coupled`: those that serve whole requests."""
+
+    def __init__(
+        self, pool: InstancePool, config: ConductorConfig, *, is_coupled: bool, rng: Random
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._roles = (Role.BOTH,) if is_coupled else (Role.PREFILL, Role.DECODE)
+        self._cold, fleet = _costs(config)
+        settings = ConductorSettings(
+            policy=config.policy, binds_late=config.binds_late, is_coupled=is_coupled
+        )
+        self.conductor = Conductor(fleet, settings, rng)
+        self._seats: dict[int, _Seat] = {}
+        self._slots: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._version = -1
+        self._output_tokens: dict[str, RunningQuantile] = {}
+
+    def instance(self, slot: int) -> Instance | None:
+        """Who has that slot."""
+        seat = self._seats.get(slot)
+        return None if seat is None else seat.instance
+
+    def slot(self, instance: Instance) -> int | None:
+        """Where an instance sits."""
+        return self._slots.get(instance.name)
+
+    def follow_pool(self, now: float) -> None:
+        """Give new instances a slot; what is not live any more loses its own, and what was
+        reserved there."""
+        if self._version == self._pool.version:
+            return
+        self._version = self._pool.version
+        live = {(i.name, role): i for role in self._roles for i in self._pool.live(role)}
+        for slot, seat in tuple(self._seats.items()):
+            if live.get((seat.instance.name, seat.role)) is not seat.instance:
+                self._leave(slot, now)
+        for (name, role), instance in live.items():
+            if name not in self._slots:
+                self._join(instance, role)
+        self._names = {slot: seat.instance.name for slot, seat in self._seats.items()}
+
+    def place(
+        self,
+        *,
+        num_tokens: int,
+        keys: Keys,
+        token_limit: int | None,
+        request_class: str,
+        now: float,
+    ) -> RoutedRequest | None:
+        """Choose both instances; None while there is no pair to choose from."""
+        self.follow_pool(now)
+        fleet = self.conductor.fleet
+        if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
+            return None
+        expected = self._output(request_class).value
+        if token_limit is not None:
+            expected = min(expected, max(float(token_limit), 1.0))
+        takers = self._takers if self._pool.has_incompatible_pairs else None
+        request = RoutingRequest(
+            f"{_OWNER}-{next(_numbers)}",
+            max(num_tokens, CHUNK_TOKENS * len(keys)),
+            keys,
+            expected,
+            request_class,
+            _OWNER,
+            takers=takers,
+        )
+        return self._route(request, now)
+
+    def place_again(
+        self, routed: RoutedRequest, tried: Collection[Instance], now: float
+    ) -> RoutedRequest | None:
+        """Elsewhere than on those that have failed it; None if the conductor would refuse it."""
+        self.follow_pool(now)
+        self.conductor.ended(routed.request.request_id, now)
+        fleet = self.conductor.fleet
+        if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
+            return None
+        request = replace(routed.request, avoid=self._slots_of(tried))
+        found = self._route(request, now)
+        return found if found.decision.verdict.is_admitted else None
+
+    def decode_elsewhere(
+        self, routed: RoutedRequest, tried: Collection[Instance], now: float
+    ) -> None:
+        """Bind it to a decode instance that has not failed it."""
+        self.follow_pool(now)
+        slot = self.conductor.decode_elsewhere(
+            routed.request.request_id, self._slots_of(tried), now
+        )
+        if slot is not None:
+            routed.decode_slot = slot
+
+    def prefilled(self, routed: RoutedRequest, now: float) -> Verdict:
+        """Its prefill is done: may it decode, and where."""
+        verdict, slot = self.conductor.prefilled(routed.request.request_id, now)
+        if slot is not None:
+            routed.decode_slot = slot
+        routed.outcome["prefilled_at"] = now
+        self._remember(routed.decision.prefill.slot, routed.request.keys)
+        return verdict
+
+    def pushed(self, routed: RoutedRequest, now: float) -> None:
+        """Its prefill is done; where it decodes was settled before."""
+        self.conductor.book.prefilled(routed.request.request_id, now)
+        routed.outcome["prefilled_at"] = now
+        self._remember(routed.decision.prefill.slot, routed.request.keys)
+
+    def measure_prefill(
+        self, instance: Instance, num_tokens: int, num_cached: int, began: float, now: float
+    ) -> None:
+        """What a prefill took without its wait: since the instance answered the one before."""
+        slot = self._slots.get(instance.name)
+        if slot is None:
+            return
+        seat = self._seats[slot]
+        begun, seat.free_at = max(began, seat.free_at), now
+        if num_tokens > num_cached:
+            self.conductor.measured_prefill(slot, num_tokens, num_cached, now - begun)
+
+    def decoding(self, routed: RoutedRequest, now: float) -> None:
+        """It decodes."""
+        self.conductor.joined(routed.request.request_id, now)
+        routed.outcome.setdefault("decoding_at", now)
+        self._remember(routed.decode_slot, routed.request.keys)
+
+    def finished(
+        self, routed: RoutedRequest, num_tokens: int, seconds_per_token: float | None, now: float
+    ) -> None:
+        """It has its whole answer, of about so many tokens."""
+        request = routed.request
+        if seconds_per_token is not None:
+            self._measure_step(routed, seconds_per_token)
+        self.conductor.finished(request.request_id, now)
+        self._output(request.request_class).report(float(num_tokens))
+
+    def ended(self, routed: RoutedRequest, now: float) -> None:
+        """It failed, was refused, or its client left."""
+        self.conductor.ended(routed.request.request_id, now)
+
+    def sweep(self, now: float) -> None:
+        """Release what is overdue, forget what nobody holds."""
+        self.follow_pool(now)
+        self.conductor.book.sweep(now)
+        self.conductor.index.collect(1)
+
+    def _route(self, request: RoutingRequest, now: float) -> RoutedRequest:
+        decision = self.conductor.route(request, now)
+        return RoutedRequest(self, request, decision, self._names, decision.decode.slot, {})
+
+    def _measure_step(self, routed: RoutedRequest, seconds: float) -> None:
+        fleet = self.conductor.fleet
+        if routed.decode_slot not in fleet.names:
+            return
+        load = self.conductor.ledger.now()
+        index = int((fleet.decode_slots == routed.decode_slot).argmax())
+        sequences, context = load.num_sequences[index], load.num_context[index]
+        self.conductor.measured_step(routed.decode_slot, int(sequences), int(context), seconds)
+
+    def _output(self, request_class: str) -> RunningQuantile:
+        if request_class not in self._output_tokens:
+            self._output_tokens[request_class] = RunningQuantile(0.5, INITIAL_OUTPUT_TOKENS)
+        return self._output_tokens[request_class]
+
+    def _takers(self, slot: int) -> frozenset[int]:
+        """Who can take the KV of that slot's instance."""
+        prefill = self._seats[slot].instance
+        seats = self._seats.items()
+        return frozenset(
+            at
+            for at, seat in seats
+            if seat.role is not Role.PREFILL and prefill.is_compatible(seat.instance)
+        )
+
+    def _slots_of(self, instances: Collection[Instance]) -> frozenset[int]:
+        found = (self._slots.get(instance.name) for instance in instances)
+        return frozenset(slot for slot in found if slot is not None)
+
+    def _join(self, instance: Instance, role: Role) -> None:
+        spec = InstanceSpec(
+            instance.name,
+            FleetRole(role.value),
+            self._cold,
+            link_gb_s=self._config.link_gb_s,
+            kv_tokens=self._config.kv_tokens,
+            max_batch=self._config.max_batch,
+        )
+        try:
+            slot = self.conductor.add(spec)
+        except ConductorConfigError as exc:
+            instance.warn_once("no_slot", f"gets no requests from the conductor: {exc}")
+            return
+        believed = ChunkCache(self._config.kv_tokens // CHUNK_TOKENS)
+        self._seats[slot] = _Seat(instance, role, believed)
+        self._slots[instance.name] = slot
+
+    def _leave(self, slot: int, now: float) -> None:
+        seat = self._seats.pop(slot)
+        del self._slots[seat.instance.name]
+        lost = self.conductor.remove(slot, now)
+        logger.info("%s is gone: %d reservations released", seat.instance.name, len(lost))
+
+    def _remember(self, slot: int, keys: Sequence[int]) -> None:
+        """Without events: it holds now what it has just worked on, and no more than fits."""
+        seat = self._seats.get(slot)
+        if seat is None or seat.believed is None:
+            return
+        new, evicted = seat.believed.insert(keys)
+        self.conductor.index.stored(slot, Tier.DEVICE, new)
+        self.conductor.index.removed(slot, Tier.DEVICE, evicted)
+
+
+def _costs(config: ConductorConfig) -> tuple[LatencyModel, Fleet]:
+    """Costs to begin with, and a fleet for the model's KV."""
+    model, _, rest = config.costs.partition(":")
+    device, _, number = rest.partition(":")
+    try:
+        shape = find(MODELS, model, "model")
+        latency = cold_start(model, device, int(number or "1"))
+    except (ConductorConfigError, ValueError) as exc:
+        raise ConfigError(f"--costs {config.costs}: wanted MODEL:DEVICE:NUMBER; {exc}") from exc
+    fleet = Fleet(
+        MAX_INSTANCES,
+        chunk_tokens=CHUNK_TOKENS,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        num_layers=shape.num_layers,
+    )
+    return latency, fleet

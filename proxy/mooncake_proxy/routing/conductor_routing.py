@@ -1,0 +1,152 @@
+"""Requests and the conductor: placed at arrival, followed to their end, explained on demand."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from mooncake_conductor.slo_admission import Verdict
+from mooncake_proxy.api.openai_bodies import KVTransferParams
+from mooncake_proxy.api.proxied_request import RequestContext
+from mooncake_proxy.config import ConductorConfig
+from mooncake_proxy.errors import NotFound, SloRefused
+from mooncake_proxy.pool.instances import Instance, InstancePool, Role
+from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
+from mooncake_proxy.routing.prompt_keys import keys_of
+
+MAX_RECORDS = 2048
+
+
+class ConductorRouting:
+    """Asks the conductor whom to send requests to, and tells it what happened.
+
+    `now` gives loop time in seconds.
+    """
+
+    def __init__(
+        self, pool: InstancePool, config: ConductorConfig, rng: Random, now: Callable[[], float]
+    ) -> None:
+        self._pool = pool
+        self._now = now
+        # Requests that are split go through one, those that one instance serves through the other.
+        self.pairs = ConductorFleet(pool, config, is_coupled=False, rng=rng)
+        self.whole = ConductorFleet(pool, config, is_coupled=True, rng=rng)
+        # The latest decisions by the id that the client knows.
+        self._records: OrderedDict[str, RoutedRequest] = OrderedDict()
+
+    def place(self, context: RequestContext, role: Role | None) -> None:
+        """Choose the instances of a request that is split (`role` None) or served whole.
+
+        SloRefused where it could not be served in time.
+        """
+        if role not in (None, Role.BOTH):
+            return  # what a decode instance does alone has no choice to price
+        fleet = self.pairs if role is None else self.whole
+        if context.routed is not None:  # a new pass, as the first was given back
+            context.routed.fleet.ended(context.routed, self._now())
+            context.routed = None
+        routed = fleet.place(
+            num_tokens=context.prompt_tokens,
+            keys=keys_of(context),
+            token_limit=context.parsed.token_limit,
+            request_class=context.request_class,
+            now=self._now(),
+        )
+        if routed is None:
+            return
+        self._note(context, routed)
+        self._check(routed.decision.verdict)
+
+    def choose(
+        self, context: RequestContext, routed: RoutedRequest, role: Role, tried: Sequence[Instance]
+    ) -> Instance | None:
+        """The instance of this step; another one if it has been tried or takes no requests. None
+        if the conductor has none."""
+        fleet, live = routed.fleet, self._pool.live(role)
+        chosen = fleet.instance(routed.slot(role))
+        if chosen in live and chosen not in tried:
+            return chosen
+        failed = [*tried, chosen] if chosen is not None else tried
+        if role is Role.DECODE:
+            fleet.decode_elsewhere(routed, failed, self._now())
+        else:
+            again = fleet.place_again(routed, failed, self._now())
+            if again is None:
+                context.routed = None
+                return None
+            self._note(context, again)
+            routed = again
+        chosen = fleet.instance(routed.slot(role))
+        return chosen if chosen in live and chosen not in tried else None
+
+    def prefilled(
+        self, context: RequestContext, instance: Instance, kv: KVTransferParams, began: float
+    ) -> None:
+        """The prefill is done. SloRefused where no decode instance can go on in time."""
+        now, routed = self._now(), context.routed
+        fleet = self.pairs if routed is None else routed.fleet
+        num_tokens, num_cached = kv.num_prompt_tokens or 0, kv.remote_cached_tokens or 0
+        if num_tokens:
+            fleet.measure_prefill(instance, num_tokens, num_cached, began, now)
+        if routed is not None:
+            routed.outcome |= {"prefill_s": now - began, "num_reused": num_cached}
+            self._check(fleet.prefilled(routed, now))
+
+    def pushed(self, context: RequestContext) -> None:
+        """The prefill is done on an instance that had been told where to write the KV."""
+        if (routed := context.routed) is not None:
+            routed.fleet.pushed(routed, self._now())
+
+    def decoding(self, context: RequestContext) -> None:
+        """Its first token, or its whole answer, has come."""
+        if (routed := context.routed) is not None:
+            now = self._now()
+            routed.outcome.setdefault("ttft_s", now - context.arrival)
+            routed.fleet.decoding(routed, now)
+
+    def ended(self, context: RequestContext) -> None:
+        """The request is over, in whatever way: nothing stays reserved."""
+        routed, now = context.routed, self._now()
+        if routed is None:
+            return
+        request = context.request
+        is_whole = request.ended and request.status == 200
+        routed.outcome |= {"is_whole": is_whole, "seconds": now - context.arrival}
+        timing = context.timing
+        if not is_whole:
+            routed.fleet.ended(routed, now)
+            return
+        per_token = None
+        if timing.num_gaps and timing.first_at is not None and timing.last_at is not None:
+            per_token = (timing.last_at - timing.first_at) / timing.num_gaps
+            routed.outcome["tbt_s"] = per_token
+        routed.fleet.finished(routed, timing.num_gaps + 1, per_token, now)
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """The decision about a request, with every term. NotFound where there is none any more."""
+        routed = self._records.get(request_id)
+        if routed is None:
+            raise NotFound(
+                f"no decision about a request {request_id!r}: the latest {MAX_RECORDS} of this "
+                "proxy are kept, by X-Request-Id"
+            )
+        return routed.record()
+
+    def sweep(self) -> None:
+        """A few times a second."""
+        now = self._now()
+        self.pairs.sweep(now)
+        self.whole.sweep(now)
+
+    def _note(self, context: RequestContext, routed: RoutedRequest) -> None:
+        context.routed = routed
+        self._records[context.request_id] = routed
+        self._records.move_to_end(context.request_id)
+        if len(self._records) > MAX_RECORDS:
+            self._records.popitem(last=False)
+
+    def _check(self, verdict: Verdict) -> None:
+        if verdict.refusal is not None:
+            raise SloRefused(verdict.refusal.value, verdict.retry_after_s)
