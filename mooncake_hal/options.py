@@ -48,6 +48,7 @@ class Option:
         default_text: the default in words, where the value alone would not say it.
         choices: the texts that are accepted; empty for any.
         is_switch: takes no value; its presence sets True, or False for a ``--no-...``.
+        is_negatable: a switch with both forms, and None where neither is given.
         nargs: ``+`` for several values after one flag.
         is_repeated: the flag may be given several times, one value each.
         is_required: there is no default.
@@ -63,6 +64,7 @@ class Option:
     default_text: str = ""
     choices: tuple[str, ...] = ()
     is_switch: bool = False
+    is_negatable: bool = False
     nargs: str | None = None
     is_repeated: bool = False
     is_required: bool = False
@@ -76,7 +78,11 @@ class Option:
         """Let a command take it."""
         text = f"{self.help} (default: {self.default_text})" if self.default_text else self.help
         if self.is_switch:
-            parser.add_argument(self.flag, action="store_true", help=text)
+            if self.is_negatable:
+                both = argparse.BooleanOptionalAction
+                parser.add_argument(self.flag, action=both, default=None, help=text)
+            else:
+                parser.add_argument(self.flag, action="store_true", help=text)
             return
         kwargs: dict[str, Any] = {"help": text, "default": self.default, "type": self.parse}
         if self.metavar is not None:
@@ -91,7 +97,9 @@ class Option:
 
     def words(self, value: object) -> Iterator[str]:
         """The option on a command line, for a value as it is among parsed arguments. Nothing for
-        None, False and an empty list."""
+        None, an empty list, and False where that is the default."""
+        if value is False and self.is_negatable:
+            yield self.flag.replace("--", "--no-", 1)
         if value is None or value is False or value == []:
             return
         values = [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]
@@ -111,7 +119,8 @@ def option(
     the type of the value, the default, and whether there has to be one.
 
     Args:
-        flag: ``--`` and the field's name unless given; ``--no-...`` where the default is True.
+        flag: ``--`` and the field's name unless given; ``--no-...`` where the default is True, both
+            where it is None.
         unit: the command line counts in so many of the field's units.
         is_unset_by_default: parsed arguments hold None unless the option is given, so that a
             command can tell; help shows the field's default all the same.
@@ -160,7 +169,8 @@ def markdown_table(options: Sequence[Option]) -> str:
         value = option.metavar or "|".join(option.choices)
         flag = f"{option.flag} {value}" if value and not option.is_switch else option.flag
         default = option.default_text or _shown_default(option)
-        cells = (f"`{flag}`", default, option.help)
+        shown = f"`{flag}`, `--no-{flag[2:]}`" if option.is_negatable else f"`{flag}`"
+        cells = (shown, default, option.help)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -197,7 +207,7 @@ def port_range(text: str) -> PortRange:
 def _shown_default(option: Option) -> str:
     if option.is_required:
         return "required"
-    if option.is_switch:
+    if option.is_switch and not option.is_negatable:
         return "off"
     if option.default in (None, "", [], ()):
         return ""
@@ -211,6 +221,9 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
     has_default = field.default is not dataclasses.MISSING
     default: Any = field.default if has_default else None
     name = field.name.replace("_", "-")
+    if kind is bool and default is None and has_default:
+        parts = {"flag": flag or f"--{name}"} | parts
+        return Option(field=field.name, is_switch=True, is_negatable=True, **parts)
     if kind is bool:
         negated = {"flag": flag or f"--no-{name}", "to_field": lambda value: not value}
         parts = (negated if default else {"flag": flag or f"--{name}"}) | parts

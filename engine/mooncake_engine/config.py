@@ -364,8 +364,13 @@ class EngineConfig:
         default=True,
         metadata=option(help="do not keep and reuse the KV blocks of finished requests"),
     )
-    async_scheduling: bool = field(
-        default=False, metadata=option(help="schedule the next step while the current one runs")
+    async_scheduling: bool | None = field(
+        default=None,
+        metadata=option(
+            help="schedule the next step while the current one runs",
+            default_text="on where the device is not the host, but for pipeline stages and "
+            "speculative decoding",
+        ),
     )
     enforce_eager: bool = field(
         default=False, metadata=option(help="launch every op; capture no graphs")
@@ -456,11 +461,16 @@ class EngineConfig:
         return self.tp_size * self.pp_size
 
     @property
-    def uses_async_scheduling(self) -> bool:
-        """Whether a request may be scheduled again before its last token is known: the ranks that
+    def allows_async_scheduling(self) -> bool:
+        """Whether a request could be scheduled again before its last token is known: the ranks that
         sample it must be those that run it next, which they are not with several stages, and one
         token must come of a step, which drafts are there to change."""
-        return self.async_scheduling and self.pp_size == 1 and self.speculation is None
+        return self.pp_size == 1 and self.speculation is None
+
+    @property
+    def uses_async_scheduling(self) -> bool:
+        """Whether a request is scheduled again before its last token is known."""
+        return bool(self.async_scheduling) and self.allows_async_scheduling
 
     @property
     def steps_in_flight(self) -> int:

@@ -90,13 +90,17 @@ def _words_of(
 
 
 def _words(option: Option, value: Any, path: Path) -> Iterator[str]:
-    """An option as it would be on the command line; null and false are as if it were not there."""
-    if value is None or (value is False and option.is_switch):
+    """An option as it would be on the command line; null is as if it were not there, and so is
+    false where it is the default."""
+    if value is None:
         return
     name = option.flag.removeprefix("--")
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, str | int | float) for one in values):
         raise ConfigError(f"--config {path}: {name} can't be {value!r}")
-    if option.is_switch and value is not True:
-        raise ConfigError(f"--config {path}: {name} is true or false, got {value!r}")
-    yield from option.words(values)
+    if option.is_switch:
+        if not isinstance(value, bool):
+            raise ConfigError(f"--config {path}: {name} is true or false, got {value!r}")
+        yield from option.words(value)
+    else:
+        yield from option.words(values)

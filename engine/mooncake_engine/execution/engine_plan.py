@@ -129,6 +129,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         ConfigError: the config asks for what the model or the backend does not have.
     """
     capabilities = backend.capabilities
+    config = _choose_scheduling(config, backend)
     block_size = choose_block_size(config, backend)
     model = read_model_config(config.model)
     dtype = _choose_dtype(config, model, capabilities)
@@ -164,6 +165,14 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
     if is_profiled(config, backend):
         return plan
     return plan.with_blocks(choose_num_blocks(config, largest))
+
+
+def _choose_scheduling(config: EngineConfig, backend: Backend) -> EngineConfig:
+    """Steps overlap where the device computes while the host plans: a CPU does both by itself."""
+    if config.async_scheduling is not None:
+        return config
+    is_apart = backend.runtime.device(config.device).type != "cpu"
+    return replace(config, async_scheduling=is_apart and config.allows_async_scheduling)
 
 
 def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:

@@ -40,6 +40,7 @@ class Config:
     color: Color = field(default=Color.RED, metadata=option(help="of the thing"))
     caching: bool = field(default=True, metadata=option(help="forget everything"))
     fast: bool = field(default=False, metadata=option(help="hurry"))
+    eager: bool | None = field(default=None, metadata=option(help="now", default_text="depends"))
     names: tuple[str, ...] = field(
         default=(), metadata=option("--name", is_repeated=True, help="a name; repeat it")
     )
@@ -134,6 +135,18 @@ def test_the_table_of_the_docs() -> None:
         "| `--color red\\|blue` | red | of the thing |\n"
         "| `--no-caching` | off | forget everything |\n"
         "| `--fast` | off | hurry |\n"
+        "| `--eager`, `--no-eager` | depends | now |\n"
         "| `--name` |  | a name; repeat it |\n"
         "| `--depth` | 7 | how deep |\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "value"), [((), None), (("--eager",), True), (("--no-eager",), False)]
+)
+def test_a_switch_that_is_none_by_default_has_both_forms(
+    words: tuple[str, ...], value: bool | None
+) -> None:
+    assert from_arguments(Config, parse("--path", "x", *words)).eager is value
+    (eager,) = (one for one in OPTIONS if one.field == "eager")
+    assert tuple(eager.words(value)) == words

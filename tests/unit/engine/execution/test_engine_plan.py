@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mooncake_engine.config import EngineConfig
+from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.engine_plan import choose_swap_space, make_plan, rank_device
 from mooncake_engine.execution.memory_profiling import profiling_pool_size
@@ -96,6 +96,30 @@ def test_blocks_are_as_large_as_the_backend_wants_them(model: Path, backend: Bac
         ConfigError, match=r"block_size 16 was asked for, backend 'strict' has \[128"
     ):
         make_plan(replace(config, block_size=16), strict)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "overlaps"),
+    [
+        ("cpu", {}, False),
+        ("meta", {}, True),
+        ("meta", {"async_scheduling": False}, False),
+        ("cpu", {"async_scheduling": True}, True),
+        ("meta", {"speculative_config": SpeculativeConfig(SpeculativeMethod.NGRAM)}, False),
+        ("meta", {"pp_size": 2}, False),
+    ],
+)
+def test_steps_overlap_where_the_device_is_not_the_host(
+    model: Path,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    options: dict[str, Any],
+    overlaps: bool,
+) -> None:
+    monkeypatch.setattr(backend.runtime, "device", lambda _index: torch.device(device))
+    plan = make_plan(EngineConfig(model, num_kv_blocks=10, **options), backend)
+    assert plan.config.uses_async_scheduling is overlaps
 
 
 def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
