@@ -43,6 +43,7 @@ def test_the_gaps_of_a_stream_are_observed(flow: str) -> None:
 def test_streams_are_judged_by_class() -> None:
     async def main() -> None:
         async with stand(slo_ttft_s=60.0, slo_tbt_s=1e-9) as s:
+            s.decode.behaviour.token_delay_s = 0.03  # else all tokens may come in one chunk
             await post(s, STREAM)
             await post(s, {**STREAM, "priority": 1000})
             await post(s, BODY)
