@@ -33,6 +33,13 @@ class ChunkCache:
         order = self._order
         return next((at for at, key in enumerate(keys) if key not in order), len(keys))
 
+    def touch(self, keys: Sequence[int]) -> None:
+        """These chunks are read: those that are there are used now."""
+        order = self._order
+        for key in reversed(keys):
+            if key in order:
+                order.move_to_end(key)
+
     def insert(self, keys: Sequence[int]) -> tuple[list[int], list[int]]:
         """Use these chunks now; returns those that are new, and those that were evicted."""
         order = self._order

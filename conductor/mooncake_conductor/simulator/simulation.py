@@ -254,6 +254,9 @@ class Simulation:
             job.loaded_at = self._links.book_all(
                 choice.fetches, choice.slot, chunk_bytes, self._now
             )
+            for fetch in choice.fetches:
+                read = request.keys[fetch.start : fetch.start + fetch.num_chunks]
+                self._prefill[fetch.source].cache.touch(read)
             moved = sum(fetch.num_chunks for fetch in choice.fetches)
             record.num_fetched = moved * self._cluster.chunk_tokens
             self._fetched_bytes += moved * chunk_bytes

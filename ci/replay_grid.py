@@ -1,0 +1,142 @@
+"""Replays of Mooncake's public traces over a grid of clusters: is `cost` anywhere behind?
+
+python ci/replay_grid.py TRACES [--jobs N] [--only WORD ...]
+
+TRACES is a folder with conversation_trace.jsonl and synthetic_trace.jsonl, from the folder
+FAST25-release/traces of github.com/kvcache-ai/Mooncake. One line per cell: mean time to first token
+by policy. Exits 0 only if in every cell `cost` is at most 5 % behind `mooncake`, at least 20 %
+ahead where the cache is starved, not behind on the whole traces with 8 prefill nodes, and the
+order of the policies there is the paper's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mooncake_conductor.conductor import ConductorSettings
+from mooncake_conductor.cost.latency_model import cold_start
+from mooncake_conductor.errors import ConductorError
+from mooncake_conductor.simulator.results import RunSummary, summarise
+from mooncake_conductor.simulator.simulation import Cluster, Simulation
+from mooncake_conductor.simulator.trace_file import read_trace
+from mooncake_conductor.slo_admission import Objective
+
+POLICIES = ("random", "least-loaded", "cache-local", "mooncake", "cost")
+WORST, STARVED = 1.05, 0.8
+"""Most that `cost` may take of the time of `mooncake`: anywhere, and where the cache is starved."""
+H100_LIKE = 0.36
+"""Of the prefill time of the same node with A800."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cluster and trace.
+
+    Args:
+        trace: its name.
+        num_prefill: nodes; there are 8 that decode.
+        link_gb_s: of each node.
+        wanted: the most that `cost` may take, as a share of what `mooncake` takes.
+        speed: of a prefill, as a share of its time on 8×A800.
+        limit: only so many requests.
+        is_ordered: the paper's order of all policies is asked for.
+    """
+
+    trace: str
+    num_prefill: int
+    link_gb_s: float
+    wanted: float = WORST
+    speed: float = 1.0
+    limit: int | None = None
+    is_ordered: bool = False
+
+    @property
+    def name(self) -> str:
+        """Shown, and matched by --only."""
+        kind = "" if self.speed == 1 else " H100-like"
+        part = "" if self.limit is None else f", first {self.limit:,}"
+        return f"{self.trace} P{self.num_prefill}{kind}, {self.link_gb_s:g} GB/s{part}"
+
+
+GRID = (
+    Cell("conversation", 8, 50, wanted=1.0, is_ordered=True),
+    Cell("synthetic", 8, 50, wanted=1.0, is_ordered=True),
+    Cell("synthetic", 4, 12.5, wanted=STARVED),
+    Cell("synthetic", 5, 12.5),
+    Cell("synthetic", 5, 3),
+    Cell("synthetic", 6, 12.5),
+    Cell("synthetic", 2, 12.5, speed=H100_LIKE),
+    Cell("conversation", 6, 12.5, limit=5000),
+    Cell("conversation", 6, 3, limit=5000),
+    Cell("conversation", 8, 12.5, limit=5000),
+    Cell("conversation", 8, 3, limit=5000),
+    Cell("conversation", 3, 12.5, speed=H100_LIKE, limit=5000),
+)
+
+
+def run(folder: Path, cell: Cell, policy: str) -> RunSummary:
+    """One replay."""
+    requests = read_trace(folder / f"{cell.trace}_trace.jsonl")[: cell.limit]
+    a800 = cold_start("llama-3-70b", "A800", 8)
+    latency = replace(
+        a800,
+        fixed=a800.fixed * cell.speed,
+        per_token=a800.per_token * cell.speed,
+        per_token_squared=a800.per_token_squared * cell.speed,
+    )
+    cluster = Cluster(cell.num_prefill, 8, latency, link_gb_s=cell.link_gb_s)
+    result = Simulation(cluster, ConductorSettings(policy)).run(requests)
+    return summarise(result, Objective())
+
+
+def verdict(cell: Cell, ttft: dict[str, float]) -> str:
+    """What does not hold in a cell; empty if all does."""
+    found = []
+    share = ttft["cost"] / ttft["mooncake"]
+    if share > cell.wanted:
+        found.append(f"cost takes {share:.3f} of mooncake's time, wanted at most {cell.wanted:g}")
+    if cell.is_ordered:
+        order = [ttft[policy] for policy in POLICIES]
+        if order != sorted(order, reverse=True):
+            found.append(f"not in this order: {' > '.join(POLICIES)}")
+    return "; ".join(found)
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", type=Path, help="folder with the two traces")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
+    parser.add_argument("--only", nargs="*", default=[], help="cells whose name has these words")
+    options = parser.parse_args()
+    cells = [cell for cell in GRID if all(word in cell.name for word in options.only)]
+    print(f"{'mean TTFT, s':42}" + "".join(f"{policy:>14}" for policy in POLICIES), flush=True)
+    failed = 0 if cells else 1
+    with ProcessPoolExecutor(options.jobs) as pool:
+        runs = {
+            (cell, policy): pool.submit(run, options.traces, cell, policy)
+            for cell in cells
+            for policy in (POLICIES if cell.is_ordered else POLICIES[2:])
+        }
+        for cell in cells:
+            try:
+                done = {p: runs[cell, p].result() for p in POLICIES if (cell, p) in runs}
+            except ConductorError as exc:
+                print(exc, file=sys.stderr)
+                return 1
+            ttft = {policy: summary.mean_ttft for policy, summary in done.items()}
+            row = [f"{ttft[p]:.4g}" if p in ttft else "" for p in POLICIES]
+            complaint = verdict(cell, ttft)
+            failed += bool(complaint)
+            ending = f"  MISSED: {complaint}" if complaint else "  ok"
+            print(f"{cell.name:42}" + "".join(f"{text:>14}" for text in row) + ending, flush=True)
+    print(f"{len(cells) - failed} of {len(cells)} cells hold")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
