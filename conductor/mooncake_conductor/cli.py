@@ -18,7 +18,7 @@ from mooncake_conductor.simulator.report_page import Chart, Series, page, run_ch
 from mooncake_conductor.simulator.results import RunSummary, summarise, table, write_csv
 from mooncake_conductor.simulator.simulation import Cluster, Simulation, SimulationResult
 from mooncake_conductor.simulator.trace_file import TraceRequest, read_trace, scaled
-from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives
+from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives, objective
 
 _BAR = 30
 
@@ -121,7 +121,7 @@ def _requests(options: argparse.Namespace) -> list[TraceRequest]:
 
 
 def _objective(options: argparse.Namespace) -> Objective:
-    return Objective(options.slo_ttft / 1000, options.slo_tbt / 1000)
+    return objective(options.slo_ttft, options.slo_tbt)
 
 
 def _write(path: Path, rows: Sequence[tuple[str, RunSummary]], charts: Sequence[Chart]) -> None:
@@ -203,8 +203,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--chunk-tokens", type=_count, default=512, help="tokens of a hash id (512)")
     modes = [mode.value for mode in AdmissionMode]
     add("--admission", choices=modes, default="none", help="when load refuses (none)")
-    add("--slo-ttft", type=_positive, default=30_000.0, help="milliseconds (30000)")
-    add("--slo-tbt", type=_positive, default=100.0, help="milliseconds (100)")
+    unit = "milliseconds, or a multiple of the unloaded request's time like"
+    add("--slo-ttft", default="30000", help=f"{unit} 10x (30000)")
+    add("--slo-tbt", default="100", help=f"{unit} 5x (100)")
     add("--threshold", type=_positive, default=2.0, help="of the policy mooncake (2)")
     forms = [boundary.value for boundary in Boundary]
     add("--boundary", choices=forms, default="fast", help="form of Algorithm 1 (fast)")

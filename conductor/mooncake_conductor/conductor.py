@@ -23,9 +23,12 @@ from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest,
 from mooncake_conductor.reservations import Reservation, ReservationBook, Stage
 from mooncake_conductor.slo_admission import (
     ADMITTED,
+    NOT_ALONE,
     Admission,
     AdmissionMode,
+    Alone,
     Forecast,
+    Objective,
     Objectives,
     Verdict,
 )
@@ -150,10 +153,10 @@ class Conductor:
         match = self.index.match(request.keys, now)
         self.heat.touch(request.keys, now)
         choice = self._policy.choose(Situation(self.fleet, request, match, now, self._rng))
-        wanted = self.admission.objectives.of(request.request_class)
+        wanted, alone = self._wanted(request)
         only = self._takers(request, choice.slot)
         decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s, only)
-        forecast = self._forecast(request, choice.ttft, decode)
+        forecast = self._forecast(request, choice.ttft, decode, alone)
         verdict = self.admission.at_arrival(request.request_class, forecast)
         decision = Decision(request.request_id, verdict, choice, decode, now)
         if verdict.is_admitted:
@@ -172,12 +175,12 @@ class Conductor:
         request = made.request
         # What is bound to the instance already must not be counted as its own rival.
         self.ledger.release(request_id)
-        wanted = self.admission.objectives.of(request.request_class)
+        wanted, alone = self._wanted(request)
         only = self._takers(request, made.choice.slot)
         decode = self._chooser.choose(request, None, now, wanted.tbt_s, only)
         if not self.settings.binds_late or self.settings.is_coupled:
             decode = self._again(request, made.decode_slot, decode)
-        forecast = self._forecast(request, 0.0, decode)
+        forecast = self._forecast(request, 0.0, decode, alone)
         verdict = self.admission.after_prefill(request.request_class, forecast)
         if not verdict.is_admitted:
             self.book.release(request_id, now)
@@ -195,7 +198,7 @@ class Conductor:
             return None
         self.ledger.release(request_id)
         request = replace(made.request, avoid=avoid)
-        wanted = self.admission.objectives.of(request.request_class)
+        wanted, _ = self._wanted(request)
         only = self._takers(request, made.choice.slot)
         decode = self._chooser.choose(request, None, now, wanted.tbt_s, only)
         self.book.rebind(request_id, decode.slot, now)
@@ -245,9 +248,21 @@ class Conductor:
         others = float(load.num_sequences[index])
         return DecodeChoice(slot, float(tbt[index]), best.tail, others, 0)
 
-    def _forecast(self, request: RoutingRequest, ttft: float, decode: DecodeChoice) -> Forecast:
+    def _forecast(
+        self, request: RoutingRequest, ttft: float, decode: DecodeChoice, alone: Alone
+    ) -> Forecast:
         expected = self.ledger.expected_seconds(request.request_class)
-        return Forecast(ttft, decode.tbt, expected / max(decode.num_sequences, 1.0))
+        drain = expected / max(decode.num_sequences, 1.0)
+        return Forecast(ttft, decode.tbt, drain, alone)
+
+    def _wanted(self, request: RoutingRequest) -> tuple[Objective, Alone]:
+        """What a request wants in seconds, and what that was derived from."""
+        wanted = self.admission.objectives.of(request.request_class)
+        if not wanted.is_relative:
+            return wanted, NOT_ALONE
+        seconds = self.fleet.alone_seconds(request.num_tokens, request.num_output_tokens)
+        alone = Alone(*seconds)
+        return wanted.in_seconds(alone), alone
 
     def _estimator(self, slot: int) -> LatencyEstimator:
         if slot not in self.fleet.names:

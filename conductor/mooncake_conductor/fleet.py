@@ -162,6 +162,17 @@ class Fleet:
         others = np.maximum(num_sequences - 1, 0)
         return step + per_sequence * others + per_context * num_context  # type: ignore[no-any-return]  # numpy's sums of rows
 
+    def alone_seconds(self, num_tokens: int, num_output_tokens: float) -> tuple[float, float]:
+        """What a request's first token and each further one take on the fastest idle instances.
+
+        There must be a prefill and a decode instance.
+        """
+        slots = self.decode_slots
+        prefill = self.all_prefill_seconds(num_tokens, np.zeros(1))
+        context = np.full(len(slots), num_tokens + num_output_tokens / 2)
+        step = self.step_seconds(slots, np.ones(len(slots)), context)
+        return float(prefill.min()), float(step.min())
+
     def _list_roles(self) -> None:
         roles = sorted(self._roles.items())
         prefill = [slot for slot, role in roles if role is not Role.DECODE]

@@ -50,22 +50,76 @@ class Refusal(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Alone:
+    """Seconds that a request takes on the fastest instance, alone and with nothing reused."""
+
+    ttft: float
+    tbt: float
+
+
+NOT_ALONE = Alone(math.inf, math.inf)
+"""Where no objective is a multiple."""
+
+
+@dataclass(frozen=True, slots=True)
 class Objective:
-    """What a class of requests wants.
+    """What a class of requests wants; of two limits the tighter one holds.
 
     Args:
         ttft_s: time to the first token at most.
         tbt_s: time between tokens at most.
         is_best_effort: it is refused the more often, the nearer load comes to its objectives.
+        ttft_scale, tbt_scale: the same as multiples of what the request would take alone, with
+            nothing reused, as the paper states its objectives.
     """
 
     ttft_s: float = math.inf
     tbt_s: float = math.inf
     is_best_effort: bool = False
+    ttft_scale: float = math.inf
+    tbt_scale: float = math.inf
 
     def __post_init__(self) -> None:
-        if not (self.ttft_s > 0 and self.tbt_s > 0):
-            raise ConductorConfigError(f"objectives must be above 0 seconds, found {self}")
+        if not min(self.ttft_s, self.tbt_s, self.ttft_scale, self.tbt_scale) > 0:
+            raise ConductorConfigError(f"objectives must be above 0, found {self}")
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a limit is a multiple."""
+        return math.isfinite(min(self.ttft_scale, self.tbt_scale))
+
+    def in_seconds(self, alone: Alone) -> Objective:
+        """What it means for a request that would take so long alone."""
+        ttft, tbt = self.ttft_s, self.tbt_s
+        if math.isfinite(self.ttft_scale):
+            ttft = min(ttft, self.ttft_scale * alone.ttft)
+        if math.isfinite(self.tbt_scale):
+            tbt = min(tbt, self.tbt_scale * alone.tbt)
+        return Objective(ttft, tbt, self.is_best_effort)
+
+
+def objective(ttft: str, tbt: str, *, is_best_effort: bool = False) -> Objective:
+    """An objective from options: milliseconds, or multiples like ``10x``.
+
+    Raises:
+        ConductorConfigError: one is neither.
+    """
+    (ttft_s, ttft_scale), (tbt_s, tbt_scale) = _limit(ttft), _limit(tbt)
+    return Objective(ttft_s, tbt_s, is_best_effort, ttft_scale, tbt_scale)
+
+
+def _limit(text: str) -> tuple[float, float]:
+    """Seconds and multiple; one of them is infinite."""
+    number = text.strip().lower()
+    try:
+        if number.endswith("x"):
+            return math.inf, float(number[:-1])
+        return float(number.removesuffix("ms")) / 1000, math.inf
+    except ValueError as exc:
+        raise ConductorConfigError(
+            f"an objective is milliseconds (30000) or a multiple of the unloaded request (10x), "
+            f"found {text!r}"
+        ) from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +147,13 @@ class Forecast:
         ttft: seconds to the first token; 0 once the prefill is done.
         tbt: seconds between tokens; infinite if no instance has room.
         drain_s: until a sequence leaves the decode instance, on average.
+        alone: what objectives in multiples refer to.
     """
 
     ttft: float
     tbt: float
     drain_s: float = 1.0
+    alone: Alone = NOT_ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +195,7 @@ class Admission:
         """Before anything is done for a request."""
         if self.mode is AdmissionMode.NONE:
             return ADMITTED
-        wanted = self.objectives.of(request_class)
+        wanted = self.objectives.of(request_class).in_seconds(forecast.alone)
         sees_decode = self.mode is not AdmissionMode.BASELINE
         refusal = None
         if forecast.ttft > wanted.ttft_s:
@@ -156,7 +212,7 @@ class Admission:
         """Once the prefill is done: the decode instance's own check, in every mode but none."""
         if self.mode is AdmissionMode.NONE:
             return ADMITTED
-        wanted = self.objectives.of(request_class)
+        wanted = self.objectives.of(request_class).in_seconds(forecast.alone)
         refusal = None
         if math.isinf(forecast.tbt):
             refusal = Refusal.DECODE_FULL

@@ -62,12 +62,15 @@ class RequestRecord:
     """What became of one request; times in seconds, from the beginning of the trace.
 
     ``refused`` is the code of the refusal, ``stage`` where it was said: arrival or prefill.
+    ``alone_ttft`` and ``alone_tbt`` are what it would take alone, with nothing reused.
     """
 
     number: int
     arrived_at: float
     num_input: int
     num_output: int
+    alone_ttft: float = 0.0
+    alone_tbt: float = 0.0
     prefill: str = ""
     decode: str = ""
     plan: str = ""
@@ -82,6 +85,21 @@ class RequestRecord:
     refused: str = ""
     stage: str = ""
     retry_after_s: int = 0
+
+
+def new_records(requests: Sequence[TraceRequest], latency: LatencyModel) -> list[RequestRecord]:
+    """A record per request, before anything has happened to it."""
+    return [
+        RequestRecord(
+            number,
+            request.at_s,
+            request.num_input,
+            request.num_output,
+            latency.prefill_seconds(request.num_input, 0),
+            latency.step_seconds(1, request.num_input + request.num_output / 2),
+        )
+        for number, request in enumerate(requests)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +184,7 @@ class Simulation:
             progress: called now and then with the share of requests that have ended.
         """
         self._requests = list(requests)
-        self._records = [
-            RequestRecord(number, request.at_s, request.num_input, request.num_output)
-            for number, request in enumerate(requests)
-        ]
+        self._records = new_records(requests, self._cluster.latency)
         self._num_open = len(requests)
         asked = Counter(key for request in requests for key in request.keys)
         ranked = [key for key, _ in asked.most_common(HOT_RANKS[-1])]

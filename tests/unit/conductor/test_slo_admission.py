@@ -14,10 +14,12 @@ from mooncake_conductor.slo_admission import (
     ADMITTED,
     Admission,
     AdmissionMode,
+    Alone,
     Forecast,
     Objective,
     Objectives,
     Refusal,
+    objective,
 )
 
 WANTED = Objectives(Objective(2.0, 0.1), {"batch": Objective(20.0, 1.0, is_best_effort=True)})
@@ -84,8 +86,26 @@ def test_best_effort_is_shed_smoothly() -> None:
     assert share(0.9) == pytest.approx(0.9**5, abs=0.04)
 
 
+def test_multiples_are_of_the_request_alone_and_the_tighter_limit_holds() -> None:
+    wanted = objective("10x", "5x").in_seconds(Alone(0.3, 0.02))
+    assert (wanted.ttft_s, wanted.tbt_s) == pytest.approx((3.0, 0.1))
+    both = Objective(ttft_s=2.0, ttft_scale=10.0).in_seconds(Alone(0.3, 0.02))
+    assert both == Objective(2.0, math.inf)
+    assert objective("30000", "100ms") == Objective(30.0, 0.1)
+    with pytest.raises(ConductorConfigError, match=r"a multiple of the unloaded request.*'soon'"):
+        objective("soon", "100")
+
+
+def test_the_conductor_refuses_by_multiples() -> None:
+    wanted = Objectives(Objective(ttft_scale=3.0))
+    conductor = make_conductor(1, admission=AdmissionMode.EARLY, objectives=wanted)
+    verdicts = [conductor.route(ask(f"r{n}", 8, 100 * n), now=0.0).verdict for n in range(4)]
+    assert [v.refusal for v in verdicts] == [None, None, None, Refusal.SLO_TTFT]
+    assert conductor.route(ask("long", 64, 1000), now=0.0).verdict.is_admitted
+
+
 def test_an_objective_of_nothing_is_refused() -> None:
-    with pytest.raises(ConductorConfigError, match="above 0 seconds"):
+    with pytest.raises(ConductorConfigError, match="must be above 0, found"):
         Objective(ttft_s=0.0)
 
 
