@@ -14,6 +14,7 @@ from mooncake_conductor.index.kv_event_messages import (
     BlocksStored,
     EventBatch,
 )
+from mooncake_conductor.index.published_blocks import PublishedBlocks
 
 MAX_EARLY_BATCHES = 4096
 """Batches that wait for a missing one. Beyond that the stream starts afresh."""
@@ -60,13 +61,15 @@ class EventStream:
     Args:
         index: to apply them to.
         slot: of the instance that publishes.
+        blocks: turns its hashes into keys; None if these are the index's own.
     """
 
-    def __init__(self, index: ChunkIndex, slot: int) -> None:
+    def __init__(self, index: ChunkIndex, slot: int, blocks: PublishedBlocks | None = None) -> None:
         self.state = StreamState.HEALTHY
         self.stats = StreamStats()
         self._index = index
         self._slot = slot
+        self._blocks = blocks
         self._expected = 0
         self._last_published = float("-inf")
         self._early: dict[int, EventBatch] = {}
@@ -136,8 +139,13 @@ class EventStream:
 
     def _start_afresh(self, expected: int) -> None:
         self.stats.num_fresh_starts += 1
-        self._index.cleared(self._slot)
+        self._clear()
         self._expected = expected
+
+    def _clear(self) -> None:
+        self._index.cleared(self._slot)
+        if self._blocks is not None:
+            self._blocks.clear()
 
     def _enter(self, state: StreamState) -> None:
         if state is not self.state:
@@ -155,9 +163,11 @@ class EventStream:
                     self._store(event)
                 case BlocksRemoved(keys, tier, group):
                     if group not in self._windowed:
+                        if self._blocks is not None:
+                            keys = self._blocks.removed(keys, tier)
                         self._index.removed(self._slot, tier, keys)
                 case AllCleared():
-                    self._index.cleared(self._slot)
+                    self._clear()
 
     def _store(self, event: BlocksStored) -> None:
         """Blocks of a sliding window are no prefix that a prompt could begin with."""
@@ -166,5 +176,6 @@ class EventStream:
                 self._windowed.add(event.group)
             self.stats.num_skipped += 1
             return
-        self._index.retract(self._slot, event.keys)
-        self._index.stored(self._slot, event.tier, event.keys)
+        keys = event.keys if self._blocks is None else self._blocks.stored(event)
+        self._index.retract(self._slot, keys)
+        self._index.stored(self._slot, event.tier, keys)

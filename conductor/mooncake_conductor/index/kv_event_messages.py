@@ -51,6 +51,7 @@ class BlocksStored:
         lora_name: adapter that they were computed with.
         group: of layers with one kind of cache; None if the model has one.
         is_full_attention: whether a prefix of them can be reused as such.
+        cache_salt: of the tenant whose prompt it is.
     """
 
     keys: tuple[int, ...]
@@ -61,6 +62,7 @@ class BlocksStored:
     lora_name: str | None = None
     group: int | None = None
     is_full_attention: bool = True
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ def _fields(raw: Any) -> tuple[str, Mapping[str, Any]]:
 
 def _stored(fields: Mapping[str, Any]) -> BlocksStored:
     parent = fields.get("parent_block_hash")
+    lora_name = fields.get("lora_name")
+    salt = _salt_in(fields.get("extra_keys"), lora_name)
     kind = fields.get("kv_cache_spec_kind")
     block_size = fields["block_size"]
     if not isinstance(block_size, int) or block_size < 1:
@@ -176,11 +180,27 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
         None if parent is None else normalise_key(parent),
         block_size,
         _tier(fields),
-        tuple(fields.get("token_ids") or ()),
-        fields.get("lora_name"),
+        # Blocks that depend on more than tokens, adapter and salt have no name here.
+        () if salt is None else tuple(fields.get("token_ids") or ()),
+        lora_name,
         fields.get("group_idx"),
         kind is None or kind in ("full_attention", "mla_attention"),
+        salt or "",
     )
+
+
+def _salt_in(extra_keys: Any, lora_name: str | None) -> str | None:
+    """The cache salt among what blocks depend on beside their tokens, a list per block; None if
+    they depend on anything else, such as an image."""
+    salt = ""
+    for block, extras in enumerate(extra_keys or ()):
+        others = [extra for extra in extras or () if extra != lora_name]
+        if not others:
+            continue
+        if block or len(others) > 1 or not isinstance(others[0], str):
+            return None
+        salt = others[0]
+    return salt
 
 
 def _tier(fields: Mapping[str, Any]) -> Tier:

@@ -15,7 +15,8 @@ class RandomPolicy:
     """Any instance."""
 
     def choose(self, seen: Situation) -> PrefillChoice:
-        return seen.with_local_prefix(seen.rng.randrange(len(seen.slots)))
+        candidates = seen.candidates()
+        return seen.with_local_prefix(int(candidates[seen.rng.randrange(len(candidates))]))
 
 
 class RoundRobinPolicy:
@@ -26,7 +27,8 @@ class RoundRobinPolicy:
 
     def choose(self, seen: Situation) -> PrefillChoice:
         self._next += 1
-        return seen.with_local_prefix((self._next - 1) % len(seen.slots))
+        candidates = seen.candidates()
+        return seen.with_local_prefix(int(candidates[(self._next - 1) % len(candidates)]))
 
 
 class LeastLoadedPolicy:

@@ -105,9 +105,6 @@ class Situation:
 
     def __post_init__(self) -> None:
         self.slots = self.fleet.prefill_slots
-        if self.request.avoid:
-            is_left = np.isin(self.slots, list(self.request.avoid), invert=True)
-            self.slots = self.slots[is_left] if is_left.any() else self.slots
         self.queue = self.fleet.queues.seconds(self.slots, self.now)
         self.own = self.match.local[self.slots]
         self.local_load = self._local_load()
@@ -129,9 +126,18 @@ class Situation:
         on_disk = (match.local - match.host)[slots] * fleet.chunk_bytes
         return on_host / fleet.host_bytes_per_s[slots] + on_disk / fleet.disk_bytes_per_s[slots]
 
+    def candidates(self) -> Slots:
+        """Indices of the instances that the request has not failed on; of all if it did on all."""
+        untried = np.isin(self.slots, list(self.request.avoid), invert=True)
+        return np.flatnonzero(untried if untried.any() else np.ones(len(self.slots), np.bool_))
+
     def least(self, costs: Values) -> int:
         """Index of the least cost; of equal ones that with the longest prefix, then by chance."""
-        ties = np.flatnonzero(costs <= costs.min() + _TIE_S)
+        if self.request.avoid:
+            left = self.candidates()
+            ties = left[costs[left] <= costs[left].min() + _TIE_S]
+        else:
+            ties = np.flatnonzero(costs <= costs.min() + _TIE_S)
         if len(ties) > 1:
             hinted = self.match.hinted[self.slots][ties]
             ties = ties[hinted == hinted.max()]

@@ -20,13 +20,13 @@ from mooncake_conductor.cost.online_fit import RunningQuantile
 from mooncake_conductor.errors import ConductorConfigError
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role as FleetRole
 from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
 from mooncake_conductor.policies.situation import RoutingRequest
 from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_conductor.slo_admission import Verdict
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
-from mooncake_proxy.routing.prompt_keys import CHUNK_TOKENS, Keys
 
 logger = logging.getLogger(__name__)
 MAX_INSTANCES = 1024

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+from mooncake_conductor.index.prompt_keys import Keys, chain_root, text_keys, token_keys
 from mooncake_conductor.slo_admission import Verdict
-from mooncake_proxy.api.openai_bodies import KVTransferParams
+from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import NotFound, SloRefused
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
-from mooncake_proxy.routing.prompt_keys import keys_of
+from mooncake_proxy.routing.prefix_index import given_token_ids
 
 MAX_RECORDS = 2048
 
@@ -150,3 +151,14 @@ class ConductorRouting:
     def _check(self, verdict: Verdict) -> None:
         if verdict.refusal is not None:
             raise SloRefused(verdict.refusal.value, verdict.retry_after_s)
+
+
+def keys_of(context: RequestContext) -> Keys:
+    """Keys of the prompt's chunks: of its token ids where they are known, else of its bytes."""
+    parsed = context.parsed
+    root = chain_root("", parsed.cache_salt or "")
+    ids = context.token_ids if context.token_ids is not None else given_token_ids(parsed)
+    if ids is not None:
+        return token_keys(ids, root)
+    is_chat = context.endpoint is OpenAIEndpoint.CHAT
+    return text_keys(bytes(parsed.messages if is_chat else parsed.prompt), root)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from mooncake_proxy.routing.prompt_keys import (
+from mooncake_conductor.index.prompt_keys import (
     CHUNK_TOKENS,
     MAX_CHUNKS,
     chain_root,
@@ -38,7 +38,7 @@ def test_other_adapters_tenants_and_kinds_share_nothing() -> None:
     roots = {chain_root(), chain_root("a"), chain_root("", "a"), chain_root("a", "a")}
     assert len(roots) == 4
     ids = [0] * CHUNK_TOKENS
-    keys = {token_keys(ids, root)[0] for root in roots} | {text_keys(bytes(8 * CHUNK_TOKENS))[0]}
+    keys = {token_keys(ids, root)[0] for root in roots} | {text_keys(bytes(4 * CHUNK_TOKENS))[0]}
     assert len(keys) == 5
 
 

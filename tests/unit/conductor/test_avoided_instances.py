@@ -1,0 +1,62 @@
+"""Requests that failed on an instance, pairs that don't fit, instances that serve them whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.conductor_fleets import CHUNK, LATENCY, ask, hold, make_conductor
+
+from mooncake_conductor.conductor import Conductor, ConductorSettings
+from mooncake_conductor.fleet import Fleet, InstanceSpec, Role
+from mooncake_conductor.policies.policy_names import POLICIES
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_avoids_where_it_failed_unless_it_failed_everywhere(policy: str) -> None:
+    conductor = make_conductor(3, 2, policy=policy)
+    hold(conductor, 0, 4)
+    for number in range(12):
+        avoid = frozenset((0, 2, 3))
+        decision = conductor.route(ask(f"a{number}", 4, avoid=avoid), 0.0)
+        assert (decision.prefill.slot, decision.decode.slot) == (1, 4)
+    decision = conductor.route(ask("everywhere", 4, avoid=frozenset(range(5))), 0.0)
+    assert decision.prefill.slot in (0, 1, 2)
+    assert decision.decode.slot in (3, 4)
+
+
+def test_only_an_instance_that_can_take_the_kv_decodes() -> None:
+    conductor = make_conductor(2, 3)
+    pairs = {0: frozenset((2,)), 1: frozenset((3,))}
+    for number in range(12):
+        request = ask(f"r{number}", 2, first=10 * number, takers=pairs.__getitem__)
+        decision = conductor.route(request, 0.0)
+        assert decision.decode.slot in pairs[decision.prefill.slot]
+        _, slot = conductor.prefilled(request.request_id, 1.0)
+        assert slot in pairs[decision.prefill.slot]
+
+
+def test_another_decode_instance_takes_over_what_one_failed() -> None:
+    conductor = make_conductor(1, 3)
+    decision = conductor.route(ask("r", 2), 0.0)
+    conductor.prefilled("r", 1.0)
+    failed = frozenset((decision.decode.slot,))
+    slot = conductor.decode_elsewhere("r", failed, 1.0)
+    assert slot is not None
+    assert slot not in failed
+    conductor.joined("r", 2.0)
+    assert conductor.decode_elsewhere("r", frozenset((slot,)), 2.0) is None
+    conductor.finished("r", 3.0)
+    assert conductor.decode_elsewhere("r", frozenset(), 3.0) is None
+    assert len(conductor.ledger) == 0
+
+
+def test_a_coupled_instance_decodes_what_it_prefills() -> None:
+    fleet = Fleet(3, chunk_tokens=CHUNK, kv_bytes_per_token=1e5, num_layers=8)
+    conductor = Conductor(fleet, ConductorSettings(is_coupled=True), random.Random(1))
+    for number in range(3):
+        conductor.add(InstanceSpec(f"b{number}", Role.BOTH, LATENCY))
+    for number in range(9):
+        decision = conductor.route(ask(f"r{number}", 2, first=10 * number), 0.0)
+        assert decision.prefill.slot == decision.decode.slot
+        assert conductor.prefilled(f"r{number}", 1.0)[1] == decision.decode.slot

@@ -1,0 +1,146 @@
+"""Publishers' hashes become chunks: of any block size, tier, tenant and adapter."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.event_stream import EventStream
+from mooncake_conductor.index.holder_sets import Tier
+from mooncake_conductor.index.kv_event_messages import (
+    BlocksRemoved,
+    BlocksStored,
+    EventBatch,
+    decode_batch,
+)
+from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, chain_root, token_keys
+from mooncake_conductor.index.published_blocks import PublishedBlocks
+
+
+class Cache:
+    """An instance that names its blocks in its own way and evicts tails first."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.held: dict[int, tuple[int, ...]] = {}
+        self.parents: dict[int, int | None] = {}
+
+    def store(self, ids: list[int]) -> BlocksStored | None:
+        """The event of a prompt's blocks that are new."""
+        new, tokens, parent, first_parent = [], [], None, None
+        for end in range(self.block_size, len(ids) + 1, self.block_size):
+            prefix = tuple(ids[:end])
+            name = int.from_bytes(blake2b(repr(prefix).encode(), digest_size=8).digest(), "big")
+            if name not in self.held:
+                if not new:
+                    first_parent = parent
+                new.append(name)
+                tokens += ids[end - self.block_size : end]
+                self.held[name], self.parents[name] = prefix, parent
+            parent = name
+        if not new:
+            return None
+        stored = BlocksStored(tuple(new), first_parent, self.block_size, Tier.DEVICE, tuple(tokens))
+        return stored
+
+    def evict(self) -> BlocksRemoved | None:
+        """A block that no other one follows."""
+        leaf = next((name for name in self.held if name not in self.parents.values()), None)
+        if leaf is None:
+            return None
+        del self.held[leaf], self.parents[leaf]
+        return BlocksRemoved((leaf,), Tier.DEVICE)
+
+    def keys(self) -> set[int]:
+        """What the index should know."""
+        return {key for prefix in self.held.values() for key in token_keys(prefix)}
+
+
+PROMPTS = st.lists(st.one_of(st.integers(0, 3), st.none()), min_size=1, max_size=30)
+
+
+@given(PROMPTS, st.sampled_from([16, 32, 48, 64, 128]), st.integers(0, 5))
+@settings(deadline=None, max_examples=150)
+def test_the_index_knows_exactly_the_whole_chunks(steps, block_size, seed) -> None:
+    cache, index = Cache(block_size), ChunkIndex(1)
+    stream = EventStream(index, 0, PublishedBlocks())
+    known: set[int] = set()
+    for number, step in enumerate(steps):
+        # Prompts share beginnings: 96 tokens of one of two, then their own.
+        ids = None if step is None else [step % 2] * 96 + [step + seed] * (100 * (number % 4))
+        event = cache.evict() if ids is None else cache.store(ids)
+        events = () if event is None else (event,)
+        stream.receive(number, EventBatch(float(number), events))
+        known |= cache.keys()
+        found = {key for key in known if index.num_copies(key)}
+        assert found == cache.keys()
+
+
+def test_a_copy_in_host_memory_needs_no_tokens() -> None:
+    ids, blocks = list(range(CHUNK_TOKENS)), PublishedBlocks()
+    [key] = token_keys(ids)
+    names = (1, 2, 3, 4)
+    assert blocks.stored(BlocksStored(names, None, 16, Tier.DEVICE, tuple(ids))) == (key,)
+    assert blocks.stored(BlocksStored(names[:3], None, 16, Tier.HOST)) == ()
+    assert blocks.stored(BlocksStored(names[3:], None, 16, Tier.HOST)) == (key,)
+    assert blocks.removed(names[1:2], Tier.DEVICE) == (key,)
+    assert blocks.removed(names[2:], Tier.DEVICE) == (key, key)
+    assert blocks.removed(names, Tier.HOST)
+    blocks.removed(names, Tier.DEVICE)
+    assert len(blocks) == 0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlocksStored((1, 2), None, 10, Tier.DEVICE, tuple(range(20))),
+        BlocksStored((1, 2), 99, 16, Tier.DEVICE, tuple(range(32))),
+        BlocksStored((1, 2), None, 16, Tier.DEVICE, tuple(range(31))),
+        BlocksStored((1, 2), None, 16, Tier.HOST),
+    ],
+    ids=["odd size", "unknown parent", "too few tokens", "no tokens"],
+)
+def test_what_can_t_be_named_is_counted_and_claimed_nowhere(event: BlocksStored) -> None:
+    blocks = PublishedBlocks()
+    assert blocks.stored(event) == ()
+    assert (blocks.num_unknown, len(blocks)) == (2, 0)
+
+
+def published(**fields) -> bytes:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [1, 2, 3, 4],
+        "parent_block_hash": None,
+        "token_ids": list(range(CHUNK_TOKENS)),
+        "block_size": 16,
+    } | fields
+    return msgspec.msgpack.encode([1.0, [event], 0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "root"),
+    [
+        ({}, chain_root()),
+        ({"extra_keys": [["tenant"], None, None, None]}, chain_root("", "tenant")),
+        ({"lora_name": "a", "extra_keys": [["a"]] * 4}, chain_root("a")),
+        (
+            {"lora_name": "a", "extra_keys": [["a", "tenant"], ["a"], ["a"], ["a"]]},
+            chain_root("a", "tenant"),
+        ),
+    ],
+    ids=["plain", "salt", "adapter", "both"],
+)
+def test_tenants_and_adapters_have_their_own_keys(fields, root) -> None:
+    [event] = decode_batch(published(**fields)).events
+    assert isinstance(event, BlocksStored)
+    assert PublishedBlocks().stored(event) == token_keys(list(range(CHUNK_TOKENS)), root)
+
+
+def test_blocks_with_an_image_are_not_named_by_their_tokens() -> None:
+    [event] = decode_batch(published(extra_keys=[None, ["image hash"], None, None])).events
+    assert isinstance(event, BlocksStored)
+    assert PublishedBlocks().stored(event) == ()
