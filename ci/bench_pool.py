@@ -2,6 +2,7 @@
 
 python ci/bench_pool.py                     # speed, beside memcpy, the tcp transport and fio
 python ci/bench_pool.py --policies TRACE... # hit rates of eviction policies, beside the optimum
+python ci/bench_pool.py --copies TRACE...   # several stores: which fetches leave a copy
 
 Traces are Mooncake's: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. Exits 0 if all
 bounds hold, 77 if all that could be measured hold but fio can't be installed.
@@ -16,12 +17,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mooncake_kv.store.copy_replay import RULES, read_timed_trace, replay_copies
 from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES, make_policy
 from mooncake_kv.store.trace_replay import read_trace, replay, replay_optimum
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPACITIES = (1_000, 10_000, 30_000, 50_000, 100_000, math.inf)
 SKIPPED = 77
+STORES = ((4, 2_000), (4, 6_000), (8, 6_000))
+"""How many, and how many blocks of 512 tokens each has room for; 6,000 are 1 TB of a 70 B model."""
+LINKS_GB_S = (1.0, 3.0, 12.5)
+BLOCK_GB = 512 * 327_680 / 1e9
+MAX_BEHIND = 0.05
+"""By how much copies that are worth it may be slower than the better of all and none."""
 
 
 def main() -> int:
@@ -29,7 +37,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--capacities", nargs="+", type=float, default=CAPACITIES, metavar="BLOCKS")
+    parser.add_argument("--copies", nargs="+", type=Path, metavar="TRACE")
     args = parser.parse_args()
+    if args.copies:
+        return compare_copies(args.copies)
     if args.policies:
         return compare_policies(args.policies, args.capacities)
     missing = install_fio()
@@ -64,6 +75,39 @@ def compare_policies(traces: list[Path], capacities: list[float]) -> int:
             if found[DEFAULT_POLICY].num_hits < found["lru"].num_hits:
                 print(f"{DEFAULT_POLICY} hits less than lru", file=sys.stderr)
                 status = 1
+    return status
+
+
+def compare_copies(traces: list[Path]) -> int:
+    """Print seconds of computation and transfer by rule; 1 if ``worth`` is far behind the best."""
+    status = 0
+    print(f"{'trace':<28} {'stores':>6} {'blocks':>7} {'GB/s':>5}", *(f"{r:>24}" for r in RULES))
+    for path in traces:
+        requests, times = read_timed_trace(path)
+        for num_stores, capacity in STORES:
+            for link in LINKS_GB_S:
+                found = {
+                    rule: replay_copies(
+                        requests,
+                        times,
+                        rule,
+                        num_stores=num_stores,
+                        capacity=capacity,
+                        refetch_s=BLOCK_GB / link,
+                    )
+                    for rule in RULES
+                }
+                cells = [
+                    f"{r.compute_s:>9.0f} + {r.fetch_s:>5.0f} s{r.num_copies:>6}"
+                    for r in found.values()
+                ]
+                print(
+                    f"{path.name:<28} {num_stores:>6} {capacity:>7} {link:>5g}", *cells, flush=True
+                )
+                best = min(found["never"].total_s, found["always"].total_s)
+                if found["worth"].total_s > best * (1 + MAX_BEHIND):
+                    print("copies that are worth it are far behind the best", file=sys.stderr)
+                    status = 1
     return status
 
 

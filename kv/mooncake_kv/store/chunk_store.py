@@ -19,6 +19,7 @@ hold ABSENT, None, False or a refusal; they hold no exception.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class PutRefusal(str, Enum):
     """The tenant's quota is smaller than the chunk, or pinned."""
     TOO_LARGE = "too_large"
     """The chunk is larger than the arena."""
+    NOT_WORTH_IT = "not_worth_it"
+    """A copy that is worth less than what would have to go for it."""
     UNREACHABLE = "unreachable"
     """The store did not reply."""
 
@@ -106,6 +109,29 @@ class Chunk:
             raise ValueError(f"keys have 1 to {MAX_KEY_BYTES} bytes, not {lengths[:2]}")
         if lengths[2] > MAX_TENANT_BYTES:
             raise ValueError(f"a tenant's name has {lengths[2]} bytes of {MAX_TENANT_BYTES}")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTerms:
+    """What is known about chunks that other stores hold; see ``copy_worth``.
+
+    Args:
+        num_copies: how many stores hold them; 1 or more.
+        refetch_s: seconds to fetch one again from there.
+        recompute_s: seconds to compute one, with all before it there.
+
+    Raises:
+        ValueError: no store holds them, or a time can't be.
+    """
+
+    num_copies: int
+    refetch_s: float
+    recompute_s: float
+
+    def __post_init__(self) -> None:
+        is_time = 0 < self.refetch_s < math.inf and 0 < self.recompute_s < math.inf
+        if self.num_copies < 1 or not is_time:
+            raise ValueError(f"no copy is made on such terms: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +219,8 @@ class StoreStats:
         num_puts, put_bytes: chunks that were committed.
         num_aborts: writes that were given up, or not in time.
         num_refused_puts: by reason.
-        num_evicted: chunks that left memory, by reason: ``room``, ``quota``, ``drop``.
+        num_evicted: chunks that left memory, by reason: ``room``, ``copy`` (of what
+            others hold, for room), ``quota``, ``drop``.
         num_expired_reads, num_expired_writes: handles whose deadline passed: leaks of clients.
         num_invalid_reads: releases that said False.
         ssd_chunks, ssd_bytes, ssd_capacity_bytes: what SSDs hold (levels).
@@ -287,13 +314,19 @@ class ChunkStore(Protocol):
         ...
 
     def reserve(
-        self, chunks: Sequence[Chunk], *, lease_s: float = DEFAULT_LEASE_S
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        copy: CopyTerms | None = None,
     ) -> Future[list[WriteHandle | PutRefusal]]:
         """Memory to write chunks to; nobody sees them before they are committed.
 
         Args:
             chunks: of one sequence, in its order.
             lease_s: seconds until the store gives the write up, at most MAX_LEASE_S.
+            copy: they were fetched from another store. Counts as a use of them; they are kept if
+                there is room, or if that is worth more than what would have to go.
         """
         ...
 

@@ -26,6 +26,7 @@ from mooncake_kv.store.arena_allocator import ArenaAllocator, rounded_up
 from mooncake_kv.store.chunk_store import (
     MAX_LEASE_S,
     Chunk,
+    CopyTerms,
     PutRefusal,
     ReadHandle,
     Residence,
@@ -34,16 +35,24 @@ from mooncake_kv.store.chunk_store import (
     Tier,
     WriteHandle,
 )
+from mooncake_kv.store.copy_worth import PUT_USES, UseCounts, loss_of_last, worth_of_copy
 from mooncake_kv.store.eviction import EvictionPolicy
 
 MAX_HANDLES_PER_USER = 65_536
 MAX_SKIPPED_VICTIMS = 4096
 """How many chunks that can't go an eviction looks past, before the store counts as full."""
 
-_ENDS_A_SEQUENCE = {PutRefusal.NO_ROOM, PutRefusal.OVER_QUOTA, PutRefusal.TOO_LARGE}
+_ENDS_A_SEQUENCE = {
+    PutRefusal.NO_ROOM,
+    PutRefusal.OVER_QUOTA,
+    PutRefusal.TOO_LARGE,
+    PutRefusal.NOT_WORTH_IT,
+}
 
 SHARED = ""
 """The group of all tenants that have no quota."""
+COPIES = "\0copies"
+"""The group of what they have fetched from other stores."""
 
 
 class ChunkState(Enum):
@@ -67,6 +76,8 @@ class Entry:
         used_at: when it was last put, pinned or touched.
         num_uses: how often.
         num_pins: read handles in force.
+        group: whose policy and quota it is under.
+        copy: the terms it was copied on; None if no other store is known to have it.
         num_staging_children: chunks that follow it and are being written; it stays for them.
         parent: while it is being written, the chunk before it.
         unsafe_until: until then a reader that never said that it ended may still read.
@@ -77,6 +88,8 @@ class Entry:
     generation: int
     state: ChunkState
     used_at: float
+    group: str = SHARED
+    copy: CopyTerms | None = None
     num_uses: int = 1
     num_pins: int = 0
     num_staging_children: int = 0
@@ -150,7 +163,8 @@ class ChunkTable:
         self.observer: TableObserver = observer or NoObserver()
         self._settings = settings
         self._allocator = ArenaAllocator(capacity)
-        self._policies = {SHARED: settings.make_policy()}
+        self._uses = UseCounts()
+        self._policies = {group: settings.make_policy() for group in (SHARED, COPIES)}
         self._policies |= {tenant: settings.make_policy() for tenant in settings.quotas}
         self._used_bytes = dict.fromkeys(self._policies, 0)
         self._index: dict[bytes, Entry] = {}
@@ -220,14 +234,20 @@ class ChunkTable:
             if entry is not None and entry.state is ChunkState.READY:
                 entry.used_at = now
                 entry.num_uses += 1
-                groups.setdefault(self._group(entry.chunk), []).append(key)
+                self._uses.note(key, now)
+                groups.setdefault(entry.group, []).append(key)
         for group, members in groups.items():
             self._policies[group].touch(members)
 
     # -- writing --------------------------------------------------------------------------------
 
     def reserve(
-        self, chunks: Sequence[Chunk], user: int, lease_s: float, now: float
+        self,
+        chunks: Sequence[Chunk],
+        user: int,
+        lease_s: float,
+        now: float,
+        copy: CopyTerms | None = None,
     ) -> list[WriteHandle | PutRefusal]:
         """Memory for each of a sequence's chunks, or why not. Those that are there are touched.
 
@@ -238,7 +258,7 @@ class ChunkTable:
         granted: list[WriteHandle | PutRefusal] = []
         ending = None
         for chunk in chunks:
-            grant = ending or self._reserve(chunk, user, _bounded(lease_s), now)
+            grant = ending or self._reserve(chunk, user, _bounded(lease_s), now, copy)
             granted.append(grant)
             if isinstance(grant, PutRefusal):
                 refused = self.stats.num_refused_puts
@@ -361,13 +381,15 @@ class ChunkTable:
         used = dict.fromkeys(self._policies, 0)
         held = [*self._index.values(), *self._evicting.values()]
         for entry in [*held, *(lease.entry for lease in self._abandoned.values())]:
-            used[self._group(entry.chunk)] += rounded_up(entry.chunk.nbytes)
+            used[entry.group] += rounded_up(entry.chunk.nbytes)
         assert used == self._used_bytes, "a tenant's bytes are miscounted"
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _group(self, chunk: Chunk) -> str:
-        return chunk.tenant if chunk.tenant in self._settings.quotas else SHARED
+    def _group(self, chunk: Chunk, copy: CopyTerms | None) -> str:
+        if chunk.tenant in self._settings.quotas:
+            return chunk.tenant
+        return SHARED if copy is None else COPIES
 
     def _lease(
         self, entry: Entry, user: int, lease_s: float, now: float, *, is_write: bool
@@ -410,32 +432,34 @@ class ChunkTable:
         )
 
     def _reserve(
-        self, chunk: Chunk, user: int, lease_s: float, now: float
+        self, chunk: Chunk, user: int, lease_s: float, now: float, copy: CopyTerms | None
     ) -> WriteHandle | PutRefusal:
         present = self._index.get(chunk.key)
         if present is not None:
             is_ready = present.state is ChunkState.READY
             return PutRefusal.PRESENT if is_ready else PutRefusal.STAGING
-        found = self._find_memory(chunk, now)
+        self._uses.note(chunk.key, now, PUT_USES if copy is None else 1.0)
+        found = self._find_memory(chunk, now, copy)
         if isinstance(found, PutRefusal):
             return found
         self._last_generation += 1
-        entry = Entry(chunk, found, self._last_generation, ChunkState.STAGING, now)
+        group, generation = self._group(chunk, copy), self._last_generation
+        entry = Entry(chunk, found, generation, ChunkState.STAGING, now, group, copy)
         handle_id = self._lease(entry, user, lease_s, now, is_write=True)
         if handle_id is None:
             self._allocator.free(found)
             return PutRefusal.NO_ROOM
         self._index[chunk.key] = entry
         self.observer.staging(chunk.key, True)
-        self._used_bytes[self._group(chunk)] += rounded_up(chunk.nbytes)
+        self._used_bytes[group] += rounded_up(chunk.nbytes)
         if chunk.parent is not None and (parent := self._index.get(chunk.parent)) is not None:
             entry.parent = parent
             parent.num_staging_children += 1
         return WriteHandle(handle_id, chunk.key, found, chunk.nbytes, entry.generation, lease_s)
 
-    def _find_memory(self, chunk: Chunk, now: float) -> int | PutRefusal:
+    def _find_memory(self, chunk: Chunk, now: float, copy: CopyTerms | None) -> int | PutRefusal:
         """Allocate, evicting what has to go for it."""
-        nbytes, group = rounded_up(chunk.nbytes), self._group(chunk)
+        nbytes, group = rounded_up(chunk.nbytes), self._group(chunk, copy)
         if nbytes > self._allocator.capacity:
             return PutRefusal.TOO_LARGE
         quota = self._settings.quotas.get(group)
@@ -443,14 +467,41 @@ class ChunkTable:
             victim = self._victim(group, chunk.parent)
             if victim is None:
                 return PutRefusal.OVER_QUOTA
+            if copy is not None and not self._is_worth(chunk, copy, victim, now):
+                return PutRefusal.NOT_WORTH_IT
             self._evict(victim, "quota", now)
         while (offset := self._allocator.allocate(nbytes)) is None:
             victims = [self._victim(group, chunk.parent) for group in self._policies]
             candidates = [victim for victim in victims if victim is not None]
             if not candidates:
                 return PutRefusal.NO_ROOM
-            self._evict(min(candidates, key=lambda entry: entry.used_at), "room", now)
+            victim = self._least_worth(candidates, now)
+            if copy is not None and not self._is_worth(chunk, copy, victim, now):
+                return PutRefusal.NOT_WORTH_IT
+            self._evict(victim, "copy" if victim.copy else "room", now)
         return offset
+
+    def _least_worth(self, candidates: Sequence[Entry], now: float) -> Entry:
+        """The one to go: the oldest, or a copy that is worth less than it."""
+        oldest = min(candidates, key=lambda entry: entry.used_at)
+        for spare in candidates:
+            if spare.copy is not None and spare.group == COPIES:
+                worth = worth_of_copy(self._uses.uses(spare.chunk.key, now), spare.copy)
+                return (
+                    spare if worth <= self._loss(oldest, spare.chunk, spare.copy, now) else oldest
+                )
+        return oldest
+
+    def _is_worth(self, chunk: Chunk, copy: CopyTerms, victim: Entry, now: float) -> bool:
+        worth = worth_of_copy(self._uses.uses(chunk.key, now), copy)
+        return worth > self._loss(victim, chunk, copy, now)
+
+    def _loss(self, victim: Entry, chunk: Chunk, terms: CopyTerms, now: float) -> float:
+        """Seconds that a victim's loss costs; ``chunk`` and ``terms`` as in ``loss_of_last``."""
+        uses = self._uses.uses(victim.chunk.key, now)
+        if victim.copy is not None:
+            return worth_of_copy(uses, victim.copy)
+        return loss_of_last(uses, victim.chunk, chunk, terms)
 
     def _victim(self, group: str, kept: bytes | None) -> Entry | None:
         """The first chunk in a policy's order that may go.
@@ -473,7 +524,7 @@ class ChunkTable:
         """Take a chunk that is ready out of sight; its memory is free once nobody reads it."""
         key = entry.chunk.key
         del self._index[key]
-        self._policies[self._group(entry.chunk)].remove(key)
+        self._policies[entry.group].remove(key)
         entry.state = ChunkState.EVICTING
         self._evicting[entry.generation] = entry
         self.stats.num_evicted[reason] = self.stats.num_evicted.get(reason, 0) + 1
@@ -498,7 +549,7 @@ class ChunkTable:
         entry.state, entry.used_at = ChunkState.READY, now
         self.observer.staging(entry.chunk.key, False)
         self._leave_parent(entry)
-        self._policies[self._group(entry.chunk)].add(entry.chunk)
+        self._policies[entry.group].add(entry.chunk)
         self.stats.num_puts += 1
         self.stats.put_bytes += entry.chunk.nbytes
         self.observer.stored(Tier.DRAM, entry.chunk)
@@ -525,7 +576,7 @@ class ChunkTable:
 
     def _free(self, entry: Entry, now: float) -> None:
         """Give memory back, at once or after its quarantine."""
-        self._used_bytes[self._group(entry.chunk)] -= rounded_up(entry.chunk.nbytes)
+        self._used_bytes[entry.group] -= rounded_up(entry.chunk.nbytes)
         if entry.unsafe_until > now:
             heapq.heappush(self._quarantine, (entry.unsafe_until, entry.offset))
         else:

@@ -26,6 +26,7 @@ from mooncake_kv.store.chunk_store import (
     DEFAULT_LEASE_S,
     ArenaInfo,
     Chunk,
+    CopyTerms,
     PutRefusal,
     ReadHandle,
     Residence,
@@ -196,10 +197,10 @@ class NodeStore:
             return self._table.release([h.handle_id for h in handles], user, self._clock())
 
     def reserve(
-        self, chunks: Sequence[Chunk], user: int, lease_s: float
+        self, chunks: Sequence[Chunk], user: int, lease_s: float, copy: CopyTerms | None = None
     ) -> list[WriteHandle | PutRefusal]:
         with self._lock:
-            return self._table.reserve(chunks, user, lease_s, self._clock())
+            return self._table.reserve(chunks, user, lease_s, self._clock(), copy)
 
     def end_writes(
         self, handles: Sequence[WriteHandle], user: int, *, are_complete: bool
@@ -308,9 +309,13 @@ class StoreUser:
         return done(self._store.release(handles, self._user))
 
     def reserve(
-        self, chunks: Sequence[Chunk], *, lease_s: float = DEFAULT_LEASE_S
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        copy: CopyTerms | None = None,
     ) -> Future[list[WriteHandle | PutRefusal]]:
-        return done(self._store.reserve(chunks, self._user, lease_s))
+        return done(self._store.reserve(chunks, self._user, lease_s, copy))
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
         return done(self._store.end_writes(handles, self._user, are_complete=True))

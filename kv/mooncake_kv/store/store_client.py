@@ -24,6 +24,7 @@ from mooncake_kv.store.chunk_store import (
     DEFAULT_LEASE_S,
     ArenaInfo,
     Chunk,
+    CopyTerms,
     PutRefusal,
     ReadHandle,
     Residence,
@@ -129,10 +130,14 @@ class StoreClient:
         return self._end(ReleaseHandles(tuple(handles)), len(handles))
 
     def reserve(
-        self, chunks: Sequence[Chunk], *, lease_s: float = DEFAULT_LEASE_S
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        copy: CopyTerms | None = None,
     ) -> Future[list[WriteHandle | PutRefusal]]:
         miss: list[WriteHandle | PutRefusal] = [PutRefusal.UNREACHABLE] * len(chunks)
-        question = ReserveChunks(tuple(chunks), lease_s)
+        question = ReserveChunks(tuple(chunks), lease_s, copy)
         return self._ask(question, Reserved, lambda reply: list(reply.grants), miss)
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:

@@ -14,6 +14,7 @@ from mooncake_kv.errors import BadFrame
 from mooncake_kv.store.chunk_store import (
     ArenaInfo,
     Chunk,
+    CopyTerms,
     PutRefusal,
     ReadHandle,
     Residence,
@@ -99,6 +100,7 @@ class ReserveChunks(StoreMessage, frozen=True):
 
     chunks: tuple[Chunk, ...]
     lease_s: float
+    copy: CopyTerms | None = None
 
 
 class Reserved(StoreMessage, frozen=True):

@@ -207,8 +207,8 @@ class _SessionUser:
                 return self._collect(ticket)
             case ReleaseHandles(handles):
                 return Ended(tuple(self._user.release(handles).result()))
-            case ReserveChunks(chunks, lease_s):
-                granted = self._user.reserve(chunks, lease_s=lease_s).result()
+            case ReserveChunks(chunks, lease_s, copy):
+                granted = self._user.reserve(chunks, lease_s=lease_s, copy=copy).result()
                 return Reserved(tuple(granted))
             case EndWrites(handles, are_complete):
                 end = self._user.commit if are_complete else self._user.abort

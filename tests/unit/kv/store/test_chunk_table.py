@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from mooncake_kv.store.arena_allocator import GRANULE
 from mooncake_kv.store.chunk_store import (
     Chunk,
+    CopyTerms,
     PutRefusal,
     ReadHandle,
     Residence,
@@ -248,7 +249,9 @@ class World:
 
     def reserve(self):
         user = self.random.randrange(4)
-        handles = self.table.reserve(self.sequence(), user, self.random.uniform(0.05, 3), self.now)
+        copy = CopyTerms(1, self.random.expovariate(1), 1.0) if self.random.random() < 0.3 else None
+        lease_s = self.random.uniform(0.05, 3)
+        handles = self.table.reserve(self.sequence(), user, lease_s, self.now, copy)
         for handle in handles:
             if isinstance(handle, WriteHandle):
                 first = handle.offset // GRANULE

@@ -10,7 +10,7 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import BadFrame
 from mooncake_kv.store import store_messages
-from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, Tier
+from mooncake_kv.store.chunk_store import Chunk, CopyTerms, PutRefusal, Residence, Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_messages import (
@@ -80,8 +80,8 @@ def test_every_call_is_answered_as_by_the_store_itself(served, client):
     assert absent is None
     assert (first.nbytes, first.lease_s, first.tier) == (NBYTES, 5.0, Tier.DRAM)
     assert client.release([first, first]).result(WAIT_S) == [True, False]
-    (handle,) = client.reserve([chunk(3)]).result(WAIT_S)
-    assert client.abort([handle]).result(WAIT_S) == [True]
+    copy = client.reserve([chunk(3)], copy=CopyTerms(1, 0.1, 1.0))
+    assert client.abort(copy.result(WAIT_S)).result(WAIT_S) == [True]
     client.touch([chunk(1).key]).result(WAIT_S)
     assert client.stats().result(WAIT_S) == served.store.stats()
     assert client.drop([chunk(2).key, b"absent"]).result(WAIT_S) == 1
