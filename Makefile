@@ -1,10 +1,14 @@
 # The doors of the house. Each target is a script in ci/ that anyone can run by hand.
 MODEL ?= examples/tiny-llama
 ARGS ?=
+ENGINE ?= mooncake
+UP_mooncake = .venv/bin/mooncake-engine up --model $(MODEL)
+UP_vllm = .venv/bin/python ci/up_vllm.py
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
-    test-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-contract \
+    test-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
+    test-vllm-contract bench-vllm \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
@@ -12,9 +16,9 @@ PYTHON_IN_VENV = .venv/bin/python
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-up:  ## serve MODEL with a prefill instance, a decode instance and a proxy; Ctrl-C stops all
+up:  ## serve MODEL with a prefill instance, a decode instance and a proxy; ENGINE=vllm: vLLM's CPU build; Ctrl-C stops all
 	@ci/install
-	@exec .venv/bin/mooncake-engine up --model $(MODEL) $(ARGS)
+	@exec $(UP_$(ENGINE)) $(ARGS)
 
 test:  ## all tests that need no accelerator
 	@ci/install dev
@@ -69,6 +73,14 @@ test-proxy-vllm:  ## the proxy in front of a real vLLM (its CPU build, 3.7 GB un
 test-vllm:  ## our connector inside a real vLLM (its CPU build, 3.7 GB under .cache/); ARGS narrow it down
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_vllm.py $(ARGS)
+
+test-vllm-faults:  ## kills and freezes of every process of a real vLLM pair in every phase; ARGS: --flow --only --short
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_vllm_faults.py $(ARGS)
+
+bench-vllm:  ## vLLM alone, with its own connectors and with ours, in turns, on its CPU build; ARGS narrow it down
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench_vllm.py $(ARGS)
 
 test-vllm-contract:  ## every supported release of vLLM, from its sources, beside tests/contract/vllm
 	@ci/install dev

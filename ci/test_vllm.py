@@ -1,12 +1,15 @@
 """Our connector inside a real vLLM (its CPU build): tokens, bookkeeping, and who frees what.
 
-    python ci/test_vllm.py [--pairs 1:1/shm,1:1/tcp,1:1/shm/push] [--start-timeout 600]
+    python ci/test_vllm.py [--pairs 1:1/shm,2:1/tcp,1:2/shm/push] [--start-timeout 600]
+
+First come tests/vllm: vLLM's own scheduler and views, without a server (--no-unit leaves them out).
 
 A pair is P's and D's tensor-parallel size, the transport, and who moves KV. First one vLLM answers
 alone; then, for each pair, P and D with our connector answer the same, in fp32: token for token the
 same, directly and through the proxy, whole and streamed, 16 at once. Then what goes wrong on
 purpose: parameters that are used twice, contradict the prompt or name nobody; clients that leave.
-In the end every block is free on both sides, and the figures say that KV came over.
+In the end every block is free on both sides, and the figures say that KV came over. A P stays up
+for all pairs that it is part of; each D is a new one.
 
 Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can't be run here.
 """
@@ -18,18 +21,19 @@ import json
 import os
 import random
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_environment import CACHE, SKIPPED, Skip, install_connector
+from vllm_environment import CACHE, ROOT, SKIPPED, Skip, install_connector
 from vllm_serving import (
     ANSWER_TIMEOUT_S,
     EXAMPLE,
@@ -49,27 +53,46 @@ NUM_TOKENS = 16
 FREED_S = 120.0
 """How long blocks may take to be free again: leases, and machines that others use."""
 COMPLETIONS = "/v1/completions"
+BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
+ALL_PAIRS = ",".join(
+    f"{prefill}:{decode}/{transport}/{flow}"
+    for flow in ("pull", "push")
+    for prefill in (1, 2)
+    for decode in (1, 2)
+    for transport in ("shm", "tcp")
+)
 
 
 def main() -> int:
     """Install, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--pairs", default="1:1/shm,1:1/tcp,1:1/shm/push", help="P:D/transport[/push], ..."
-    )
+    parser.add_argument("--pairs", default=ALL_PAIRS, help="P:D/transport[/push], ...: all")
+    parser.add_argument("--no-unit", action="store_true", help="without tests/vllm")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
     try:
         python = prepare()
         install_connector(python)
-        wanted = answers_alone(python, args.start_timeout)
-        pairs = [Pair.parse(text) for text in args.pairs.split(",")]
-        wrong = [problem for pair in pairs for problem in check_pair(python, pair, wanted, args)]
+        failed = [] if args.no_unit else run_tests(python)
+        wanted = answers_alone(python, args.start_timeout, cases())
+        wrong = failed + [
+            problem
+            for pairs in by_prefill(Pair.parse(text) for text in args.pairs.split(","))
+            for problem in check_pairs(python, pairs, wanted, args)
+        ]
     except Skip as reason:
         print(f"skipped: {reason}")
         return SKIPPED
     print(f"{len(wrong)} problems" + "".join(f"\n  {problem}" for problem in wrong))
     return 1 if wrong else 0
+
+
+def run_tests(python: Path) -> list[str]:
+    """Those that need vLLM and no server, in its environment; returns what was wrong."""
+    command = [python, "-m", "pytest", "-q", "--timeout=900", "tests/vllm"]
+    # Warnings of other people's packages are not ours to mend.
+    status = subprocess.run([*command, "-o", "filterwarnings=default"], cwd=ROOT, check=False)
+    return ["tests/vllm failed"] if status.returncode else []
 
 
 # ---------------------------------------------------------------- what runs
@@ -101,55 +124,81 @@ class Pair:
         return f"{self.prefill_tp}:{self.decode_tp}/{self.transport}/{self.flow}"
 
 
-def answers_alone(python: Path, timeout_s: float) -> dict[str, Json]:
+def answers_alone(
+    python: Path, timeout_s: float, asked: dict[str, tuple[str, Json]]
+) -> dict[str, Json]:
     """What one vLLM answers to everything that is asked of pairs."""
     log = CACHE / "vllm-alone.log"
     with serving(python, None, "0", log) as url:
         wait_until_healthy(url, log, timeout_s)
-        answers = {name: post(url, path, body) for name, (path, body) in cases().items()}
+        answers = {name: post(url, path, body) for name, (path, body) in asked.items()}
     for name, answer in answers.items():
         if "choices" not in answer:
             raise SystemExit(f"one vLLM alone does not answer {name}: {answer}")
     return answers
 
 
-def check_pair(
-    python: Path, pair: Pair, wanted: dict[str, Json], args: argparse.Namespace
+def by_prefill(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Pairs that one P serves together."""
+    groups: dict[tuple[int, str], list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault((pair.prefill_tp, pair.flow), []).append(pair)
+    return list(groups.values())
+
+
+def check_pairs(
+    python: Path, pairs: list[Pair], wanted: dict[str, Json], args: argparse.Namespace
 ) -> list[str]:
-    """Serve a pair with the proxy in front; returns what was wrong."""
-    with ExitStack() as stack:
-        logs = [CACHE / f"vllm-{role}.log" for role in ("prefill", "decode")]
-        urls = [
-            stack.enter_context(
-                serving(
-                    python,
-                    transfer_config(role, pair),
-                    cores(first, size),
-                    log,
-                    *("--tensor-parallel-size", str(size), "--max-num-batched-tokens", "256"),
+    """Serve one P, with each pair's D and a proxy in turn; returns what was wrong."""
+    first, timeout_s = pairs[0], args.start_timeout
+    transports = sorted({pair.transport for pair in pairs})
+    problems: list[str] = []
+    with instance(python, "kv_producer", first.flow, first.prefill_tp, transports) as prefill:
+        for pair in pairs:
+            with ExitStack() as stack:
+                decode = stack.enter_context(
+                    instance(python, "kv_consumer", pair.flow, pair.decode_tp, [pair.transport])
                 )
-            )
-            for role, size, first, log in (
-                ("kv_producer", pair.prefill_tp, 0, logs[0]),
-                ("kv_consumer", pair.decode_tp, 1, logs[1]),
-            )
-        ]
-        for url, log in zip(urls, logs, strict=True):
-            wait_until_healthy(url, log, args.start_timeout)
-        proxy = stack.enter_context(proxying(*urls, pair.flow))
-        run = Run(str(pair), *urls, proxy, wanted)
-        for check in CHECKS[pair.flow]:
-            check(run)
-    return run.problems
+                for url, log in (
+                    (prefill, instance_log("kv_producer")),
+                    (decode, instance_log("kv_consumer")),
+                ):
+                    wait_until_healthy(url, log, timeout_s)
+                proxy = stack.enter_context(proxying(prefill, decode, pair.flow))
+                run = Run(str(pair), prefill, decode, proxy, wanted)
+                for check in CHECKS[pair.flow]:
+                    check(run)
+            problems += run.problems
+    return problems
 
 
-def transfer_config(role: str, pair: Pair) -> Json:
+@contextmanager
+def instance(
+    python: Path, role: str, flow: str, tp_size: int, transports: list[str]
+) -> Iterator[str]:
+    """A vLLM with our connector; its URL. Not necessarily up yet."""
+    with serving(
+        python,
+        transfer_config(role, flow, transports),
+        cores(0 if role == "kv_producer" else 1, tp_size),
+        instance_log(role),
+        *("--tensor-parallel-size", str(tp_size), "--max-num-batched-tokens", "256"),
+    ) as url:
+        yield url
+
+
+def instance_log(role: str) -> Path:
+    """Where an instance of that role writes."""
+    return CACHE / f"vllm-{role}.log"
+
+
+def transfer_config(role: str, flow: str, transports: list[str]) -> Json:
     """What ``--kv-transfer-config`` says."""
     return {
-        "kv_connector": "HalPullConnector" if pair.flow == "pull" else "HalPushConnector",
+        "kv_connector": "HalPullConnector" if flow == "pull" else "HalPushConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"transport": [pair.transport], "lease_seconds": 20},
+        "kv_connector_extra_config": {"transport": transports, "lease_seconds": 20},
     }
 
 
@@ -172,12 +221,17 @@ class Run:
     proxy: str
     wanted: dict[str, Json]
     problems: list[str] = field(default_factory=list)
+    sent_before: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sent_before = figure(self.prefill, BYTES_SENT)
 
     def expect(self, what: str, found: object, wanted: object) -> None:
         """Say whether something is as wanted."""
         same = found == wanted
         print(f"{self.name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
         if not same:
+            print(f"{'':13} wanted {wanted!r:.200}\n{'':13} found  {found!r:.200}", flush=True)
             self.problems.append(
                 f"{self.name} {what}: wanted {wanted!r:.200}, found {found!r:.200}"
             )
@@ -304,7 +358,7 @@ def kv_was_pushed(run: Run) -> None:
     """Both sides have counted it, and nothing failed."""
     for url, what in ((run.prefill, "push_failures"), (run.decode, "load_failures")):
         run.expect(what, figure(url, f"vllm:mooncake_hal_{what}_total"), 0)
-    sent = figure(run.prefill, "vllm:mooncake_hal_bytes_sent_total")
+    sent = figure(run.prefill, BYTES_SENT) - run.sent_before
     run.expect("bytes", figure(run.decode, "vllm:mooncake_hal_bytes_received_total"), sent)
     run.expect("some bytes", sent > 0, True)
 

@@ -14,6 +14,9 @@ HOME = CACHE / "venv-vllm"
 VERSION = "0.32.0"
 TORCH = "torch==2.13.0+cpu"
 NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+MOONCAKE_LIBRARIES = ("libibverbs1", "libnuma1", "libcurl4")
+TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2", "hypothesis>=6.100,<7"]
 SKIPPED = 77
 """Exit status of a script that could not run for want of vLLM."""
 
@@ -54,10 +57,24 @@ def install_connector(python: Path) -> None:
     folders = [ROOT, ROOT / "kv", ROOT / "integrations" / "vllm"]
     newest = max((folder / "pyproject.toml").stat().st_mtime for folder in folders)
     if not stamp.exists() or stamp.stat().st_mtime < newest:
-        pip(python, "install", "pluggy>=1.5")
+        pip(python, "install", "pluggy>=1.5", *TEST_TOOLS)
         for folder in folders:
             pip(python, "install", "--no-deps", "-e", str(folder))
         stamp.touch()
+
+
+def install_mooncake(python: Path) -> None:
+    """Put Mooncake's transfer engine into that venv, for vLLM's own connector to it.
+
+    Raises:
+        Skip: it can't be installed here, or what it links to is not there.
+    """
+    stamp = HOME / f".installed-{MOONCAKE}"
+    if not stamp.exists():
+        pip(python, "install", "--no-deps", MOONCAKE)
+        run([ROOT / "ci" / "apt-install", *MOONCAKE_LIBRARIES], "what mooncake's wheel links to")
+        stamp.touch()
+    run([python, "-c", "import mooncake.engine"], "looking for mooncake's transfer engine")
 
 
 def pip(python: Path, *words: str) -> None:

@@ -13,13 +13,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_environment import CACHE, Skip, install, run
 
 ROOT = Path(__file__).resolve().parent.parent
+PROXY_LOG = CACHE / "vllm-proxy.log"
 MODEL = CACHE / "tiny-llama-wide-heads"
 EXAMPLE = ROOT / "examples" / "tiny-llama"
 # Machines that compile while others work on them take their time over a first answer.
@@ -65,11 +67,9 @@ def prepare() -> Path:
     return python
 
 
-@contextmanager
-def serving(
-    python: Path, transfer: Json | None, core: str, log: Path, *words: str, **environment: str
-) -> Iterator[str]:
-    """One vLLM instance; its URL. Not necessarily up yet.
+@dataclass(frozen=True)
+class Launch:
+    """What a vLLM instance is started with.
 
     Args:
         python: of vLLM's environment.
@@ -78,53 +78,95 @@ def serving(
         log: takes what it prints.
         words: further arguments.
         environment: further variables.
+        port: of its API.
     """
-    port = free_port()
-    command = [
-        *(python.parent / "vllm", "serve", MODEL, "--host", "127.0.0.1", "--port", port),
-        *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", 2048, "--max-num-seqs", 8, *words),
-        *(() if transfer is None else ("--kv-transfer-config", json.dumps(transfer))),
-    ]
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        # With a connector the default reserves both cores of a small machine.
-        "VLLM_CPU_OMP_THREADS_BIND": core,
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with process([str(word) for word in command], os.environ | settings | environment, log):
-        yield f"http://127.0.0.1:{port}"
+
+    python: Path
+    transfer: Json | None
+    core: str
+    log: Path
+    words: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=lambda: free_port())
+
+    @property
+    def url(self) -> str:
+        """Of its API."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start it, in a process group of its own."""
+        command = [
+            *(self.python.parent / "vllm", "serve", MODEL),
+            *("--host", "127.0.0.1", "--port", self.port),
+            *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", 2048, "--max-num-seqs", 8, *self.words),
+        ]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        settings = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # With a connector the default reserves both cores of a small machine.
+            "VLLM_CPU_OMP_THREADS_BIND": self.core,
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        variables = os.environ | settings | self.environment
+        return start([str(word) for word in command], variables, self.log)
 
 
 @contextmanager
-def proxying(prefill: str, decode: str, flow: str = "pull") -> Iterator[str]:
+def serving(
+    python: Path, transfer: Json | None, core: str, log: Path, *words: str, **environment: str
+) -> Iterator[str]:
+    """One vLLM instance; its URL. Not necessarily up yet. Arguments as in ``Launch``."""
+    log.unlink(missing_ok=True)  # of an earlier run
+    launch = Launch(python, transfer, core, log, words, environment)
+    child = launch.start()
+    try:
+        yield launch.url
+    finally:
+        stop(child)
+
+
+@contextmanager
+def proxying(prefill: str, decode: str, flow: str = "pull", *words: str) -> Iterator[str]:
     """The proxy in front of two instances that are up; its URL."""
-    port, log = free_port(), CACHE / "vllm-proxy.log"
-    pools = ["--prefill", prefill, "--decode", decode, "--decode-emits-first-token", "--flow", flow]
-    command = [sys.executable, "-m", "mooncake_proxy", "--port", str(port), *pools]
-    with process(command, dict(os.environ), log):
+    port = free_port()
+    child = start_proxy(prefill, decode, port, flow, *words)
+    try:
         url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, log, 60)
+        wait_until_healthy(url, PROXY_LOG, 60)
         yield url
+    finally:
+        stop(child)
 
 
-@contextmanager
-def process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[None]:
-    """A child and its children, which end with the block."""
-    with log.open("wb") as output:
-        child = subprocess.Popen(
+def start_proxy(
+    prefill: str, decode: str, port: int, flow: str, *words: str, emits_first_token: bool = True
+) -> subprocess.Popen[bytes]:
+    """The proxy, in a process group of its own."""
+    pools = ["--prefill", prefill, "--decode", decode, "--flow", flow]
+    pools += ["--decode-emits-first-token"] if emits_first_token else []
+    command = [sys.executable, "-m", "mooncake_proxy", "--port", str(port), *pools, *words]
+    return start(command, dict(os.environ), PROXY_LOG)
+
+
+def start(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A child in a process group of its own; the log goes on where it ended."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
             command, stdout=output, stderr=output, env=environment, start_new_session=True
         )
-        try:
-            yield
-        finally:
-            os.killpg(child.pid, signal.SIGTERM)
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+
+
+def stop(child: subprocess.Popen[bytes]) -> None:
+    """End a child and its children."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(20)
 
 
 def free_port() -> int:

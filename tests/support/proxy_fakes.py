@@ -36,7 +36,7 @@ def token_id(position: int) -> int:
 
 def num_generated_before(body: Json) -> int:
     """Where an answer goes on whose prompt already holds generated tokens."""
-    prompt = body.get("prompt")
+    prompt = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
     return sum(i >= 1000 for i in prompt) if isinstance(prompt, list) else 0
 
 
@@ -90,6 +90,8 @@ class Behaviour:
     last_token_id: int = 100
     # D: a vLLM that knows nothing of first_token_delivered.
     emits_first_token: bool = False
+    # P: its D may be asked for the prompt and the first token.
+    continues_prompt: bool = False
     health: int = 200
     # Names of instances that it can't exchange KV with; None says nothing, as foreign ones do.
     refuses: tuple[str, ...] | None = ()
@@ -354,6 +356,7 @@ class FakeInstance:
             "last_token_id": self.behaviour.last_token_id,
             "created": CREATED,
             "remote_cached_tokens": 3,
+            "decode_continues_prompt": self.behaviour.continues_prompt,
         }
 
     def _whole(self, seen: Seen) -> Json:
@@ -415,7 +418,8 @@ class FakeInstance:
             finish = "length" if position == at + num_tokens - 1 else None
             events += [self._chunk(seen, i, word(position), finish) for i in range(count)]
         if (seen.body.get("stream_options") or {}).get("include_usage"):
-            usage = self._base(seen, "chunk") | {"choices": [], "usage": _usage(num_tokens * count)}
+            counted = _usage(num_tokens * count, at if params.get("first_token_delivered") else 0)
+            usage = self._base(seen, "chunk") | {"choices": [], "usage": counted}
             events.append(f"data: {json.dumps(usage)}\n\n".encode())
         return [*events, b"data: [DONE]\n\n"]
 
@@ -444,11 +448,11 @@ def _check_open(writer: asyncio.StreamWriter) -> None:
         raise _Broken
 
 
-def _usage(num_tokens: int) -> Json:
+def _usage(num_tokens: int, num_more: int = 0) -> Json:
     return {
-        "prompt_tokens": 7,
+        "prompt_tokens": 7 + num_more,
         "completion_tokens": num_tokens,
-        "total_tokens": 7 + num_tokens,
+        "total_tokens": 7 + num_more + num_tokens,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
 

@@ -282,3 +282,76 @@ def _connect(path: Path, deadline: float) -> socket.socket:
             time.sleep(RETRY_S)
         else:
             return connected
+
+
+class Ranks:
+    """The workers of an instance, as its scheduler side knows them.
+
+    Args:
+        paths: where they listen, by rank.
+        on_death: takes the reason why a worker's thread has died; any thread.
+
+    Raises:
+        KVConfigError: they did not come up, or differ in their KV.
+    """
+
+    def __init__(self, paths: Sequence[Path], on_death: Callable[[str], None]) -> None:
+        self._num_ranks, self._on_death = len(paths), on_death
+        self._lock = threading.RLock()
+        self._take: Callable[[int, bytes], None] | None = None
+        self._early: list[tuple[int, bytes]] = []
+        self._infos: dict[int, RankInfo] = {}
+        self._all_known = threading.Event()
+        self._link = SchedulerLink(paths, self._on_message)
+        try:
+            self.info = self._meet()
+        except BaseException:
+            self._link.close()
+            raise
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    def listen(self, take: Callable[[int, bytes], None]) -> None:
+        """Pass on what the workers say, and have said so far: a rank and a message."""
+        with self._lock:
+            self._take = take
+            for rank, payload in self._early:
+                take(rank, payload)
+            self._early.clear()
+
+    def send(self, rank: int, payload: bytes) -> None:
+        """Send a message to a worker. Any thread."""
+        self._link.send(rank, ToWorker(payload))
+
+    def report(self, message: ReportLoad | ReportSend) -> None:
+        """Have every rank tell vLLM. Any thread."""
+        self._link.broadcast(message)
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._link.close()
+
+    def _meet(self) -> RankInfo:
+        if not self._all_known.wait(CONNECT_S):
+            raise KVConfigError(
+                f"{len(self._infos)} of {self._num_ranks} ranks have described their KV"
+            )
+        infos = [self._infos[rank] for rank in range(self._num_ranks)]
+        if len(set(infos)) > 1:
+            raise KVConfigError(f"the ranks of this instance differ in their KV: {infos}")
+        return infos[0]
+
+    def _on_message(self, rank: int, message: RankMessage) -> None:
+        if isinstance(message, FromWorker):
+            with self._lock:
+                if self._take is None:
+                    self._early.append((rank, message.payload))
+                else:
+                    self._take(rank, message.payload)
+        elif isinstance(message, RankInfo):
+            self._infos[rank] = message
+            if len(self._infos) == self._num_ranks:
+                self._all_known.set()
+        else:
+            self._on_death(f"rank {rank}: {message.reason}")

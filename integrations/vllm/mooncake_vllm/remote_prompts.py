@@ -31,6 +31,7 @@ class RemotePrompt:
         name: what the connector calls it: the id of the request that came first.
         key: what children of one request have in common.
         num_tokens: whose KV is there.
+        num_more: tokens of the request behind those, which are computed here.
         members: requests that are here and want it.
         loader: the one that loads it.
     """
@@ -38,6 +39,7 @@ class RemotePrompt:
     name: str
     key: PeerKey
     num_tokens: int
+    num_more: int
     members: set[str] = field(default_factory=set)
     state: PromptState = PromptState.EXPECTED
     loader: str | None = None
@@ -55,13 +57,13 @@ class RemotePrompts:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def expect(self, request_id: str, key: PeerKey, num_tokens: int) -> bool:
+    def expect(self, request_id: str, key: PeerKey, num_tokens: int, num_more: int = 0) -> bool:
         """A request has come; returns whether it is the first for this prompt."""
         with self._lock:
             prompt = self._by_key.get(key)
             is_first = prompt is None
             if prompt is None:
-                prompt = RemotePrompt(request_id, key, num_tokens)
+                prompt = RemotePrompt(request_id, key, num_tokens, num_more)
                 self._by_key[key] = self._by_name[request_id] = prompt
             prompt.members.add(request_id)
             self._by_request[request_id] = prompt
@@ -71,7 +73,7 @@ class RemotePrompts:
         """How many tokens a request can load beyond what it has; None: ask again, another request
         is loading them. No side effects.
 
-        The last token of a prompt is computed in any case, so that it alone is not worth a load.
+        The last token of a request is computed in any case, so that it alone is not worth a load.
         """
         with self._lock:
             prompt = self._by_request.get(request_id)
@@ -80,7 +82,7 @@ class RemotePrompts:
             if prompt.state is not PromptState.EXPECTED:
                 return 0 if prompt.loader == request_id else None
             remaining = prompt.num_tokens - num_computed
-            return remaining if remaining > 1 else 0
+            return remaining if remaining + prompt.num_more > 1 else 0
 
     def begin(self, request_id: str) -> str | None:
         """A request has blocks, and loads; returns the connector's name for the prompt, or None if

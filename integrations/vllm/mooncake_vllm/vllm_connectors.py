@@ -113,9 +113,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                self._config, describe_instance(vllm_config), worker_sockets(vllm_config)
-            )
+            sockets = worker_sockets(vllm_config, type(self).__name__)
+            self._scheduler = SchedulerSide(self._config, describe_instance(vllm_config), sockets)
 
     @classmethod
     def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:
@@ -178,7 +177,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             page_format(device.kind, [layers[name] for name in kv_caches], first.shape[2]),
         )
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
-        path = worker_sockets(self._vllm_config)[rank]
+        path = worker_sockets(self._vllm_config, type(self).__name__)[rank]
         self._worker = WorkerSide(self._config, rank, path, view, device)
 
     @guarded(_nothing)

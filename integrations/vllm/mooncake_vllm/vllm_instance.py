@@ -41,14 +41,18 @@ def describe_instance(vllm_config: Any) -> Instance:
     )
 
 
-def worker_sockets(vllm_config: Any) -> list[Path]:
+def worker_sockets(vllm_config: Any, connector: str) -> list[Path]:
     """Where the workers listen, by rank: stage after stage, and within one by TP rank.
+
+    Args:
+        vllm_config: of the instance.
+        connector: whose workers: an instance may have several connectors.
 
     Raises:
         KVConfigError: the folder for them belongs to somebody else.
     """
     parallel = vllm_config.parallel_config
-    names = (vllm_config.kv_transfer_config.engine_id, vllm_config.instance_id)
+    names = (vllm_config.kv_transfer_config.engine_id, vllm_config.instance_id, connector)
     return socket_paths(names, parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
 
 

@@ -7,10 +7,10 @@ and goes straight to the ranks, who tell vLLM with their next step: vLLM takes i
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
@@ -22,7 +22,7 @@ from mooncake_kv.connector import (
     find_connector,
 )
 from mooncake_kv.connector_worker import PushStep
-from mooncake_kv.errors import InvalidKVParams, KVConfigError
+from mooncake_kv.errors import InvalidKVParams
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_kv.params import (
@@ -35,16 +35,7 @@ from mooncake_kv.params import (
     parse_remote_address,
 )
 from mooncake_vllm.errors import ConnectorDied
-from mooncake_vllm.rank_link import (
-    CONNECT_S,
-    FromWorker,
-    RankInfo,
-    RankMessage,
-    ReportLoad,
-    ReportSend,
-    SchedulerLink,
-    ToWorker,
-)
+from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.remote_prompts import RemotePrompts
 from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
@@ -57,6 +48,23 @@ COMPLETE = {
 }
 """Endings of a prefill that another instance continues. If its first token ends the answer, nobody
 is asked to come for its KV; but one that is pushed to waits for it."""
+
+
+CONTINUES = "decode_continues_prompt"
+"""In P's parameters: a decode instance of this kind can be asked for the prompt and P's token."""
+
+
+def handed_over(request: Request) -> list[int]:
+    """The tokens of a request's prompt that its peer was given: all, but for the token that the
+    peer sampled and a proxy has put behind them."""
+    prompt, raw = request.prompt_token_ids or [], request.kv_transfer_params or {}
+    is_continued = (
+        bool(raw.get("do_remote_prefill"))
+        and raw.get("first_token_delivered") is True
+        and raw.get("num_prompt_tokens") == len(prompt) - 1
+        and raw.get("last_token_id") == prompt[-1]
+    )
+    return prompt[:-1] if is_continued else prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,23 @@ class Instance:
     num_ranks: int
     sends: bool
     loads: bool
+
+
+class SchedulerHooks(Protocol):
+    """What a connector's half beside the scheduler is asked; see ``SchedulerSide``."""
+
+    def on_new_request(self, request: Request) -> None: ...
+    def num_to_load(self, request: Request, num_computed: int) -> int | None: ...
+    def blocks_allocated(
+        self, request: Request, blocks: KVCacheBlocks, num_tokens: int
+    ) -> None: ...
+    def take_started(self) -> tuple[str, ...]: ...
+    def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]: ...
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, KVTransferDict | None]: ...
+    def stats(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
 
 
 class SchedulerSide:
@@ -99,36 +124,30 @@ class SchedulerSide:
         self._held: set[str] = set()  # finished, and their blocks are kept
         self._started: list[str] = []
         self._death: BaseException | None = None
-        self._infos: dict[int, RankInfo] = {}
-        self._all_known = threading.Event()
         self.num_refused = 0
-        self._link = SchedulerLink(paths, self._on_rank_message)
+        self._ranks = Ranks(paths, self._on_death)
         try:
             self._start()
         except BaseException:
-            self._link.close()
+            self._ranks.close()
             raise
 
     def _start(self) -> None:
-        num_ranks = self._instance.num_ranks
-        if not self._all_known.wait(CONNECT_S):
-            raise KVConfigError(f"{len(self._infos)} of {num_ranks} ranks have described their KV")
-        infos = [self._infos[rank] for rank in range(num_ranks)]
-        if len(set(infos)) > 1:
-            raise KVConfigError(f"the ranks of this instance differ in their KV: {infos}")
-        self._pages = infos[0].blocks_per_page
-        self._page_tokens = infos[0].block_size * self._pages
+        info = self._ranks.info
+        self._pages = info.blocks_per_page
+        self._page_tokens = info.block_size * self._pages
+        self._ranks.listen(self._connector.on_rank_message)
         self._connector.start(
             InstanceMetadata(
                 self._instance.engine_id,
                 self._instance.model.weights,
                 "",  # vLLM is given token ids
-                infos[0].geometry,
-                infos[0].block_size,
-                infos[0].hardware,
+                info.geometry,
+                info.block_size,
+                info.hardware,
                 model_settings=self._instance.model.settings,
             ),
-            send=lambda rank, message: self._link.send(rank, ToWorker(message)),
+            send=self._ranks.send,
             post=self._on_event,
         )
 
@@ -153,7 +172,8 @@ class SchedulerSide:
             key = params.metaserver, ""  # its URL is one attempt's
         else:
             return
-        if self._prompts.expect(request_id, key, len(request.prompt_token_ids or ())):
+        num_computed_here = len(request.prompt_token_ids or ()) - len(handed_over(request))
+        if self._prompts.expect(request_id, key, len(handed_over(request)), num_computed_here):
             self._connector.on_new_request(request_id, params)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:
@@ -163,7 +183,7 @@ class SchedulerSide:
 
     def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
         """A request has blocks: load that many tokens; with 0 it does without the peer's KV."""
-        request_id, prompt = request.request_id, request.prompt_token_ids or []
+        request_id, prompt = request.request_id, handed_over(request)
         if num_tokens:
             self._start_load(request, blocks, len(prompt) - num_tokens)
         elif name := self._prompts.skip(request_id):
@@ -244,7 +264,7 @@ class SchedulerSide:
         except BaseException:
             self._held.discard(request_id)  # its blocks are freed now: nothing is reported later
             raise
-        return True, params
+        return True, None if params is None else params | {CONTINUES: True}
 
     def check_alive(self) -> None:
         """Raise what has killed the connector.
@@ -265,16 +285,16 @@ class SchedulerSide:
     def close(self) -> None:
         """Give up what is held or loading. Idempotent."""
         self._connector.close()
-        self._link.close()
+        self._ranks.close()
 
     # ------------------------------------------------------------- the rest
 
     def _start_load(self, request: Request, blocks: KVCacheBlocks, start: int) -> None:
         """From here on vLLM waits for a report, whatever happens."""
-        request_id, prompt = request.request_id, request.prompt_token_ids or []
+        request_id, prompt = request.request_id, handed_over(request)
         name = self._prompts.begin(request_id)
         if name is None:  # the peer has lost it since vLLM asked
-            self._link.broadcast(ReportLoad(request_id, "", is_failed=True))
+            self._ranks.report(ReportLoad(request_id, "", is_failed=True))
             return
         try:
             [table] = blocks.get_block_ids()
@@ -287,16 +307,14 @@ class SchedulerSide:
             )
         except BaseException:
             self._prompts.end(name)
-            self._link.broadcast(ReportLoad(request_id, name, is_failed=True))
+            self._ranks.report(ReportLoad(request_id, name, is_failed=True))
             raise
         self._started.append(name)
 
     def _read(self, request: Request, raw: KVTransferDict) -> KVTransferParams:
         """What a request asks for that can be done; the rest is computed here, and said once."""
         try:
-            params = parse_kv_transfer_params(
-                raw, request.prompt_token_ids or [], request.cache_salt or ""
-            )
+            params = parse_kv_transfer_params(raw, handed_over(request), request.cache_salt or "")
             self._check_possible(request, params)
         except InvalidKVParams as exc:
             # The front end submits and aborts a request that it refused, so that P is told.
@@ -343,20 +361,13 @@ class SchedulerSide:
         elif isinstance(event, LeaseEnded):
             if event.request_id in self._held:
                 self._held.discard(event.request_id)
-                self._link.broadcast(ReportSend(event.request_id))
+                self._ranks.report(ReportSend(event.request_id))
         elif isinstance(event, LoadEnded) and event.is_drained:
             is_failed = event.error is not None
             request_id = self._prompts.end(event.request_id, is_loaded=not is_failed)
             if request_id is not None:
-                self._link.broadcast(ReportLoad(request_id, event.request_id, is_failed))
+                self._ranks.report(ReportLoad(request_id, event.request_id, is_failed))
 
-    def _on_rank_message(self, rank: int, message: RankMessage) -> None:
-        """What a rank has to say. Any thread."""
-        if isinstance(message, FromWorker):
-            self._connector.on_rank_message(rank, message.payload)
-        elif isinstance(message, RankInfo):
-            self._infos[rank] = message
-            if len(self._infos) == self._instance.num_ranks:
-                self._all_known.set()
-        else:
-            self._death = ConnectorDied(f"rank {rank}: {message.reason}")
+    def _on_death(self, reason: str) -> None:
+        """A worker's thread has died. Any thread."""
+        self._death = ConnectorDied(reason)

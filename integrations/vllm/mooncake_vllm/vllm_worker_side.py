@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mooncake_hal.backend import Event
 from mooncake_hal.deployment import Hardware
@@ -81,6 +82,49 @@ class Reports:
         return taken
 
 
+class RankWorker(Protocol):
+    """What moves a rank's KV."""
+
+    def receive(self, message: bytes) -> None:
+        """Take an order of the scheduler side. Any thread."""
+        ...
+
+    def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
+        """See ``ConnectorWorker``."""
+        ...
+
+    def end_step(self) -> None:
+        """See ``ConnectorWorker``."""
+        ...
+
+    def close(self) -> None:
+        """Stop what moves. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """What runs beside a rank's memory.
+
+    Args:
+        make: makes it.
+        load_of: the name of the load that an order begins, or None if it begins none.
+    """
+
+    make: Callable[[RankContext], RankWorker]
+    load_of: Callable[[bytes], str | None]
+
+
+def connector_worker(connector: str) -> WorkerKind:
+    """The worker of a connector of ``mooncake_kv``."""
+
+    def load_of(order: bytes) -> str | None:
+        message = decode_to_rank(order)
+        return message.request_id if isinstance(message, Load) else None
+
+    return WorkerKind(find_connector(connector).worker, load_of)
+
+
 class HeldLoads:
     """Orders to load wait for the step that gave them their blocks.
 
@@ -89,23 +133,26 @@ class HeldLoads:
 
     Args:
         receive: takes each order, once its time has come.
+        load_of: see ``WorkerKind``.
     """
 
-    def __init__(self, receive: Callable[[bytes], None]) -> None:
-        self._receive = receive
+    def __init__(
+        self, receive: Callable[[bytes], None], load_of: Callable[[bytes], str | None]
+    ) -> None:
+        self._receive, self._load_of = receive, load_of
         self._lock = threading.Lock()
         self._held: dict[str, bytes] = {}
         self._released: set[str] = set()
 
     def take(self, order: bytes) -> None:
         """An order has come: any one. Any thread."""
-        message = decode_to_rank(order)
+        name = self._load_of(order)
         with self._lock:
-            if isinstance(message, Load):
-                if message.request_id not in self._released:
-                    self._held[message.request_id] = order
+            if name is not None:
+                if name not in self._released:
+                    self._held[name] = order
                     return
-                self._released.discard(message.request_id)
+                self._released.discard(name)
         self._receive(order)
 
     def release(self, names: Iterable[str]) -> None:
@@ -133,17 +180,25 @@ class WorkerSide:
         path: where to listen for the scheduler side.
         view: the rank's memory.
         device: what it is on.
+        kind: what moves it; None: the worker of the connector that the configuration names.
 
     Raises:
         KVConfigError: the memory can't be moved as asked.
     """
 
     def __init__(
-        self, config: KVTransferConfig, rank: int, path: Path, view: CacheView, device: Device
+        self,
+        config: KVTransferConfig,
+        rank: int,
+        path: Path,
+        view: CacheView,
+        device: Device,
+        kind: WorkerKind | None = None,
     ) -> None:
+        kind = kind or connector_worker(config.connector)
         self._reports = Reports()
         self._layer_done: LayerDone | None = None
-        self._loads = HeldLoads(lambda order: self._worker.receive(order))
+        self._loads = HeldLoads(lambda order: self._worker.receive(order), kind.load_of)
         self._link = WorkerLink(path)
         self._link.send(
             RankInfo(view.geometry, view.layout.block_size, view.blocks_per_page, device.hardware)
@@ -152,7 +207,7 @@ class WorkerSide:
             view.geometry, view.shard, view.layout, view.region, TRANSPORTS.get(device.kind, ())
         )
         try:
-            self._worker = find_connector(config.connector).worker(
+            self._worker = kind.make(
                 RankContext(
                     rank,
                     config,

@@ -147,6 +147,9 @@ class KVTransferParams(Struct):
     remote_request_id: str | None = None
     num_prompt_tokens: int | None = None
     remote_cached_tokens: int | None = None
+    last_token_id: int | None = None
+    # D computes the prompt's last token anyway: it may be asked for the prompt and P's token.
+    decode_continues_prompt: bool = False
     # With n > 1 one entry per choice; an ended one has do_remote_prefill false and holds nothing.
     choices: list[KVTransferParams] | None = None
 

@@ -221,7 +221,9 @@ FALSE = Raw(b"false")
 TRUE = Raw(b"true")
 
 
-def prefill_body(context: RequestContext, params: Raw = HOLD_KV_PARAMS) -> bytes:
+def prefill_body(
+    context: RequestContext, params: Raw = HOLD_KV_PARAMS, *, wants_token_ids: bool = False
+) -> bytes:
     """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first."""
     fields = context.fields.copy()
     fields["stream"] = FALSE
@@ -232,7 +234,7 @@ def prefill_body(context: RequestContext, params: Raw = HOLD_KV_PARAMS) -> bytes
         fields["min_tokens"] = _ONE
     fields.pop("stream_options", None)
     fields["kv_transfer_params"] = params
-    if context.record is not None:
+    if context.record is not None or wants_token_ids:
         fields["return_token_ids"] = TRUE
     return encode(fields)
 

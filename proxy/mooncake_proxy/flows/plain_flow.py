@@ -25,13 +25,17 @@ async def _ask(router: RequestRouter, context: RequestContext, instance: Instanc
 
 
 async def generate(
-    router: RequestRouter, context: RequestContext, instance: Instance, body: bytes
+    router: RequestRouter,
+    context: RequestContext,
+    instance: Instance,
+    body: bytes,
+    forwarder_class: type[StreamForwarder] = StreamForwarder,
 ) -> None:
     """Send `body` and forward what comes: the whole answer, or the stream as it arrives."""
     started = router.now()
     payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
     if context.streams:
-        await _stream(router, context, instance, payload)
+        await _stream(router, context, instance, payload, forwarder_class)
         return
     with await instance.connections.exchange(payload, context.deadline, whole=True) as answer:
         whole = answer.body
@@ -42,7 +46,11 @@ async def generate(
 
 
 async def _stream(
-    router: RequestRouter, context: RequestContext, instance: Instance, payload: bytes
+    router: RequestRouter,
+    context: RequestContext,
+    instance: Instance,
+    payload: bytes,
+    forwarder_class: type[StreamForwarder],
 ) -> None:
     note_first = partial(_note_first, router, context, instance, router.now())
     if context.record is not None:
@@ -50,7 +58,7 @@ async def _stream(
             context, instance.name, note_first, context.record
         )
     else:
-        forwarder = StreamForwarder(context, instance.name, note_first)
+        forwarder = forwarder_class(context, instance.name, note_first)
     forwarder.on_tokens = partial(router.note_tokens, context)
     with await instance.connections.exchange(payload, context.deadline, whole=False) as answer:
         check_streams(answer)

@@ -31,6 +31,12 @@ from mooncake_proxy.api.proxied_request import (
     pull_decode_body,
 )
 from mooncake_proxy.errors import MalformedAnswer, OutOfSockets, Rejected, UpstreamError, is_loss
+from mooncake_proxy.flows.continued_prompt import (
+    ContinuedForwarder,
+    ContinuedPrompt,
+    can_continue,
+    continued_prompt,
+)
 from mooncake_proxy.flows.plain_flow import generate, plain
 from mooncake_proxy.flows.recomputation import run_passes
 from mooncake_proxy.http1.upstream_connection import UpstreamConnection
@@ -87,6 +93,8 @@ class PrefillResult:
     is_final: bool
     # When P was asked, in loop time.
     began: float = 0.0
+    # For a D that would send the first token again: what it can be asked for instead.
+    continued: ContinuedPrompt | None = None
 
 
 class HeldKV:
@@ -129,12 +137,16 @@ class HeldKV:
         context.decoder = instance.name
         params = self._prefill.params
         assert params is not None
+        continued = self._prefill.continued if instance.spec.emits_first_token else None
         if context.streams:
-            _deliver_first_token(router, context, self._prefill.answer, instance)
-        delivered = context.answer_id is not None
-        await generate(
-            router, context, instance, pull_decode_body(context, params, delivered=delivered)
-        )
+            _deliver_first_token(router, context, self._prefill, instance)
+        if continued is None:
+            delivered = context.answer_id is not None
+            body = pull_decode_body(context, params, delivered=delivered)
+            await generate(router, context, instance, body)
+        else:
+            body = continued.body(context, params)
+            await generate(router, context, instance, body, ContinuedForwarder)
         self._is_taken = True
 
 
@@ -202,6 +214,9 @@ async def _prefill(
     body = await _send_prefill(router, context, instance, HOLD_KV_PARAMS)
     prefill = parse_prefill_answer(instance, body)
     prefill.began = began
+    if prefill.kv_params.decode_continues_prompt and can_continue(context):
+        token_id = prefill.kv_params.last_token_id
+        prefill.continued = continued_prompt(context, prefill.answer, token_id)
     if was_idle:
         kv = prefill.kv_params
         num_uncached = (kv.num_prompt_tokens or 0) - (kv.remote_cached_tokens or 0)
@@ -239,7 +254,8 @@ async def _send_prefill(
     """P's whole answer."""
     context.prefiller = instance.name
     started = router.now()
-    body = prefill_body(context, params)
+    wants_token_ids = router.pool.emits_first_token and can_continue(context)
+    body = prefill_body(context, params, wants_token_ids=wants_token_ids)
     payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
     abandon = partial(_hang_up, router, instance)
     with await instance.connections.exchange(
@@ -321,13 +337,16 @@ def _answer_from_prefill(
 
 
 def _deliver_first_token(
-    router: RequestRouter, context: RequestContext, answer: CompletionResponse, instance: Instance
+    router: RequestRouter, context: RequestContext, prefill: PrefillResult, instance: Instance
 ) -> None:
     """Forward P's token before D is even asked, unless D will send it itself."""
-    if context.answer_id is None and not instance.spec.repeats_first_token:
+    answer, is_repeated = prefill.answer, instance.spec.repeats_first_token
+    if instance.spec.emits_first_token and prefill.continued is not None:
+        is_repeated = False
+    if context.answer_id is None and not is_repeated:
         events = first_token_events(context.endpoint, answer, context.parsed)
         context.request.start_stream("text/event-stream", context.reply_headers, events)
         router.note_first_token(context)
         context.answer_id = answer.id
-    elif context.answer_id is not None and instance.spec.repeats_first_token:
+    elif context.answer_id is not None and is_repeated:
         raise MalformedAnswer(instance.name, "would send the first token twice")

@@ -207,6 +207,8 @@ class InstancePool:
         self._paired: frozenset[Instance] = frozenset()
         # Whether any instance may give requests back: then token ids are recorded.
         self.recomputes = False
+        # Whether any decode instance sends the first token again, but for a continued prompt.
+        self.emits_first_token = False
         self._refresh()
 
     def __iter__(self) -> Iterator[Instance]:
@@ -375,6 +377,7 @@ class InstancePool:
         self.version += 1
         takes = [i for i in self._instances.values() if i.is_up and not i.is_draining]
         self.recomputes = any(i.spec.recomputes for i in takes)
+        self.emits_first_token = any(i.spec.emits_first_token for i in takes)
         for role in Role:
             self._live[role.index] = tuple(i for i in takes if i.spec.role is role)
         self._find_pairs()

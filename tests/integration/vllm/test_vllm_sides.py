@@ -125,6 +125,34 @@ def test_a_prefix_that_is_here_is_not_loaded_and_a_whole_one_frees_the_peer(
     assert "d2" not in decode.told.received
 
 
+@pytest.mark.parametrize("num_computed", [0, 8, 13])
+def test_the_peers_token_may_stand_behind_the_prompt(
+    stack: ExitStack, tmp_path: Path, num_computed: int
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    request = Asked("d", [*PROMPT, 7], params | {"first_token_delivered": True})
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS, num_computed) == len(PROMPT) - num_computed
+    decode.step_until(decode.told.received, "d")
+    prefill.step_until(prefill.told.sent, "p")
+    assert not decode.told.failed
+    wanted = slice(num_computed, len(PROMPT))
+    found = whole(decode, D_BLOCKS)[:, :, wanted]
+    assert (found == whole(prefill, P_BLOCKS)[:, :, wanted]).all()
+
+
+def test_another_token_behind_the_prompt_is_another_prompt(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    request = Asked("d", [*PROMPT, 8], params | {"first_token_delivered": True})
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS) == 0
+    prefill.step_until(prefill.told.sent, "p")
+
+
 def test_children_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)

@@ -181,9 +181,9 @@ def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
     ("version", "names", "words"),
     [
         ("0.29.2", [], "needs vLLM 0.30 or newer, this is 0.29.2"),
-        ("0.30.0", ["HalPullConnector", "HalPushConnector"], ""),
-        ("0.33.0+cpu", ["HalPullConnector", "HalPushConnector"], ""),
-        ("0.34.0", ["HalPullConnector", "HalPushConnector"], "was checked against vLLM up to"),
+        ("0.30.0", [*vllm_plugin.CONNECTORS], ""),
+        ("0.33.0+cpu", [*vllm_plugin.CONNECTORS], ""),
+        ("0.34.0", [*vllm_plugin.CONNECTORS], "was checked against vLLM up to"),
     ],
 )
 def test_the_plugin_registers_where_vllm_is_new_enough(

@@ -1,0 +1,298 @@
+"""vLLM alone, as pairs with its own connectors, and as pairs with ours: in turns, on its CPU build.
+
+    python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--only "one vLLM,mooncake tcp,..."]
+
+All contenders are up together, which takes some 3 GB each; --only narrows them down. A round asks
+each of them, at each number of clients, for answers of 64 tokens to prompts of 256 that no cache
+has. What is compared is the median over the rounds of the ratio within a round. Prints a table,
+then one line per item: name, figure, wanted, ok or short.
+
+Exit 0: all hold; 1: one is short; 77: why vLLM, or a contender that was asked for, can't be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from test_vllm import COMPLETIONS, completion, post, tokens
+from test_vllm_faults import family, title
+from vllm_contenders import CONTENDERS, Contender, running
+from vllm_environment import SKIPPED, Skip, install_connector
+from vllm_serving import Json, prepare
+
+NUM_IN, NUM_OUT = 256, 64
+ALONE, THEIRS = "one vLLM", "mooncake tcp"
+OURS = ("ours shm", "ours tcp", "ours push")
+REQUESTS_PER_CLIENT = 3
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+WANTED_SPEED_UP, WANTED_OF_ENGINE = 1.2, 0.9
+HAND_OVER_MS, NUM_STEPS = 5.0, 2
+WANTED_TPOT = 1.03
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One answer: when its tokens came, in seconds after it was asked, and what it says."""
+
+    first_s: float
+    last_s: float
+    text: str
+
+    @property
+    def tpot_s(self) -> float:
+        """Between two tokens."""
+        return (self.last_s - self.first_s) / (NUM_OUT - 1)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One contender at one load in one round."""
+
+    tokens_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    tpot_ms: float
+    core_cpu_ms: float
+    num_differing: int
+
+
+@dataclass
+class Results:
+    """All of them: by contender and clients, one per round."""
+
+    rounds: dict[tuple[str, int], list[Figures]] = field(default_factory=dict)
+    items: list[tuple[str, str, str, bool]] = field(default_factory=list)
+
+    def mid(self, name: str, clients: int, figure: str) -> float:
+        """The median of one figure."""
+        return float(median(getattr(row, figure) for row in self.rounds[name, clients]))
+
+    def ratio(self, first: str, second: str, clients: int, figure: str) -> float:
+        """The median over all rounds of one contender's figure by another's."""
+        pairs = zip(self.rounds[first, clients], self.rounds[second, clients], strict=True)
+        return float(median(getattr(a, figure) / max(getattr(b, figure), 1e-9) for a, b in pairs))
+
+    def judge(self, name: str, found: str, wanted: str, holds: bool) -> None:
+        """One more item."""
+        self.items.append((name, found, wanted, holds))
+
+
+def main() -> int:
+    """Start, measure, judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--clients", default="1,4,8,16", help="loads")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for each")
+    args = parser.parse_args()
+    names = args.only.split(",")
+    loads = [int(clients) for clients in args.clients.split(",")]
+    results, missing = Results(), []
+    try:
+        install_connector(prepare())
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    with ExitStack() as stack:
+        contenders = []
+        for name in names:
+            try:
+                contenders.append(stack.enter_context(running(name, args.start_timeout)))
+            except Skip as reason:
+                print(f"{name} can't be had: {reason}", flush=True)
+                missing.append(name)
+        for number in range(args.rounds):
+            measure_round(contenders, loads, number, results)
+        for contender in contenders:
+            if contender.name in OURS[:2]:
+                measure_hand_over(contender, results)
+    judge_all(results, loads)
+    for name, found, wanted, holds in results.items:
+        print(f"{name:58} {found:>14} {wanted:>12} {'ok' if holds else 'short'}")
+    if missing:
+        print(f"skipped: {', '.join(missing)}, see above")
+        return SKIPPED
+    return 0 if all(holds for *_, holds in results.items) else 1
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measure_round(
+    contenders: Sequence[Contender], loads: Sequence[int], number: int, results: Results
+) -> None:
+    """Every contender at every load, one after the other."""
+    said: dict[int, list[str]] = {}
+    for clients in loads:
+        for contender in contenders:
+            texts, figures = measure(contender, clients, number, said.get(clients))
+            said.setdefault(clients, texts)
+            results.rounds.setdefault((contender.name, clients), []).append(figures)
+            print(
+                f"round {number} {clients:2} clients {contender.name:14} "
+                f"{figures.tokens_per_s:7.1f} tok/s, TTFT {figures.ttft_p50_ms:6.1f} / "
+                f"{figures.ttft_p99_ms:6.1f} ms, TPOT {figures.tpot_ms:5.2f} ms, EngineCore "
+                f"{figures.core_cpu_ms:6.1f} ms a request, {figures.num_differing} differ",
+                flush=True,
+            )
+
+
+def measure(
+    contender: Contender, clients: int, number: int, wanted: list[str] | None
+) -> tuple[list[str], Figures]:
+    """Ask as many at a time as there are clients."""
+    count = max(4, REQUESTS_PER_CLIENT * clients)
+    bodies = [request(seed=1000 * clients + 100 * number + each) for each in range(count)]
+    cores = [pid for child in contender.processes for pid in engine_cores(child.pid)]
+    cpu, began = cpu_s(cores), time.perf_counter()
+    with ThreadPoolExecutor(clients) as threads:
+        timings = list(threads.map(lambda body: ask(contender.url, body), bodies))
+    took = time.perf_counter() - began
+    used = cpu_s(cores) - cpu
+    first = sorted(timing.first_s for timing in timings)
+    texts = [timing.text for timing in timings]
+    differing = sum(a != b for a, b in zip(texts, wanted or texts, strict=True))
+    return texts, Figures(
+        count * NUM_OUT / took,
+        1e3 * median(first),
+        1e3 * first[min(count - 1, int(count * 0.99))],
+        1e3 * median(timing.tpot_s for timing in timings),
+        1e3 * used / count,
+        differing,
+    )
+
+
+def request(seed: int, num_out: int = NUM_OUT) -> Json:
+    """A prompt that nobody has seen."""
+    body = completion(tokens(NUM_IN, seed), max_tokens=num_out, ignore_eos=True, stream=True)
+    del body["return_token_ids"]
+    return body
+
+
+def ask(url: str, body: Json) -> Timing:
+    """One streamed answer."""
+    asked = urllib.request.Request(
+        url + COMPLETIONS, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    began, first, last, text = time.perf_counter(), 0.0, 0.0, ""
+    with urllib.request.urlopen(asked, timeout=300) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                last = time.perf_counter() - began
+                first = first or last
+                choices = json.loads(line[6:]).get("choices") or [{}]
+                text += choices[0].get("text") or ""
+    return Timing(first, last, text)
+
+
+def engine_cores(pid: int) -> list[int]:
+    """The processes that schedule."""
+    return [each for each in family(pid) if "EngineCore" in title(each)]
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """User and system time of processes."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / TICKS_PER_S
+
+
+def measure_hand_over(contender: Contender, results: Results) -> None:
+    """D's first token with KV that comes, and with KV that is here; D's pace while KV comes."""
+    arriving, present = [], []
+    for seed in range(12):
+        body = request(seed=90_000 + seed, num_out=2) | {"stream": True}
+        arriving.append(ask(contender.decode, body | held(contender, body)).first_s)
+        present.append(ask(contender.decode, body).first_s)
+    step = median_tpot(contender)
+    bound = HAND_OVER_MS + NUM_STEPS * step
+    found = 1e3 * (median(arriving[2:]) - median(present[2:]))
+    name = f"{contender.name}: hand-over at one client, beyond a prefix hit"
+    results.judge(name, f"{found:.1f} ms", f"<= {bound:.1f} ms", found <= bound)
+    params = [held(contender, request(seed=95_000 + seed)) for seed in range(40)]
+    with ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(feed, contender, params)
+        busy = median_tpot(contender)
+        beside.result()
+    name = f"{contender.name}: TPOT of D while loads run, by alone"
+    results.judge(name, f"{busy / step:.3f}", f"<= {WANTED_TPOT}", busy / step <= WANTED_TPOT)
+
+
+def held(contender: Contender, body: Json) -> Json:
+    """Compute a prompt on P; D's parameters."""
+    asked = body | {"max_tokens": 1, "stream": False}
+    answer = post(
+        contender.prefill, COMPLETIONS, asked | {"kv_transfer_params": {"do_remote_decode": True}}
+    )
+    return {"kv_transfer_params": answer["kv_transfer_params"]}
+
+
+def feed(contender: Contender, params: Sequence[Json]) -> None:
+    """Loads, ten a second."""
+    for seed, each in enumerate(params):
+        ask(contender.decode, request(seed=95_000 + seed, num_out=1) | each)
+        time.sleep(0.1)
+
+
+def median_tpot(contender: Contender) -> float:
+    """Milliseconds between two tokens of D, one stream at a time."""
+    timings = [ask(contender.decode, request(99_000)) for _ in range(6)]
+    return 1e3 * median(timing.tpot_s for timing in timings[1:])
+
+
+# ---------------------------------------------------------------- judging
+
+
+def judge_all(results: Results, loads: Sequence[int]) -> None:
+    """One item per bound."""
+    names = {name for name, _ in results.rounds}
+    for clients in loads:
+        for name in OURS:
+            if name in names and THEIRS in names:
+                judge_beside_theirs(results, name, clients)
+        if {"one engine", "engine pair"} <= names:
+            found = results.ratio("engine pair", "one engine", clients, "tokens_per_s")
+            results.judge(
+                f"{clients} clients, our engine as P and D by one of it: tok/s",
+                f"{found:.2f}",
+                f">= {WANTED_OF_ENGINE}",
+                found >= WANTED_OF_ENGINE,
+            )
+    for name in sorted(names & {*OURS}):
+        differing = sum(
+            row.num_differing for (who, _), rows in results.rounds.items() if who == name
+            for row in rows
+        )  # fmt: skip
+        results.judge(f"{name}: answers that differ", str(differing), "0", differing == 0)
+
+
+def judge_beside_theirs(results: Results, name: str, clients: int) -> None:
+    """Ours by vLLM's Mooncake connector at one load."""
+    speed = results.ratio(name, THEIRS, clients, "tokens_per_s")
+    results.judge(
+        f"{clients} clients, {name} by {THEIRS}: tok/s",
+        f"{speed:.2f}",
+        f">= {WANTED_SPEED_UP}",
+        speed >= WANTED_SPEED_UP,
+    )
+    cpu = results.ratio(name, THEIRS, clients, "core_cpu_ms")
+    results.judge(
+        f"{clients} clients, {name} by {THEIRS}: EngineCore CPU", f"{cpu:.2f}", "<= 1", cpu <= 1
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,492 @@
+"""Kills and freezes of a real vLLM pair with our connector inside: nobody may say a wrong word.
+
+    python ci/test_vllm_faults.py [--flow pull,push] [--only freeze,worker] [--short]
+
+P, D (vLLM's CPU build) and our proxy serve eight streams at a time, each with a prompt that no
+cache knows. In every phase - while P prefills, while KV goes over, while D decodes - every process
+is killed, and every one is stopped for a while and continued: the API servers, EngineCores and
+workers of P and D, and the proxy. Who was killed is started again under its old names. Then: every
+stream has ended; what it said is the answer of one vLLM, or the beginning of it and an error; the
+survivors are healthy, nobody holds a lease, and all blocks are free.
+
+Then leases that have lapsed, with P's blocks written over, beside vLLM's own NIXL connector, which
+is only shown.
+
+Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can't be run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from test_vllm import (
+    COMPLETIONS,
+    answers_alone,
+    completion,
+    instance_log,
+    post,
+    tokens,
+    transfer_config,
+    until_zero,
+)
+from vllm_environment import SKIPPED, Skip, install_connector
+from vllm_serving import (
+    PROXY_LOG,
+    Json,
+    Launch,
+    figure,
+    free_port,
+    prepare,
+    serving,
+    start_proxy,
+    stop,
+    wait_until_healthy,
+)
+
+NUM_STREAMS = 8
+NUM_TOKENS = 32
+LENGTHS = (130, 256, 300, 390, 511, 640, 700, 900)
+FROZEN_S = 8.0  # longer than a lease and than a transfer may take
+END_S = 150.0
+"""Within which every stream has to end, on machines that others use."""
+LEASE_S = 4
+HEALTHY_S = 60.0
+VICTIMS = ("P api", "P core", "P worker", "D api", "D core", "D worker", "proxy")
+PHASES = ("prefill", "transfer", "decode")
+DEEDS = ("kill", "freeze")
+TITLES = {"core": "EngineCore", "worker": "Worker"}
+
+
+def main() -> int:
+    """Serve, break, look."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--flow", default="pull,push", help="pull, push or both")
+    parser.add_argument("--only", default="", help="rows that have all of these words")
+    parser.add_argument("--short", action="store_true", help="each row in one phase")
+    parser.add_argument("--no-leases", action="store_true", help="without lapsed leases")
+    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
+    args = parser.parse_args()
+    try:
+        python = prepare()
+        install_connector(python)
+        alone = answers_alone(python, args.start_timeout, questions())
+        wanted = {name: answer["choices"][0]["text"] for name, answer in alone.items()}
+        problems = []
+        for flow in args.flow.split(","):
+            problems += break_everything(python, flow, wanted, args)
+        if not args.no_leases:
+            problems += lapsed_leases(python, wanted, args)
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    print(f"{len(problems)} problems" + "".join(f"\n  {problem}" for problem in problems))
+    return 1 if problems else 0
+
+
+def questions() -> dict[str, tuple[str, Json]]:
+    """What is asked, by name."""
+    return {
+        str(length): (COMPLETIONS, completion(tokens(length, 20), max_tokens=NUM_TOKENS))
+        for length in LENGTHS
+    }
+
+
+def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Deed, victim and phase of each row."""
+    words = [word for word in args.only.replace(",", " ").split() if word]
+    found = [(deed, victim, phase) for deed in DEEDS for victim in VICTIMS for phase in PHASES]
+    if args.short:
+        found = [row for number, row in enumerate(found) if number // 3 % 3 == number % 3]
+    return (row for row in found if all(word in " ".join(row) for word in words))
+
+
+# ---------------------------------------------------------------- what runs
+
+
+@dataclass
+class Part:
+    """A vLLM instance or the proxy: can be started again under its old names."""
+
+    name: str
+    url: str
+    log: Path
+    launch: Launch | None
+    pools: tuple[str, str, str] = ("", "", "")
+    child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it."""
+        port = int(self.url.rpartition(":")[2])
+        prefill, decode, flow = self.pools
+        self.child = (
+            self.launch.start()
+            if self.launch is not None
+            else start_proxy(prefill, decode, port, flow, "--health-interval", "1")
+        )
+
+    def stop(self) -> None:
+        """End whatever is left of it."""
+        if self.child is not None:
+            stop(self.child)
+
+    def process(self, what: str) -> int:
+        """The process id of its API server, EngineCore or worker."""
+        assert self.child is not None
+        if what not in TITLES:
+            return self.child.pid
+        found = [pid for pid in family(self.child.pid) if TITLES[what] in title(pid)]
+        assert found, f"{self.name} has no {what}: {[title(p) for p in family(self.child.pid)]}"
+        return found[0]
+
+
+def family(pid: int) -> list[int]:
+    """A process's children, and theirs."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            found += [int(child), *family(int(child))]
+    return found
+
+
+def title(pid: int) -> str:
+    """What a process calls itself."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""  # it has just ended
+
+
+@dataclass
+class Pair:
+    """P, D and the proxy before them, and what was wrong so far."""
+
+    flow: str
+    parts: dict[str, Part]
+    wanted: dict[str, str]
+    timeout_s: float
+    salt: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def url(self, name: str) -> str:
+        """Of P, D or the proxy."""
+        return self.parts[name].url
+
+
+@contextmanager
+def running(python: Path, flow: str, wanted: dict[str, str], timeout_s: float) -> Iterator[Pair]:
+    """All three, up."""
+    parts = {}
+    for name, role, core in (("P", "kv_producer", "0"), ("D", "kv_consumer", "1")):
+        log = instance_log(role)
+        log.unlink(missing_ok=True)
+        transfer = transfer_config(role, flow, ["shm", "tcp"])
+        # The old names: a restarted instance has the engine id that it had before.
+        transfer["engine_id"] = f"{name}-of-faults"
+        transfer["kv_connector_extra_config"] |= {
+            "lease_seconds": LEASE_S,
+            "transfer_timeout_seconds": 6,
+            "push_timeout_seconds": 30,
+        }
+        launch = Launch(
+            python,
+            transfer,
+            str(int(core) % (os.cpu_count() or 1)),
+            log,
+            ("--max-num-batched-tokens", "256"),
+        )
+        parts[name] = Part(name, launch.url, log, launch)
+    pools = parts["P"].url, parts["D"].url, flow
+    PROXY_LOG.unlink(missing_ok=True)
+    parts["proxy"] = Part("proxy", f"http://127.0.0.1:{free_port()}", PROXY_LOG, None, pools)
+    with ExitStack() as stack:
+        for part in parts.values():
+            stack.callback(part.stop)
+        for name in ("P", "D", "proxy"):
+            parts[name].start()
+            if name != "P":
+                for other in parts.values():
+                    if other.child is not None:
+                        wait_until_healthy(other.url, other.log, timeout_s)
+        yield Pair(flow, parts, wanted, timeout_s)
+
+
+# ---------------------------------------------------------------- streams
+
+
+@dataclass
+class Stream:
+    """What a client has got."""
+
+    text: str = ""
+    has_ended: bool = False
+    error: str = ""
+
+
+def follow(url: str, body: Json, stream: Stream, started: threading.Event) -> Stream:
+    """Ask for a stream, and read it to whatever end it has."""
+    request = urllib.request.Request(
+        url + COMPLETIONS,
+        json.dumps(body | {"stream": True}).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=END_S) as answer:
+            for line in answer:
+                take_line(line, stream)
+                started.set()
+    except (OSError, ValueError, urllib.error.HTTPError) as exc:
+        stream.error = stream.error or repr(exc)
+    if not stream.has_ended and not stream.error:
+        stream.error = "the stream was cut off"
+    return stream
+
+
+def take_line(line: bytes, stream: Stream) -> None:
+    """A line of server-sent events."""
+    data = line.removeprefix(b"data: ").strip()
+    if data == b"[DONE]":
+        stream.has_ended = True
+    elif data.startswith(b"{"):
+        event = json.loads(data)
+        if "error" in event:
+            stream.error = str(event["error"])
+        for choice in event.get("choices", ()):
+            stream.text += choice.get("text") or ""
+            if choice.get("finish_reason") in ("error", "abort"):
+                stream.error = str(choice["finish_reason"])
+
+
+def bodies(pair: Pair) -> dict[str, Json]:
+    """Each row's own: a salt keeps them out of all caches."""
+    pair.salt += 1
+    salt = f"{pair.flow} row {pair.salt}"
+    return {name: body | {"cache_salt": salt} for name, (_, body) in questions().items()}
+
+
+# ---------------------------------------------------------------- rows
+
+
+def break_everything(
+    python: Path, flow: str, wanted: dict[str, str], args: argparse.Namespace
+) -> list[str]:
+    """All rows of one flow; returns what was wrong."""
+    with running(python, flow, wanted, args.start_timeout) as pair:
+        one_row(pair, "nothing", "", "decode")
+        for deed, victim, phase in rows(args):
+            one_row(pair, deed, victim, phase)
+    return pair.problems
+
+
+def one_row(pair: Pair, deed: str, victim: str, phase: str) -> None:
+    """Break one process in one phase; prints and notes how it ended."""
+    name = f"{pair.flow} {deed} {victim}, {phase}"
+    asked = bodies(pair)
+    before = len(pair.problems)
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        began = time.monotonic()
+        streams = {prompt: Stream() for prompt in asked}
+        ended = send(pair, phase, asked, streams, threads)
+        restore = harm(pair, deed, victim)
+        wait(ended, timeout=max(1.0, END_S - (time.monotonic() - began)))
+        took = time.monotonic() - began
+        hung = sum(not each.done() for each in ended)
+        restore()
+        wait(ended, timeout=HEALTHY_S)
+    judge(pair, name, streams, hung)
+    look_after(pair, name)
+    right = sum(not stream.error for stream in streams.values())
+    verdict = "ok" if len(pair.problems) == before else "WRONG"
+    print(
+        f"{name:38} right {right}, ended with an error {len(streams) - right - hung}, "
+        f"without an end {hung}, {took:5.1f} s {verdict}",
+        flush=True,
+    )
+
+
+def send(
+    pair: Pair,
+    phase: str,
+    asked: dict[str, Json],
+    streams: dict[str, Stream],
+    threads: ThreadPoolExecutor,
+) -> list[Future[Stream]]:
+    """Begin eight streams, and return when the phase has come."""
+    started = threading.Event()
+    url = pair.url("proxy")
+    if phase == "transfer" and pair.flow == "pull":
+        # By hand: everything is prefilled and nothing fetched when D is asked.
+        params = threads.map(lambda body: hold(pair.url("P"), body), asked.values())
+        for body, found in zip(asked.values(), list(params), strict=True):
+            body["kv_transfer_params"] = found
+        url = pair.url("D")
+    ended = [
+        threads.submit(follow, url, body, streams[prompt], started)
+        for prompt, body in asked.items()
+    ]
+    if phase == "decode":
+        started.wait(END_S)
+    else:
+        time.sleep(0.05 if phase == "prefill" else 0.1)
+    return ended
+
+
+def hold(url: str, body: Json) -> Json:
+    """Have P compute a prompt; its answer's parameters."""
+    extra = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    found: Json = post(url, COMPLETIONS, body | extra)["kv_transfer_params"]
+    return found
+
+
+def harm(pair: Pair, deed: str, victim: str) -> Callable[[], None]:
+    """Kill or stop a process; returns what brings its part back to life."""
+    part_name, _, what = victim.partition(" ")
+    if deed == "nothing":
+        return lambda: None
+    part = pair.parts[part_name]
+    pid = part.process(what)
+    if deed == "kill":
+        os.kill(pid, signal.SIGKILL)
+        return lambda: revive(pair, part)
+    os.kill(pid, signal.SIGSTOP)
+    timer = threading.Timer(FROZEN_S, os.kill, (pid, signal.SIGCONT))
+    timer.start()
+    return timer.join
+
+
+def revive(pair: Pair, part: Part) -> None:
+    """Start a killed part again, once what is left of it has gone."""
+    part.stop()
+    part.start()
+    wait_until_healthy(part.url, part.log, pair.timeout_s)
+
+
+def judge(pair: Pair, name: str, streams: dict[str, Stream], hung: int) -> None:
+    """Only right words, and an end for everybody."""
+    for prompt, stream in streams.items():
+        wanted = pair.wanted[prompt]
+        is_right = wanted.startswith(stream.text) if stream.error else stream.text == wanted
+        if not is_right:
+            pair.problems.append(
+                f"{name}: prompt of {prompt} has {stream.text!r:.80} ({stream.error}), wanted "
+                f"{wanted!r:.80}"
+            )
+    if hung:
+        pair.problems.append(f"{name}: {hung} streams had no end within {END_S:.0f} s")
+
+
+def look_after(pair: Pair, name: str) -> None:
+    """Everybody is healthy, nothing is held, and the next request is answered."""
+    for part in pair.parts.values():
+        try:
+            wait_until_healthy(part.url, part.log, HEALTHY_S)
+        except Skip as exc:
+            pair.problems.append(f"{name}: {exc}")
+            return
+    for who in ("P", "D"):
+        for gauge in ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held"):
+            if value := until_zero(pair.url(who), gauge):
+                pair.problems.append(f"{name}: {who} has {gauge} {value}")
+        if errors := figure(pair.url(who), "vllm:mooncake_hal_hook_errors_total"):
+            pair.problems.append(f"{name}: {errors:g} hooks of {who} have failed")
+    prompt, body = next(iter(bodies(pair).items()))
+    deadline = time.monotonic() + HEALTHY_S
+    while True:  # the proxy looks for who has come back once in a while
+        answer = post(pair.url("proxy"), COMPLETIONS, body)
+        if "choices" in answer or time.monotonic() > deadline:
+            break
+        time.sleep(1)
+    text = answer["choices"][0]["text"] if "choices" in answer else answer
+    if text != pair.wanted[prompt]:
+        pair.problems.append(f"{name}: afterwards {text!r:.120}")
+
+
+# ---------------------------------------------------------------- leases
+
+
+def lapsed_leases(python: Path, wanted: dict[str, str], args: argparse.Namespace) -> list[str]:
+    """D comes after P's lease has lapsed and its blocks are others'; returns what was wrong."""
+    problems = []
+    for connector in ("HalPullConnector", "NixlConnector"):
+        try:
+            right, errors, wrong = come_late(python, connector, wanted, args.start_timeout)
+        except (Skip, OSError, KeyError) as exc:
+            if connector.startswith("Hal"):
+                raise
+            print(f"lapsed lease, {connector}: could not be shown: {exc!r:.200}")
+            continue
+        print(
+            f"lapsed lease, {connector:16} right {right}, ended with an error {errors}, "
+            f"wrong words with HTTP 200 {wrong}",
+            flush=True,
+        )
+        if connector.startswith("Hal") and wrong:
+            problems.append(f"{wrong} wrong answers after a lapsed lease")
+    return problems
+
+
+def come_late(
+    python: Path, connector: str, wanted: dict[str, str], timeout_s: float
+) -> tuple[int, int, int]:
+    """How many answers were right, errors, wrong."""
+    few = ("--num-gpu-blocks-override", "32", "--max-num-batched-tokens", "256")
+    with ExitStack() as stack:
+        urls = []
+        for role, core in (("kv_producer", 0), ("kv_consumer", 1)):
+            transfer: Json = {"kv_connector": connector, "kv_role": role}
+            variables = {}
+            if connector == "NixlConnector":
+                transfer["engine_id"] = role
+                transfer["kv_connector_extra_config"] = {"kv_lease_duration": 6}
+                variables = {
+                    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                    "UCX_TLS": "tcp,self,sm",
+                }
+            else:
+                transfer["kv_load_failure_policy"] = "recompute"
+                transfer["kv_connector_extra_config"] = {"lease_seconds": LEASE_S}
+            bound = str(core % (os.cpu_count() or 1))
+            log = instance_log(role)
+            urls.append(
+                stack.enter_context(serving(python, transfer, bound, log, *few, **variables))
+            )
+        for url, role in zip(urls, ("kv_producer", "kv_consumer"), strict=True):
+            wait_until_healthy(url, instance_log(role), timeout_s)
+        return ask_late(*urls, wanted)
+
+
+def ask_late(prefill: str, decode: str, wanted: dict[str, str]) -> tuple[int, int, int]:
+    """Prefill, wait until the lease is over, write over P's blocks, then ask D."""
+    asked = {name: body for name, (_, body) in questions().items() if int(name) < 600}
+    held = {name: hold(prefill, body) for name, body in asked.items()}
+    time.sleep(12)
+    for seed in range(12):
+        post(prefill, COMPLETIONS, completion(tokens(1000, 50 + seed), max_tokens=1))
+    right = errors = wrong = 0
+    for name, body in asked.items():
+        answer = post(decode, COMPLETIONS, body | {"kv_transfer_params": held[name]})
+        if "choices" not in answer:
+            errors += 1
+        elif answer["choices"][0]["text"] == wanted[name]:
+            right += 1
+        else:
+            wrong += 1
+    return right, errors, wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""A D that repeats the first token gets it as the end of its prompt, the client gets it at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from support.proxy_fakes import PROMPT_IDS, Stand, stand, text_of, token_id, word
+from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
+
+Json = dict[str, Any]
+USAGE: Json = {"stream": True, "stream_options": {"include_usage": True}}
+PATHS = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
+
+
+@asynccontextmanager
+async def vllm_pair(**config: Any) -> AsyncIterator[Stand]:
+    """P and D as vLLM with our connector."""
+    async with stand(emits_first_token=True, **config) as s:
+        for fake in s.prefills:
+            fake.behaviour.continues_prompt = True
+            fake.behaviour.last_token_id = token_id(0)
+        yield s
+
+
+@pytest.mark.parametrize("cut", ["one", "two", "split"])
+@pytest.mark.parametrize("path", PATHS)
+def test_one_answer_of_two_parts(path: str, cut: str) -> None:
+    async def main() -> None:
+        async with vllm_pair() as s:
+            s.decode.behaviour.cut = cut
+            answer = await post(s, PATHS[path] | USAGE | {"min_tokens": 3}, path)
+            events = events_of(answer.text)
+            assert streamed_text(events) == text_of(5)
+            assert events[-2]["usage"] | {"prompt_tokens_details": None} == {
+                "prompt_tokens": 7,
+                "completion_tokens": 5,
+                "total_tokens": 12,
+                "prompt_tokens_details": None,
+            }
+            assert len({event["id"] for event in events[:-1]}) == 1
+            if "chat" in path:
+                deltas = [e["choices"][0]["delta"] for e in events[:-1] if e["choices"]]
+                assert ["role" in delta for delta in deltas] == [True, *[False] * 5]
+            [asked] = s.prefill.generated
+            assert asked.body["return_token_ids"] is True
+            [decoded] = s.decode.generated
+            params = decoded.body["kv_transfer_params"]
+            ids = params["prompt_token_ids"] if "chat" in path else decoded.body["prompt"]
+            assert ids == [*PROMPT_IDS, token_id(0)]
+            assert (decoded.body["max_tokens"], decoded.body["min_tokens"]) == (4, 2)
+            assert params["first_token_delivered"] is True
+
+    uvloop.run(main())
+
+
+def test_the_first_token_arrives_before_the_decoder_says_anything() -> None:
+    async def main() -> None:
+        async with vllm_pair() as s:
+            s.decode.behaviour.hangs = True
+            async with (
+                httpx.AsyncClient(base_url=s.url) as client,
+                client.stream("POST", "/v1/completions", json=STREAM) as answer,
+            ):
+                chunk = await asyncio.wait_for(anext(answer.aiter_text()), 2)
+                assert streamed_text(events_of(chunk)) == word(0)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"stop": ["t9"]},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.1},
+        {"seed": 7},
+        {"seed": 7, "temperature": 0.5},
+        {"response_format": {"type": "json_object"}},
+        {"return_token_ids": True},
+        {"logprobs": 1},
+        {"n": 2},
+    ],
+)
+def test_where_the_answer_so_far_counts_the_decoder_says_every_token(extra: Json) -> None:
+    async def main() -> None:
+        async with vllm_pair() as s:
+            answer = await post(s, STREAM | extra)
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            [decoded] = s.decode.generated
+            assert decoded.body["kv_transfer_params"]["first_token_delivered"] is False
+            assert decoded.body["prompt"] == BODY["prompt"]
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("extra", [{"stop": None}, {"seed": 7, "temperature": 0}, {"stop": []}])
+def test_fields_that_say_nothing_are_no_obstacle(extra: Json) -> None:
+    async def main() -> None:
+        async with vllm_pair() as s:
+            answer = await post(s, STREAM | extra)
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            assert s.decode.generated[0].body["kv_transfer_params"]["first_token_delivered"] is True
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("text", ["", "caf\ufffd"])
+def test_half_a_character_is_left_to_the_decoder(text: str) -> None:
+    async def main() -> None:
+        async with vllm_pair() as s:
+            s.prefill.behaviour.first_text = text
+            answer = await post(s, STREAM)
+            assert streamed_text(events_of(answer.text)) == text_of(5)
+            assert s.decode.generated[0].body["prompt"] == BODY["prompt"]
+
+    uvloop.run(main())
+
+
+def test_a_whole_answer_comes_from_the_decoder() -> None:
+    async def main() -> None:
+        async with vllm_pair() as s:
+            answer = await post(s, BODY)
+            assert answer.json()["choices"][0]["text"] == text_of(5)
+            assert "return_token_ids" not in s.prefill.generated[0].body
+
+    uvloop.run(main())
+
+
+def test_another_decoder_takes_over_after_the_first_token() -> None:
+    async def main() -> None:
+        async with vllm_pair(num_decodes=2) as s:
+            s.decodes[0].behaviour.drops = True
+            for _ in range(2):  # they take turns
+                answer = await post(s, STREAM)
+                assert streamed_text(events_of(answer.text)) == text_of(5)
+            assert s.decodes[0].generated
+
+    uvloop.run(main())

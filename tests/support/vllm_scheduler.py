@@ -1,0 +1,379 @@
+"""vLLM's own scheduler around the connector, with memory that remembers what it was computed from.
+
+Only the model is made up: the KV of a token is a number that follows from all tokens up to it, and
+the next token follows from the KV that the block table leads to. So whoever reads KV that is not
+this prompt's, or not there yet, says another token. Needs a vLLM to import.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.vllm_caches import Caches, make_caches
+from support.vllm_instance import HOST
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from mooncake_hal.kv.geometry import AttentionKind
+from mooncake_vllm.vllm_connectors import HalConnector, HalStepMetadata
+from mooncake_vllm.vllm_instance import worker_sockets
+from mooncake_vllm.vllm_memory import ModelKV
+from mooncake_vllm.vllm_worker_side import WorkerSide
+
+MODEL = Path(__file__).parent.parent.parent / "examples" / "tiny-llama"
+KV = ModelKV(AttentionKind.GQA, 2, 2, (2, 2), "float32")
+BLOCK_SIZE = 4
+VOCABULARY = 97
+MODULUS = 1 << 20  # of the KV's numbers, so that float32 holds them with a fraction of 1/8
+PAUSE_S = 0.001  # vLLM's own between steps without tokens
+
+
+def kv_of(tokens: Sequence[int]) -> list[int]:
+    """The KV of each of these tokens, the first of which begins the prompt."""
+    chain, found = 1, []
+    for token in tokens:
+        chain = (chain * 31 + token + 7) % MODULUS
+        found.append(chain)
+    return found
+
+
+def answer_to(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a model that reads the right KV says."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(kv_of(tokens)[-1] % VOCABULARY)
+    return tokens[len(prompt) :]
+
+
+class WrongKV(AssertionError):
+    """A step read KV that was not computed from these tokens."""
+
+
+@cache
+def engine_config(
+    role: str, connector: str, policy: str, *, is_async: bool, pool: str | None = None
+) -> Any:
+    """vLLM's own configuration; made once, since it takes its time."""
+    extra = {} if pool is None else {"pool": pool}
+    args = EngineArgs(
+        model=str(MODEL),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        async_scheduling=is_async,
+        disable_hybrid_kv_cache_manager=True,
+        kv_transfer_config={
+            "kv_connector": connector,
+            "kv_role": role,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra
+            | {
+                "transport": ["tcp"],
+                "lease_seconds": 2,
+                "transfer_timeout_seconds": 5,
+                "push_timeout_seconds": 2,
+            },
+        },
+    )
+    config = args.create_engine_config()
+    config.cache_config.block_size = BLOCK_SIZE
+    return config
+
+
+@dataclass
+class KnownSequence:
+    """What a model runner knows of a request."""
+
+    tokens: list[int]
+    blocks: list[int]
+
+
+@dataclass
+class Answer:
+    """What a request has said so far.
+
+    Args:
+        tokens: in order.
+        finish: why it ended; empty while it has not.
+        params: ``kv_transfer_params`` of the answer.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str = ""
+    params: dict[str, Any] | None = None
+
+
+class MadeUpModel:
+    """Writes and reads KV as a model runner does.
+
+    Args:
+        caches: the rank's memory.
+    """
+
+    def __init__(self, caches: Caches) -> None:
+        self._layers = [layer.numpy() for layer in caches.layers.values()]
+        self._sequences: dict[str, KnownSequence] = {}
+        heads = np.arange(KV.kv_heads)[:, None] / 4
+        self._marks = [np.float32(layer / 8) + heads for layer in range(len(self._layers))]
+
+    def run(self, step: Any) -> dict[str, list[int]]:
+        """Compute a step; returns what each request of it samples."""
+        for name in step.finished_req_ids:
+            self._sequences.pop(name, None)
+        self._take_new(step)
+        starts = self._take_known(step)
+        return {
+            name: self._compute(name, starts[name], count)
+            for name, count in step.num_scheduled_tokens.items()
+        }
+
+    def _take_new(self, step: Any) -> None:
+        for new in step.scheduled_new_reqs:
+            self._sequences[new.req_id] = KnownSequence(
+                list(new.prompt_token_ids), list(new.block_ids[0])
+            )
+
+    def _take_known(self, step: Any) -> dict[str, int]:
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        known = step.scheduled_cached_reqs
+        for at, name in enumerate(known.req_ids):
+            sequence = self._sequences[name]
+            if name in known.all_token_ids:
+                sequence.tokens[:] = known.all_token_ids[name]
+            blocks = known.new_block_ids[at]
+            if name in known.resumed_req_ids:
+                sequence.blocks = list(blocks[0])
+            elif blocks is not None:
+                sequence.blocks += blocks[0]
+            starts[name] = known.num_computed_tokens[at]
+        return starts
+
+    def _compute(self, name: str, start: int, count: int) -> list[int]:
+        sequence, stop = self._sequences[name], start + count
+        wanted = kv_of(sequence.tokens)
+        for position in range(start, stop):
+            block, slot = sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            for layer, marks in zip(self._layers, self._marks, strict=True):
+                layer[block, :, slot] = wanted[position] + marks
+        self._check(name, sequence, wanted[:stop])
+        if stop < len(sequence.tokens):
+            return []
+        sequence.tokens.append(wanted[-1] % VOCABULARY)
+        return sequence.tokens[-1:]
+
+    def _check(self, name: str, sequence: KnownSequence, wanted: list[int]) -> None:
+        for position, value in enumerate(wanted):
+            block, slot = sequence.blocks[position // BLOCK_SIZE], position % BLOCK_SIZE
+            for layer, marks in zip(self._layers, self._marks, strict=True):
+                if not (layer[block, :, slot] == value + marks).all():
+                    raise WrongKV(f"{name}: KV of token {position} of {len(wanted)} in {block}")
+
+
+class VllmInstance:
+    """A scheduler, both halves of the connector, and a made-up model.
+
+    Args:
+        config: see ``engine_config``.
+        num_blocks: of KV; few of them make vLLM preempt.
+    """
+
+    def __init__(self, config: Any, num_blocks: int) -> None:
+        load_general_plugins()
+        config.kv_transfer_config.engine_id = uuid.uuid4().hex
+        config.instance_id = uuid.uuid4().hex[:8]
+        config.cache_config.num_gpu_blocks = num_blocks
+        self.caches = make_caches(KV, "LBHNC", num_blocks, BLOCK_SIZE)
+        self._model = MadeUpModel(self.caches)
+        connector = connector_class(config)
+        settings = connector._read_settings(config)
+        [path] = worker_sockets(config, connector.__name__)
+        self._worker = WorkerSide(settings, 0, path, self.caches.view, HOST)
+        self._depth = 2 if config.scheduler_config.async_scheduling else 1
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=2, head_size=2, dtype=torch.float32
+        )
+        memory = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(list(self.caches.layers), spec)])
+        scheduler = AsyncScheduler if self._depth == 2 else Scheduler
+        self.scheduler = scheduler(
+            config, memory, StructuredOutputManager(config), block_size=BLOCK_SIZE, log_stats=True
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self._in_flight: deque[tuple[Any, Any]] = deque()
+        self.answers: dict[str, Answer] = {}
+        self.num_wrong = 0
+
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        num_tokens: int,
+        params: dict[str, Any] | None = None,
+        *,
+        is_refused: bool = False,
+    ) -> None:
+        """A request arrives; one that the front end has refused is ended at once, as vLLM does."""
+        sampling = SamplingParams(
+            max_tokens=num_tokens,
+            temperature=0,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        sampling.all_stop_token_ids.clear()
+        request = Request(
+            name,
+            [0] if is_refused else prompt,
+            sampling,
+            None,
+            block_hasher=self._hasher,
+            abort_immediately=is_refused,
+        )
+        self.answers[name] = Answer()
+        self.scheduler.add_request(request)
+        if is_refused:
+            self.abort(name)
+
+    def abort(self, name: str) -> None:
+        """Its client has left."""
+        for _ in self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED):
+            self.answers[name].finish = "abort"
+
+    def step(self) -> None:
+        """One turn of EngineCore: with async scheduling, a step's output comes one turn later."""
+        if self.scheduler.has_requests():
+            step = self.scheduler.schedule()
+            self._in_flight.append((step, self._execute(step)))
+        if self._in_flight and (
+            len(self._in_flight) >= self._depth or not self._in_flight[-1][0].num_scheduled_tokens
+        ):
+            self._take_output()
+
+    def drain(self) -> None:
+        """Take what is in flight."""
+        while self._in_flight:
+            self._take_output()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or is held."""
+        return not (self._in_flight or self.scheduler.has_requests())
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody has; vLLM keeps one for itself."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def figures(self) -> dict[str, float]:
+        """What the connector has counted."""
+        connector = self.scheduler.connector
+        return connector._scheduler.stats() | {"hook_errors": connector.num_errors}
+
+    def leftovers(self) -> list[str]:
+        """What the connector still knows of requests, though none is here."""
+        scheduler, loads = self.scheduler.connector._scheduler, self._worker._loads
+        kept = {
+            "orders": loads._held,
+            "released": loads._released,
+            "prompts": scheduler._prompts._by_name,
+            "members": scheduler._prompts._by_request,
+            "sending": scheduler._sending,
+            "held": scheduler._held,
+        }
+        return [f"{what}: {sorted(found)}" for what, found in kept.items() if found]
+
+    def close(self) -> None:
+        """End both halves."""
+        self.scheduler.connector.shutdown()
+        self._worker.close()
+
+    def _execute(self, step: Any) -> ModelRunnerOutput:
+        metadata = step.kv_connector_metadata
+        assert isinstance(metadata, HalStepMetadata)
+        self._worker.begin_step(metadata.pushes)
+        self._worker.release_loads(metadata.loads)
+        sampled = self._model.run(step)
+        for name in self.caches.layers if metadata.pushes else ():
+            self._worker.layer_done(name)
+        self._worker.end_step()
+        results = self._worker.take_results()
+        names = list(sampled)
+        return ModelRunnerOutput(
+            names,
+            {name: at for at, name in enumerate(names)},
+            [sampled[name] for name in names],
+            kv_connector_output=KVConnectorOutput(
+                finished_sending=results.sent or None,
+                finished_recving=results.received or None,
+                failed_recving=results.failed,
+            ),
+        )
+
+    def _take_output(self) -> None:
+        step, output = self._in_flight.popleft()
+        for outputs in self.scheduler.update_from_output(step, output).values():
+            for item in outputs.outputs:
+                answer = self.answers[item.request_id]
+                answer.tokens += item.new_token_ids
+                answer.params = item.kv_transfer_params or answer.params
+                if item.finish_reason is not None:
+                    answer.finish = str(item.finish_reason)
+
+
+def connector_class(config: Any) -> type[HalConnector]:
+    """The class that a configuration names."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    found: type[HalConnector] = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+    return found
+
+
+@contextmanager
+def vllm_instance(config: Any, num_blocks: int) -> Iterator[VllmInstance]:
+    """An instance for the length of a block."""
+    opened = VllmInstance(config, num_blocks)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def settle(instances: Sequence[VllmInstance], timeout_s: float) -> None:
+    """Step all of them until none has anything left.
+
+    Raises:
+        AssertionError: something never ends.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not all(each.is_idle for each in instances):
+        assert time.monotonic() < deadline, [
+            {name: str(request.status) for name, request in each.scheduler.requests.items()}
+            for each in instances
+        ]
+        for each in instances:
+            each.step()
+        time.sleep(PAUSE_S)
+
+
+logging.getLogger("vllm").setLevel(logging.WARNING)

@@ -1,0 +1,270 @@
+"""vLLM's real Scheduler and AsyncScheduler over the connector, under random orders of events.
+
+P and D are real schedulers with both halves of the connector, over real sockets. Whatever comes in
+whatever order: no step reads another prompt's KV, no request stays without an end, every block is
+free in the end, and no hook has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from support.metaserver import Metaserver
+from support.vllm_scheduler import VllmInstance, answer_to, engine_config, settle, vllm_instance
+
+NUM_EXAMPLES = int(os.environ.get("VLLM_EXAMPLES", "15"))
+NUM_BLOCKS = 30  # three long prompts with their answers: vLLM has to preempt
+SETTLED_S = 60.0
+SHARED = [5, 11, 2, 9, 30, 8, 17, 4, 6, 12, 90, 3, 44]
+PROMPTS = [
+    [7],
+    [1, 2, 3, 4],
+    SHARED,
+    [*SHARED[:8], 70],
+    [*SHARED, *range(40)],
+    [*range(33, 60)],
+    SHARED[:8],
+]
+CHANGES: list[dict[str, Any]] = [
+    {"prompt_digest": "another"},
+    {"remote_request_id": "nobody"},
+    {"remote_block_ids": [[2**30]]},
+    {"remote_port": "x"},
+    {"remote_engine_id": "nobody"},
+]
+
+index = st.integers(0, 20)
+EVENTS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 5)),
+    st.tuples(st.just("ask"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 5)),
+    st.tuples(st.just("forward"), index, st.integers(1, 2)),
+    st.tuples(st.just("forward"), index, st.integers(1, 2)),
+    st.tuples(st.just("continue"), index, st.just(1)),
+    st.tuples(st.just("again"), index, st.just(1)),
+    st.tuples(st.just("change"), index, st.integers(0, len(CHANGES) - 1)),
+    st.tuples(st.just("refuse"), index, st.just(0)),
+    st.tuples(st.just("plain"), st.integers(0, len(PROMPTS) - 1), st.sampled_from([0, 1])),
+    st.tuples(st.just("abort"), index, st.sampled_from([0, 1])),
+    st.tuples(st.just("steps"), st.integers(1, 6), st.sampled_from([0, 1])),
+    st.tuples(st.just("steps"), st.integers(1, 6), st.sampled_from([0, 1])),
+    st.tuples(st.just("pause"), st.integers(1, 8), st.just(0)),
+)
+ORDERS = st.lists(EVENTS, min_size=4, max_size=40)
+
+
+@dataclass
+class Asked:
+    """One hand-over: what is asked, and P's parameters or D's post once they are there."""
+
+    prompt: list[int]
+    num_tokens: int
+    params: dict[str, Any] | None = None
+    is_forwarded: bool = False
+
+
+@dataclass
+class World:
+    """P, D and whoever stands before them.
+
+    Args:
+        prefill, decode: the instances.
+        metaserver_url: where D posts, in the push flow; empty: pull.
+        posts: what it has posted, by request.
+    """
+
+    prefill: VllmInstance
+    decode: VllmInstance
+    metaserver: Metaserver | None
+    posts: dict[str, dict[str, Any]]
+    asked: dict[str, Asked] = field(default_factory=dict)
+    wanted: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    count: int = 0
+
+    def do(self, what: str, first: int, second: int) -> None:
+        getattr(self, f"_{what}")(first, second)
+
+    def finish(self, *, forgets: bool) -> None:
+        """What is left over is refused, or forgotten: leases and deadlines have to end it."""
+        deadline = time.monotonic() + 1.0
+        for each in self._both:
+            while not forgets and not each.is_idle and time.monotonic() < deadline:
+                for one in self._both:
+                    one.step()
+                time.sleep(0.001)
+        for name in [] if forgets else self._ready():
+            if self.metaserver is not None:
+                self._send(name, 1)
+            else:
+                self._refuse_one(name)
+        settle(self._both, SETTLED_S)
+
+    @property
+    def _both(self) -> tuple[VllmInstance, VllmInstance]:
+        return self.prefill, self.decode
+
+    def _new(self, kind: str) -> str:
+        self.count += 1
+        return f"{kind}{self.count}"
+
+    def _submit(
+        self, at: int, name: str, prompt: list[int], num_tokens: int, params: Any = None
+    ) -> None:
+        self.wanted[at, name] = answer_to(prompt, num_tokens)
+        self._both[at].submit(name, prompt, num_tokens, params)
+
+    def _ask(self, prompt: int, num_tokens: int) -> None:
+        name = self._new("ask")
+        self.asked[name] = Asked(PROMPTS[prompt], num_tokens)
+        if self.metaserver is None:
+            self._submit(0, name, PROMPTS[prompt], 1, {"do_remote_decode": True})
+        else:
+            params = {"do_remote_prefill": True, "metaserver": self.metaserver.url(name)}
+            self._submit(1, name, PROMPTS[prompt], num_tokens, params)
+
+    def _ready(self) -> list[str]:
+        """Those that can be forwarded."""
+        for name, asked in self.asked.items():
+            found = self.prefill.answers[name].params if self.metaserver is None else None
+            asked.params = asked.params or found or self.posts.get(name)
+        return [name for name, a in self.asked.items() if a.params and not a.is_forwarded]
+
+    def _forward(self, at: int, children: int) -> None:
+        if ready := self._ready():
+            self._send(ready[at % len(ready)], children)
+
+    def _send(self, name: str, children: int) -> None:
+        asked = self.asked[name]
+        asked.is_forwarded = True
+        if self.metaserver is not None:
+            self._submit(0, self._new("p"), asked.prompt, 1, asked.params)
+            return
+        for _ in range(children):
+            self._submit(1, self._new("d"), asked.prompt, asked.num_tokens, asked.params)
+
+    def _continue(self, at: int, _: int) -> None:
+        """As the proxy does that has sent P's token to its client."""
+        ready = self._ready()
+        if not ready or self.metaserver is not None:
+            return
+        asked = self.asked[ready[at % len(ready)]]
+        assert asked.params is not None
+        asked.is_forwarded = True
+        prompt = [*asked.prompt, asked.params["last_token_id"]]
+        params = asked.params | {"first_token_delivered": True}
+        self._submit(1, self._new("d"), prompt, asked.num_tokens, params)
+
+    def _again(self, at: int, _: int) -> None:
+        used = [asked for asked in self.asked.values() if asked.is_forwarded]
+        if used and self.metaserver is None:
+            asked = used[at % len(used)]
+            self._submit(1, self._new("d"), asked.prompt, asked.num_tokens, asked.params)
+
+    def _change(self, at: int, which: int) -> None:
+        ready = self._ready()
+        if ready and self.metaserver is None:
+            asked = self.asked[ready[at % len(ready)]]
+            params = (asked.params or {}) | CHANGES[which]
+            self._submit(1, self._new("d"), asked.prompt, asked.num_tokens, params)
+
+    def _refuse(self, at: int, _: int) -> None:
+        ready = self._ready()
+        if ready and self.metaserver is None:
+            self._refuse_one(ready[at % len(ready)])
+
+    def _refuse_one(self, name: str) -> None:
+        self.asked[name].is_forwarded = True
+        refused = self._new("refused")
+        self.decode.submit(refused, [], 1, self.asked[name].params, is_refused=True)
+        self.wanted[1, refused] = []
+
+    def _plain(self, prompt: int, at: int) -> None:
+        self._submit(at, self._new("plain"), PROMPTS[prompt], 6)
+
+    def _abort(self, number: int, at: int) -> None:
+        if names := [name for where, name in self.wanted if where == at]:
+            self._both[at].abort(names[number % len(names)])
+
+    def _steps(self, count: int, at: int) -> None:
+        for _ in range(count):
+            self._both[at].step()
+
+    def _pause(self, milliseconds: int, _: int) -> None:
+        time.sleep(milliseconds / 1000)
+
+    def check(self, *, may_fail: bool) -> None:
+        """The right words from everybody who was let finish, and nothing left behind."""
+        for (at, name), wanted in self.wanted.items():
+            answer = self._both[at].answers[name]
+            if answer.finish == "length":
+                assert answer.tokens == wanted, name
+            else:
+                assert answer.finish == "abort" or (may_fail and answer.finish == "error"), name
+                assert answer.tokens == wanted[: len(answer.tokens)], name
+        for each in self._both:
+            assert each.num_free == NUM_BLOCKS - 1
+            assert not each.scheduler.requests
+            figures = each.figures()
+            assert figures["hook_errors"] == figures["leases_held"] == 0
+            assert each.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def posts() -> Iterator[tuple[Metaserver, dict[str, dict[str, Any]]]]:
+    """A metaserver that keeps what was posted."""
+    kept: dict[str, dict[str, Any]] = {}
+
+    async def keep(key: str, params: dict[str, Any]) -> None:
+        kept[key] = params
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = Metaserver(keep)
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+    yield server, kept
+    asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+@pytest.mark.parametrize("connector", ["HalPullConnector", "HalPushConnector"])
+def test_any_order_of_events(connector: str, is_async: bool, policy: str, posts: Any) -> None:
+    server, kept = posts
+    configs = [
+        engine_config(role, connector, policy, is_async=is_async)
+        for role in ("kv_producer", "kv_consumer")
+    ]
+
+    @given(ORDERS, st.booleans())
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        derandomize="VLLM_EXAMPLES" not in os.environ,
+        suppress_health_check=list(HealthCheck),
+    )
+    def run(events: list[tuple[str, int, int]], forgets: bool) -> None:
+        kept.clear()
+        with (
+            vllm_instance(configs[0], NUM_BLOCKS) as prefill,
+            vllm_instance(configs[1], NUM_BLOCKS) as decode,
+        ):
+            world = World(
+                prefill, decode, server if connector == "HalPushConnector" else None, kept
+            )
+            for event in events:
+                world.do(*event)
+            world.finish(forgets=forgets)
+            world.check(may_fail=policy == "fail")
+
+    run()
