@@ -90,11 +90,11 @@ class RankWorker(Protocol):
         ...
 
     def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
-        """See ``ConnectorWorker``."""
+        """A step is about to run these requests' tokens; what to call with each layer's number."""
         ...
 
     def end_step(self) -> None:
-        """See ``ConnectorWorker``."""
+        """The step's kernels are all enqueued."""
         ...
 
     def close(self) -> None:
