@@ -7,7 +7,7 @@ UP_vllm = .venv/bin/python ci/up_vllm.py
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
-    test-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
+    test-faults test-pool-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
@@ -58,6 +58,10 @@ test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connector
 test-faults:  ## fault injection and soak; prints requests, faults, wrong answers, leaks, hangs
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_faults.py $(ARGS)
+
+test-pool-faults:  ## a store killed, frozen, damaged, full, beside traffic that is compared; ARGS: --list --only
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_pool_faults.py $(ARGS)
 
 test-abuse:  ## attacks on a running deployment beside ordinary traffic; ARGS: --list --only --short --soak
 	@ci/install dev

@@ -22,9 +22,12 @@ CHUNK_BYTES = 256 << 10
 
 
 class StoreProcess:
-    """A store of its own process; ``options`` are the command's, ``--dram`` included."""
+    """A store of its own process; ``options`` are the command's, ``--dram`` included.
 
-    def __init__(self, directory, *options, port=0):
+    ``prefix`` goes before the command: what it is run by.
+    """
+
+    def __init__(self, directory, *options, port=0, prefix=()):
         secret = directory / "secret"
         secret.write_text(SECRET)
         self.secret_file = secret
@@ -32,7 +35,10 @@ class StoreProcess:
         command += ["--port", str(port), "--ssd-segment-bytes", "4M", "--ssd-min-free-bytes", "0"]
         self.log = (directory / "store.log").open("ab")
         self._process = subprocess.Popen(
-            [*command, *map(str, options)], stdout=subprocess.PIPE, stderr=self.log, text=True
+            [*prefix, *command, *map(str, options)],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
         )
         watchdog = threading.Timer(START_S, self._process.kill)
         watchdog.start()
@@ -46,6 +52,10 @@ class StoreProcess:
     def address(self):
         return StoreAddress("127.0.0.1", self.port, SECRET.encode())
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def send(self, number):
         os.kill(self._process.pid, number)
 
@@ -58,6 +68,10 @@ class StoreProcess:
         self._process.stdout.close()
         self.log.close()
         return status
+
+
+class WrongBytes(AssertionError):
+    """A hit was not what was put."""
 
 
 class Rank:
@@ -120,7 +134,8 @@ class Rank:
         for index, (number, _) in enumerate(found):
             if valid[number]:
                 part = copies[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-                assert np.array_equal(part, content(number)), f"wrong bytes for chunk {number}"
+                if not np.array_equal(part, content(number)):
+                    raise WrongBytes(f"wrong bytes for chunk {number}")
         return [valid.get(number, False) for number in numbers]
 
     def close(self):

@@ -15,6 +15,7 @@ worse the more it is fetched from.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ class UseCounts:
         return 0.0 if count is None else self._decayed(count, now)
 
     def _decayed(self, count: _Count, now: float) -> float:
-        return count.uses * 0.5 ** ((now - count.at) / self._half_life_s)
+        return count.uses * math.pow(0.5, (now - count.at) / self._half_life_s)
 
 
 def worth_of_copy(uses: float, terms: CopyTerms) -> float:

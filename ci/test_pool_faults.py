@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Faults of the KVCache pool, each against a store process that has ordinary traffic.
+
+Three ranks put and get chunks all the time, over shm and tcp, and compare every byte of every hit.
+A row per fault: operations, chunks that were hits and misses, wrong hits, operations that were
+stuck, handles that were left when all users had gone, and the longest operation. Exits 0 only if
+the last three counts are 0 in every row, and the traffic had hits again after each fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.pool_faults import FAULTS, FaultyPool  # noqa: E402  # tests/ is not installed
+from support.pool_traffic import Tally  # noqa: E402
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=tuple(FAULTS), metavar="FAULT")
+    parser.add_argument("--list", action="store_true", help="print the faults")
+    args = parser.parse_args()
+    if args.list:
+        for name, fault in FAULTS.items():
+            print(f"{name:<18} {fault.__doc__}")
+        return 0
+    os.chdir(ROOT)
+    logging.basicConfig(level=logging.ERROR)  # that a store is lost is what is tried here
+    began = time.monotonic()
+    print(f"{'fault':<54} {'tries':>6} {'hits':>7} {'misses':>7} {'wrong':>6} {'stuck':>6} "
+          f"{'leaked':>7} {'longest':>8}")  # fmt: skip
+    is_good = all([run(name) for name in args.only or FAULTS])
+    print(f"{time.monotonic() - began:.0f} s; {'all good' if is_good else 'NOT GOOD'}")
+    return 0 if is_good else 1
+
+
+def run(name: str) -> bool:
+    """One row; whether it is good."""
+    fault = FAULTS[name]
+    with tempfile.TemporaryDirectory() as directory, FaultyPool(Path(directory)) as pool:
+        has_begun = pool.traffic.await_hits()
+        complaint = "" if has_begun else "no hits before the fault"
+        try:
+            fault(pool)
+        except AssertionError as exc:
+            complaint = complaint or f"{exc}" or "the fault could not be made"
+        if not pool.traffic.await_hits():
+            complaint = complaint or "no hits after the fault"
+        tally: Tally = pool.traffic.end()
+        leaked = pool.leaked_handles()
+    print(
+        f"{fault.__doc__:<54} {tally.tries:>6} {tally.hits:>7} {tally.misses:>7} {tally.wrong:>6} "
+        f"{tally.stuck:>6} {leaked:>7} {tally.longest_s:>6.1f} s  {complaint}",
+        flush=True,
+    )
+    return not (tally.wrong or tally.stuck or leaked or complaint)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

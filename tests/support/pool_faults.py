@@ -1,0 +1,221 @@
+"""What is done to a store while it has traffic. Each fault is a function of a ``FaultyPool``."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from support.pool_traffic import BATCH, PoolTraffic
+from support.store_process import CHUNK_BYTES, SECRET, START_S, StoreProcess
+
+from mooncake_kv.store.store_client import StoreClient
+
+DRAM = 24 * CHUNK_BYTES
+SSD = "64M"
+QUARANTINE_S = 6.0
+"""More than the traffic's transfer timeout."""
+OBEDIENT = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+"""Runs a command as a root that modes of files hold for, too."""
+
+
+class FaultyPool:
+    """A store with an SSD directory, and its traffic; ``with`` ends both."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.ssd = directory / "ssd"
+        self.ssd.mkdir()
+        self.prefix = () if os.geteuid() else OBEDIENT
+        self.store = self.start()
+        self.traffic = PoolTraffic(self.store.address)
+
+    def start(self, port=0):
+        options = ["--dram", DRAM, "--ssd", f"{self.ssd}:{SSD}"]
+        options += ["--quarantine-seconds", QUARANTINE_S]
+        return StoreProcess(self.directory, *options, port=port, prefix=self.prefix)
+
+    def restart(self, number):
+        port = self.store.port
+        self.store.end(number)
+        self.store = self.start(port)
+
+    def try_another(self):
+        """Run a store on the same directory, which has to refuse; what became of it."""
+        command = [*self.prefix, sys.executable, "-m", "mooncake_kv", "store", "--port", "0"]
+        command += ["--dram", str(DRAM), "--ssd", f"{self.ssd}:{SSD}", "--ssd-segment-bytes", "4M"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+
+    def stats(self):
+        client = StoreClient(self.store.address, "faults")
+        try:
+            assert client.await_store(START_S)
+            found = client.stats().result(60)
+            assert found is not None
+            return found
+        finally:
+            client.close()
+
+    def segments(self):
+        return [path for path in self.ssd.glob("segment-*") if path.stat().st_size]
+
+    def await_segments(self):
+        """Until SSDs have something to be damaged."""
+        deadline = time.monotonic() + 60
+        while not self.segments() or not self.stats().ssd_chunks:
+            assert time.monotonic() < deadline, "nothing was written to the SSD"
+            time.sleep(0.1)
+
+    def leaked_handles(self):
+        """Handles and memory that nobody has any more, once all users are gone."""
+        deadline = time.monotonic() + QUARANTINE_S + 20
+        while True:
+            stats = self.stats()
+            leaked = stats.num_pins + stats.num_staging + (stats.abandoned_bytes > 0)
+            if not leaked or time.monotonic() > deadline:
+                return leaked
+            time.sleep(0.2)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.store.end()
+
+
+def nothing(pool):
+    """ordinary traffic"""
+    time.sleep(2)
+
+
+def killed(pool):
+    """store killed -9, and started again"""
+    for _ in range(3):
+        assert pool.traffic.await_hits()
+        pool.restart(signal.SIGKILL)
+
+
+def frozen(pool):
+    """store frozen, and thawed"""
+    for seconds in (0.5, 4.0):
+        pool.store.send(signal.SIGSTOP)
+        time.sleep(seconds)
+        pool.store.send(signal.SIGCONT)
+        assert pool.traffic.await_hits()
+
+
+def restarted(pool):
+    """store ended in order, and started again"""
+    for _ in range(2):
+        assert pool.traffic.await_hits()
+        pool.restart(signal.SIGTERM)
+
+
+def truncated(pool):
+    """SSD files truncated while they are read"""
+    for keep in (0.5, 0.0):
+        pool.await_segments()
+        for path in pool.segments():
+            os.truncate(path, int(path.stat().st_size * keep))
+        time.sleep(1)
+
+
+def truncated_between(pool):
+    """SSD files truncated between two starts"""
+    pool.await_segments()
+    port = pool.store.port
+    pool.store.end(signal.SIGKILL)
+    for path in pool.segments():
+        os.truncate(path, path.stat().st_size * 2 // 3 + 7)
+    pool.store = pool.start(port)
+
+
+def flipped(pool):
+    """bits flipped in SSD files while they are read"""
+    draw = random.Random(7)
+    for _ in range(20):
+        pool.await_segments()
+        for path in pool.segments():
+            with path.open("r+b") as file:
+                for _ in range(8):
+                    at = draw.randrange(path.stat().st_size)
+                    file.seek(at)
+                    byte = file.read(1) or b"\0"
+                    file.seek(at)
+                    file.write(bytes([byte[0] ^ 1 << draw.randrange(8)]))
+        time.sleep(0.1)
+
+
+def full(pool):
+    """disk full"""
+    limit = (1 << 20, resource.prlimit(pool.store.pid, resource.RLIMIT_FSIZE)[1])
+    resource.prlimit(pool.store.pid, resource.RLIMIT_FSIZE, limit)
+    time.sleep(3)
+    resource.prlimit(pool.store.pid, resource.RLIMIT_FSIZE, (limit[1], limit[1]))
+
+
+def read_only(pool):
+    """SSD directory read-only"""
+    pool.ssd.chmod(0o500)
+    for path in pool.ssd.iterdir():
+        path.chmod(0o400)
+    time.sleep(2)
+    pool.store.end(signal.SIGTERM)
+    try:
+        refused = pool.try_another()
+    finally:
+        pool.ssd.chmod(0o700)
+        for path in pool.ssd.iterdir():
+            path.chmod(0o600)
+        pool.store = pool.start(pool.store.port)
+    assert refused.returncode == 1
+    assert "can't be used for a store" in refused.stderr, refused.stderr
+
+
+def user_killed(pool):
+    """a peer gone in the middle of a read, or of a write"""
+    program = (
+        "import sys, itertools; sys.path[:0] = ['tests']\n"
+        "from support.store_process import *\n"
+        f"rank = Rank(StoreAddress('127.0.0.1', {pool.store.port}, {SECRET.encode()!r}), 'tcp')\n"
+        "for n in itertools.count():\n"
+        f"    numbers = [(n * {BATCH} + i) % 48 for i in range({BATCH})]\n"
+        "    rank.put(numbers)\n"
+        "    rank.get(numbers)\n"
+        "    if n == 2: print('busy', flush=True)\n"
+    )
+    for number in range(3):
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        watchdog = threading.Timer(START_S, child.kill)
+        watchdog.start()
+        assert child.stdout.readline() == "busy\n"
+        watchdog.cancel()
+        time.sleep(0.05 * number)
+        child.kill()
+        child.communicate()
+
+
+def two_stores(pool):
+    """a second store on the same directory"""
+    for _ in range(2):
+        second = pool.try_another()
+        assert second.returncode == 1
+        assert "is in use by another store" in second.stderr, second.stderr
+
+
+FAULTS = {
+    "none": nothing,
+    "killed": killed,
+    "frozen": frozen,
+    "restarted": restarted,
+    "truncated": truncated,
+    "truncated-between": truncated_between,
+    "bit-flips": flipped,
+    "disk-full": full,
+    "read-only": read_only,
+    "peer-gone": user_killed,
+    "two-stores": two_stores,
+}
