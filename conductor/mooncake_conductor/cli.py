@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TextIO
@@ -14,9 +14,10 @@ from mooncake_conductor.cost.latency_model import DEVICES, MODELS, cold_start, f
 from mooncake_conductor.errors import ConductorError
 from mooncake_conductor.policies.mooncake_policy import Boundary
 from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, POLICIES
-from mooncake_conductor.simulator.report_page import Chart, Series, page, run_charts
+from mooncake_conductor.simulator.report_page import Chart, Series, page, run_charts, svg_file
 from mooncake_conductor.simulator.results import RunSummary, summarise, table, write_csv
 from mooncake_conductor.simulator.simulation import Cluster, Simulation, SimulationResult
+from mooncake_conductor.simulator.systems import SYSTEMS, serve
 from mooncake_conductor.simulator.trace_file import TraceRequest, read_trace, scaled
 from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives, objective
 
@@ -66,6 +67,26 @@ def compare(options: argparse.Namespace) -> int:
     return 0
 
 
+def goodput(options: argparse.Namespace) -> int:
+    """Systems × loads on the same nodes and requests."""
+    requests, wanted, cluster = _requests(options), _objective(options), _cluster(options)
+    cells = list(product(options.loads, options.systems))
+    found: dict[tuple[str, float], RunSummary] = {}
+    for number, (load, system) in enumerate(cells, 1):
+        bar = Bar(f"{number}/{len(cells)}: {system}, load {load:g}")
+        found[system, load] = serve(system, cluster, wanted, scaled(requests, load), bar)
+        bar(1.0)
+    print(table([(f"{system}, load {load:g}", row) for (system, load), row in found.items()]))
+    lines = [
+        Series(system, [(load, found[system, load].goodput) for load in sorted(options.loads)])
+        for system in options.systems
+    ]
+    chart = Chart("Goodput", "times the trace's rate", "requests per second within SLO", lines)
+    if options.svg is not None:
+        options.svg.write_text(svg_file(chart))
+    return 0
+
+
 class Bar:
     """How far a run has come, on a terminal; silent elsewhere.
 
@@ -90,8 +111,22 @@ class Bar:
 
 
 def _run(options: argparse.Namespace, requests: list[TraceRequest], bar: Bar) -> SimulationResult:
+    settings = ConductorSettings(
+        options.policy,
+        AdmissionMode(options.admission),
+        Objectives(_objective(options)),
+        options.threshold,
+        Boundary(options.boundary),
+        binds_late=options.binding == "late",
+    )
+    result = Simulation(_cluster(options), settings, seed=options.seed).run(requests, bar)
+    bar(1.0)
+    return result
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
     shape = find(MODELS, options.model, "model")
-    cluster = Cluster(
+    return Cluster(
         options.prefill,
         options.decode,
         cold_start(options.model, options.device, options.devices_per_node),
@@ -102,17 +137,6 @@ def _run(options: argparse.Namespace, requests: list[TraceRequest], bar: Bar) ->
         max_batch=options.max_batch,
         chunk_tokens=options.chunk_tokens,
     )
-    settings = ConductorSettings(
-        options.policy,
-        AdmissionMode(options.admission),
-        Objectives(_objective(options)),
-        options.threshold,
-        Boundary(options.boundary),
-        binds_late=options.binding == "late",
-    )
-    result = Simulation(cluster, settings, seed=options.seed).run(requests, bar)
-    bar(1.0)
-    return result
 
 
 def _requests(options: argparse.Namespace) -> list[TraceRequest]:
@@ -180,13 +204,28 @@ def _parser() -> argparse.ArgumentParser:
     many = commands.add_parser("compare", help="policies, loads and cache sizes as one table")
     _add_common(many)
     many.add_argument(
-        "--policies", type=_policies, default=list(POLICIES), help="with commas (all)"
+        "--policies",
+        type=_names(POLICIES, "policy"),
+        default=list(POLICIES),
+        help="with commas (all)",
     )
     many.add_argument("--loads", type=_list_of(_positive), default=[1.0], help="with commas (1)")
     many.add_argument(
         "--caches", type=_list_of(_count), default=[3_000_000], help="tokens per node, with commas"
     )
     many.set_defaults(run=compare)
+    systems = commands.add_parser("goodput", help="beside coupled instances, over load")
+    _add_common(systems)
+    names = ", ".join(SYSTEMS)
+    systems.add_argument(
+        "--systems", type=_names(SYSTEMS, "system"), default=list(SYSTEMS), help=f"of {names} (all)"
+    )
+    systems.add_argument("--loads", type=_list_of(_positive), default=[1.0], help="with commas (1)")
+    systems.add_argument(
+        "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
+    )
+    systems.add_argument("--svg", type=Path, metavar="FILE", help="write the chart")
+    systems.set_defaults(run=goodput)
     return parser
 
 
@@ -237,10 +276,15 @@ def _list_of(read: Callable[[str], float]) -> Callable[[str], list[float]]:
     return read_list
 
 
-def _policies(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in POLICIES]
-    if unknown:
-        there_are = ", ".join(POLICIES)
-        raise argparse.ArgumentTypeError(f"no policy {', '.join(unknown)}: there are {there_are}")
-    return names
+def _names(known: Mapping[str, object], kind: str) -> Callable[[str], list[str]]:
+    def read_names(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            there_are = ", ".join(known)
+            raise argparse.ArgumentTypeError(
+                f"no {kind} {', '.join(unknown)}: there are {there_are}"
+            )
+        return names
+
+    return read_names

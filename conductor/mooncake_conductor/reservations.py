@@ -14,7 +14,7 @@ from enum import Enum, auto
 from mooncake_conductor.decode_load import DecodeLedger
 from mooncake_conductor.fleet import Fleet
 from mooncake_conductor.index.chunk_index import ChunkIndex
-from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest
+from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest, behind_queue
 
 
 class Stage(Enum):
@@ -79,7 +79,10 @@ class ReservationBook:
         heapq.heappush(self._deadlines, (made.deadline, request.request_id))
         computed = request.num_tokens - choice.num_reused
         queues = self._fleet.queues
-        queues.enter(choice.slot, request.request_id, choice.compute, computed, now)
+        # While it waits for its load, nobody else is prefilled there.
+        seconds = behind_queue(choice.queue, choice.load, choice.compute, self._fleet.num_layers)
+        taken = seconds - choice.queue
+        queues.enter(choice.slot, request.request_id, taken, computed, now)
         ready_at = now + choice.ttft
         self._index.predict(choice.slot, self._new_chunks(made), ready_at, made.deadline)
         self._bind(made, ready_at)

@@ -41,7 +41,7 @@ class CostPolicy:
         load = np.array([way.load for way in ways])
         compute = seen.compute(reused)
         ttft = np.maximum(seen.queue + compute, load + compute / seen.fleet.num_layers)
-        scores = ttft + _COMPUTE_PRICE * compute
+        scores = ttft + _COMPUTE_PRICE * (ttft - seen.queue)
         index = seen.least(scores.min(axis=0))
         at = (int(scores[:, index].argmin()), index)
         slot, plan = int(seen.slots[index]), ways[at[0]].plan

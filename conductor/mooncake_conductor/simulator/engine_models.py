@@ -58,7 +58,8 @@ class ChunkCache:
     @property
     def victim(self) -> int | None:
         """What would be evicted next; None while there is room."""
-        return next(iter(self._order)) if len(self._order) >= self.num_chunks else None
+        is_full = len(self._order) >= self.num_chunks
+        return next(iter(self._order), None) if is_full else None
 
 
 @dataclass(slots=True)
@@ -227,11 +228,14 @@ class DecodeNode:
         if self._running and self._at < now:
             return
         while self.waiting and self._fits(self.waiting[0]):
-            request_id, num_tokens, num_output = self.waiting.popleft()
-            self._context += num_tokens
-            self._reserved += num_tokens + num_output
-            entry = (self.num_steps + num_output, self.num_steps, self._at, request_id, num_tokens)
-            heapq.heappush(self._running, entry)
+            self._join(*self.waiting.popleft())
+
+    def _join(self, request_id: str, num_tokens: int, num_output: int) -> None:
+        """A sequence decodes from the next step on."""
+        self._context += num_tokens
+        self._reserved += num_tokens + num_output
+        entry = (self.num_steps + num_output, self.num_steps, self._at, request_id, num_tokens)
+        heapq.heappush(self._running, entry)
 
     def _fits(self, entry: tuple[str, int, int]) -> bool:
         needed = self._reserved + entry[1] + entry[2]
@@ -278,7 +282,9 @@ class DecodeNode:
     def _step(self, count: int) -> None:
         if not count:
             return
-        seconds = self._duration(count)
+        self._take_steps(count, self._duration(count))
+
+    def _take_steps(self, count: int, seconds: float) -> None:
         self._at += seconds
         self.num_steps += count
         self._context += count * len(self._running)

@@ -26,6 +26,11 @@ svg text { font-size: 11px; fill: currentColor; } .grid { stroke: #8883; }
 :root { color-scheme: light dark; }
 """
 
+_SVG_STYLE = """
+text { font: 11px system-ui, sans-serif; fill: #6b7280; } .grid { stroke: #9ca3af44; }
+.line { fill: none; stroke-width: 1.8; }
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -108,7 +113,21 @@ def _shares(values: Sequence[float]) -> list[tuple[float, float]]:
     return [(ordered[rank], (rank + 1) / len(ordered)) for rank in ranks]
 
 
+def svg_file(chart: Chart) -> str:
+    """One chart as a file of its own."""
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}">'
+    return f"{frame}\n<style>{_SVG_STYLE}</style>\n{_drawing(chart)}\n</svg>\n"
+
+
 def _figure(chart: Chart) -> str:
+    return (
+        f"<figure>\n<figcaption>{escape(chart.title)}</figcaption>\n"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(chart.title)}">\n'
+        f"{_drawing(chart)}\n</svg>\n</figure>"
+    )
+
+
+def _drawing(chart: Chart) -> str:
     xs = [x for series in chart.series for x, _ in series.points]
     ys = [y for series in chart.series for _, y in series.points]
     x_ticks, y_ticks = _ticks(max(xs)), _ticks(max(ys))
@@ -124,12 +143,7 @@ def _figure(chart: Chart) -> str:
             parts.append(
                 f'<text x="{_LEFT + 8}" y="{at}" style="fill:{colour}">{escape(series.name)}</text>'
             )
-    drawn = "\n".join(parts)
-    return (
-        f"<figure>\n<figcaption>{escape(chart.title)}</figcaption>\n"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(chart.title)}">\n'
-        f"{drawn}\n</svg>\n</figure>"
-    )
+    return "\n".join(parts)
 
 
 def _axes(chart: Chart, x_ticks: Sequence[float], y_ticks: Sequence[float]) -> list[str]:
