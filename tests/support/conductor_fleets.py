@@ -25,8 +25,10 @@ def make_fleet(num_prefill: int, num_decode: int = 1, link_gb_s: float = 10.0, *
     return fleet
 
 
-def make_conductor(num_prefill: int, num_decode: int = 1, **settings) -> Conductor:
-    fleet = make_fleet(num_prefill, num_decode)
+def make_conductor(
+    num_prefill: int, num_decode: int = 1, link_gb_s: float = 10.0, **settings
+) -> Conductor:
+    fleet = make_fleet(num_prefill, num_decode, link_gb_s)
     return Conductor(fleet, ConductorSettings(**settings), random.Random(1))
 
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from mooncake_conductor.cost.link_calendar import Fetch
 from mooncake_conductor.fleet import Values
-from mooncake_conductor.policies.heat import CacheReports, HeatMeter, is_worth_keeping
+from mooncake_conductor.policies.heat import CacheReports, HeatMeter
 from mooncake_conductor.policies.situation import Plan, PrefillChoice, Situation
 
-_COMPUTE_PRICE = 1e-3
-"""A second of computation is a thousandth worse than one of waiting: it breaks near-ties."""
+_OTHERS_PRICE = 2.0
+"""What a second that others lose counts, beside one that this request waits."""
 
 
 class CostPolicy:
@@ -33,6 +33,7 @@ class CostPolicy:
         self._heat = heat
         self._reports = reports
         self._num_copies = num_copies
+        self._victim_values: Values = np.zeros(0)
 
     def choose(self, seen: Situation) -> PrefillChoice:
         sources = _sources(seen)
@@ -41,7 +42,14 @@ class CostPolicy:
         load = np.array([way.load for way in ways])
         compute = seen.compute(reused)
         ttft = np.maximum(seen.queue + compute, load + compute / seen.fleet.num_layers)
-        scores = ttft + _COMPUTE_PRICE * (ttft - seen.queue)
+        lost = ttft - seen.queue
+        space, drop = self._space(seen, sources)
+        if sources:
+            # What is copied, or computed although another instance holds it, takes space twice.
+            twice = np.maximum(seen.match.pool - seen.match.held[seen.slots], 0)
+            lost[:-1] += twice * space
+            lost[-1] += twice * np.minimum(space, drop)
+        scores = ttft + _OTHERS_PRICE * lost
         index = seen.least(scores.min(axis=0))
         at = (int(scores[:, index].argmin()), index)
         slot, plan = int(seen.slots[index]), ways[at[0]].plan
@@ -55,25 +63,39 @@ class CostPolicy:
             float(load[at]),
             float(compute[at]),
             fetches,
-            keeps_copy=bool(fetches) and self._keeps(seen, slot, fetches),
+            keeps_copy=bool(fetches) and bool(space[index] < drop[index]),
         )
 
-    def _keeps(self, seen: Situation, slot: int, fetches: tuple[Fetch, ...]) -> bool:
-        victim = self._reports.victim(slot)
-        if victim is None:
-            return True
-        # The middle chunk of the longest run stands for all: heat falls along a prompt.
-        run = max(fetches, key=lambda fetch: fetch.num_chunks)
-        key = seen.request.keys[run.start + run.num_chunks // 2]
+    def _space(self, seen: Situation, sources: tuple[Fetch, ...]) -> tuple[Values, Values]:
+        """What a chunk costs others, in seconds, on each instance: kept there, for what it pushes
+        out, and not kept, for fetching it again. Room that is free costs nothing."""
+        self._value_victims(seen)
+        space = self._victim_values[seen.slots]
+        if not sources:
+            return space, np.full(len(space), np.inf)
+        # The middle chunk stands for all: heat falls along a prompt.
+        key = seen.request.keys[seen.match.pool // 2]
+        heat = self._heat.of(key, seen.now) / (self._num_copies(key) + 1)
         fleet = seen.fleet
-        return is_worth_keeping(
-            heat=self._heat.of(key, seen.now),
-            num_copies=self._num_copies(key),
-            victim_heat=self._heat.of(victim, seen.now),
-            victim_copies=self._num_copies(victim),
-            refetch_s=fleet.chunk_bytes / float(fleet.links.bytes_per_s[slot]),
-            recompute_s=float(fleet.prefill[1, slot]) * fleet.chunk_tokens,
-        )
+        return space, heat * fleet.chunk_bytes / fleet.links.bytes_per_s[seen.slots]
+
+    def _value_victims(self, seen: Situation) -> None:
+        """What the next victims are worth, where they have changed: losing the last copy of a chunk
+        costs a computation, losing another one a fetch, as often as it is asked for."""
+        fleet = seen.fleet
+        if not len(self._victim_values):
+            self._victim_values = np.zeros(fleet.num_slots)
+        for slot in self._reports.changed():
+            victim = self._reports.victim(slot)
+            if victim is None:
+                self._victim_values[slot] = 0.0
+                continue
+            copies = self._num_copies(victim)
+            refetch = fleet.chunk_bytes / float(fleet.links.bytes_per_s[slot])
+            recompute = float(fleet.prefill[1, slot]) * fleet.chunk_tokens
+            each = refetch if copies > 1 else recompute
+            heat = self._heat.of(victim, seen.now)
+            self._victim_values[slot] = heat / max(copies, 1) * each
 
 
 class _Way(NamedTuple):

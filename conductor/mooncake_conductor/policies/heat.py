@@ -57,29 +57,18 @@ class CacheReports:
 
     def __init__(self) -> None:
         self._victims: dict[int, int | None] = {}
+        self._changed: set[int] = set()
 
     def report(self, slot: int, victim: int | None) -> None:
         """The chunk that an instance would evict next; None while it has room."""
         self._victims[slot] = victim
+        self._changed.add(slot)
 
     def victim(self, slot: int) -> int | None:
         """What a new chunk would push out."""
         return self._victims.get(slot)
 
-
-def is_worth_keeping(
-    *,
-    heat: float,
-    num_copies: int,
-    victim_heat: float,
-    victim_copies: int,
-    refetch_s: float,
-    recompute_s: float,
-) -> bool:
-    """Whether another copy saves more than what it pushes out would cost.
-
-    A copy saves a fetch; a victim with another copy costs a fetch, the last one a computation.
-    """
-    gain = heat / (num_copies + 1) * refetch_s
-    victim_cost = refetch_s if victim_copies > 1 else recompute_s
-    return gain > victim_heat / max(victim_copies, 1) * victim_cost
+    def changed(self) -> set[int]:
+        """The slots that have reported since this was asked last."""
+        found, self._changed = self._changed, set()
+        return found

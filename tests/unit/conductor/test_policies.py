@@ -10,7 +10,7 @@ from support.conductor_fleets import CHUNK, LATENCY, ask, hold, make_conductor, 
 
 from mooncake_conductor.errors import ConductorConfigError, UnknownInstance
 from mooncake_conductor.index.holder_sets import Tier
-from mooncake_conductor.policies.heat import HeatMeter, is_worth_keeping
+from mooncake_conductor.policies.heat import HeatMeter
 from mooncake_conductor.policies.mooncake_policy import Boundary, MooncakePolicy
 from mooncake_conductor.policies.policy_names import POLICIES
 from mooncake_conductor.policies.situation import Plan, behind_queue
@@ -182,11 +182,38 @@ def test_what_lies_on_disk_is_worth_less_than_what_lies_in_memory() -> None:
     assert choice.slot == 1
 
 
-def test_a_copy_is_kept_if_it_is_worth_more_than_what_it_pushes_out() -> None:
-    same = {"victim_heat": 1.0, "victim_copies": 1, "refetch_s": 0.1, "recompute_s": 0.1}
-    assert is_worth_keeping(heat=4.0, num_copies=1, **same)
-    assert not is_worth_keeping(heat=1.0, num_copies=1, **same)
-    assert not is_worth_keeping(heat=4.0, num_copies=1, **{**same, "recompute_s": 1.0})
+@pytest.mark.parametrize(("num_asked", "is_kept"), [(None, True), (0, True), (50, False)])
+def test_a_copy_is_kept_if_it_is_worth_more_than_what_it_pushes_out(num_asked, is_kept) -> None:
+    conductor = make_conductor(2)
+    hold(conductor, 0, 32)
+    conductor.fleet.queues.enter(0, "long", 60.0, 1, now=0.0)
+    if num_asked is not None:
+        conductor.index.stored(1, Tier.HOST, [999])
+        for _ in range(num_asked):
+            conductor.heat.touch([999], now=0.0)
+        conductor.reports.report(1, 999)
+    choice = conductor.route(ask("r", 32), now=0.0).prefill
+    assert (choice.slot, choice.plan) == (1, Plan.FETCH)
+    assert choice.keeps_copy is is_kept
+
+
+def test_an_instance_whose_cache_is_full_of_what_is_needed_is_spared_copies() -> None:
+    """Between two that are as busy, what would have to be copied stays where it is."""
+    conductor = make_conductor(2, link_gb_s=1000.0)
+    hold(conductor, 0, 32)
+    conductor.index.stored(1, Tier.HOST, [999])
+    for _ in range(50):
+        conductor.heat.touch([999, *range(32)], now=0.0)
+    conductor.fleet.queues.enter(0, "a little more", 0.05, 1, now=0.0)
+    assert situation_slot(conductor, 0.0) == 1
+    conductor.reports.report(1, 999)
+    assert situation_slot(conductor, 0.0) == 0
+
+
+def situation_slot(conductor, now: float) -> int:
+    decision = conductor.route(ask("r", 32), now=now)
+    conductor.ended("r", now=now)
+    return decision.prefill.slot
 
 
 def test_heat_decays_by_half_in_a_half_life() -> None:
