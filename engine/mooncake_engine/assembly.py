@@ -50,7 +50,7 @@ from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
 from mooncake_kv.connector_worker import transports_wanted
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import InstanceMetadata
-from mooncake_kv.kv_events import KVEventLog, KVEventPublisher
+from mooncake_kv.kv_events import KVEventEndpoints, KVEventLog, KVEventPublisher
 from mooncake_kv.model_fingerprint import model_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,8 @@ def _make_kv_events(config: EngineConfig, block_size: int) -> KVEventLog | None:
         return None
     publisher = KVEventPublisher(config.kv_events)
     logger.info("KV events at %s", publisher.endpoint)
-    return KVEventLog(publisher.publish, block_size, publisher.close)
+    endpoints = KVEventEndpoints(publisher.endpoint, publisher.replay_endpoint)
+    return KVEventLog(publisher.publish, block_size, publisher.close, endpoints)
 
 
 def _make_scheduler(

@@ -23,6 +23,7 @@ from mooncake_engine.kv_connector import find_connector
 from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
 from mooncake_engine.step_watchdog import StepWatchdog
 from mooncake_kv.connector import CompatibilityReport, Topology
+from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import TransferMode
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,10 @@ class AsyncEngine:
     def pairing(self) -> CompatibilityReport | None:
         """Whom it can't exchange KV with; None if it works alone. Any thread."""
         return self._core.pairing()
+
+    def kv_event_endpoints(self) -> KVEventEndpoints | None:
+        """Where it publishes which blocks it holds; None if it does not. Any thread."""
+        return self._core.kv_event_endpoints()
 
     def topology(self) -> Topology | None:
         """Where peers reach this instance; None if it works alone. Any thread."""

@@ -32,6 +32,7 @@ from mooncake_kv.connector import (
     LoadEnded,
     Topology,
 )
+from mooncake_kv.kv_events import KVEventEndpoints
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +200,11 @@ class EngineCore:
     def pairing(self) -> CompatibilityReport | None:
         """Whom it can't exchange KV with; None if it works alone. Any thread."""
         return None if self._connector is None else self._connector.compatibility()
+
+    def kv_event_endpoints(self) -> KVEventEndpoints | None:
+        """Where it publishes which blocks it holds; None if it does not. Any thread."""
+        events = self._scheduler.blocks.events
+        return None if events is None else events.endpoints
 
     def topology(self) -> Topology | None:
         """Where peers reach this instance; None if it works alone. Any thread."""

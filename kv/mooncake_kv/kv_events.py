@@ -105,6 +105,7 @@ class BlockStored(_Event, frozen=True):
         block_size: tokens per block.
         lora_id, lora_name: adapter.
         medium: where they lie.
+        extra_keys: what each block depends on besides; the first of a prompt on its cache salt.
     """
 
     block_hashes: list[int]
@@ -114,6 +115,7 @@ class BlockStored(_Event, frozen=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -128,6 +130,13 @@ class AllBlocksCleared(_Event, frozen=True):
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventEndpoints(msgspec.Struct, frozen=True):
+    """Where an instance publishes, as its health says it; a wildcard means the instance's host."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
 
 
 def event_key(digest: bytes) -> int:
@@ -148,6 +157,7 @@ class KVEventLog:
         publish: takes a batch.
         block_size: tokens per block.
         on_close: ends what publishes.
+        endpoints: where subscribers find what is published.
     """
 
     def __init__(
@@ -155,17 +165,31 @@ class KVEventLog:
         publish: Callable[[list[KVEvent]], None],
         block_size: int,
         on_close: Callable[[], None] | None = None,
+        endpoints: KVEventEndpoints | None = None,
     ) -> None:
+        self._endpoints = endpoints
         self._publish = publish
         self._on_close = on_close
         self._block_size = block_size
         self._events: list[KVEvent] = []
         self._removed: list[int] = []
 
+    @property
+    def endpoints(self) -> KVEventEndpoints | None:
+        """Where subscribers find what is published."""
+        return self._endpoints
+
     def stored(
-        self, digests: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int]
+        self,
+        digests: Sequence[bytes],
+        parent: bytes | None,
+        token_ids: Sequence[int],
+        cache_salt: str = "",
     ) -> None:
         """These blocks, one behind the other, can be found from now on."""
+        extra_keys: list[list[str] | None] | None = None
+        if cache_salt and parent is None:
+            extra_keys = [[cache_salt], *[None] * (len(digests) - 1)]
         self._end_removals()
         stored = BlockStored(
             [event_key(digest) for digest in digests],
@@ -175,6 +199,7 @@ class KVEventLog:
             None,
             MEDIUM_GPU,
             None,
+            extra_keys,
         )
         self._events.append(stored)
 

@@ -231,6 +231,18 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
         ("--max-batch", defaults.max_batch, "N", "sequences that an instance decodes at once"),
     ):
         add(flag, type=type(number), default=number, metavar=unit, help=text)
+    add(
+        "--kv-events-port",
+        type=int,
+        metavar="PORT",
+        help="port of the KV events of all given instances; those of mooncake-engine tell theirs",
+    )
+    add(
+        "--kv-events-replay-port",
+        type=int,
+        metavar="PORT",
+        help="port at which they send lost events again",
+    )
 
 
 def _add_health(parser: argparse.ArgumentParser) -> None:
@@ -437,6 +449,8 @@ def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
             emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
             recomputes=role is Role.DECODE and args.decode_recomputes,
             bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
+            kv_events_port=args.kv_events_port,
+            kv_events_replay_port=args.kv_events_replay_port,
         )
         for role, urls in given
         for url in urls

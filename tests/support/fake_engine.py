@@ -118,6 +118,9 @@ class FakeEngine:
     def pairing(self) -> CompatibilityReport | None:
         return self.known_pairing
 
+    def kv_event_endpoints(self) -> None:
+        return None
+
     def topology(self) -> None:
         return None
 

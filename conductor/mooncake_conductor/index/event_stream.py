@@ -71,6 +71,7 @@ class EventStream:
         self._slot = slot
         self._blocks = blocks
         self._expected = 0
+        self._asked_from = 0
         self._last_published = float("-inf")
         self._early: dict[int, EventBatch] = {}
         self._windowed: set[int] = set()
@@ -93,11 +94,20 @@ class EventStream:
         self._apply_early()
         return None
 
-    def replay_ended(self) -> None:
-        """The publisher has sent all it still has; what is missing now stays missing."""
-        if self._early:
-            self._start_afresh(min(self._early))
-            self._apply_early()
+    def replay_ended(self) -> ReplayRequest | None:
+        """The publisher has sent all that it had when it was asked. What to ask it for next, if
+        more was lost meanwhile; what it sent nothing of stays missing."""
+        if not self._early:
+            return None
+        if self._expected > self._asked_from:
+            return self._ask()
+        self._start_afresh(min(self._early))
+        self._apply_early()
+        return self._ask() if self._early else None
+
+    def _ask(self) -> ReplayRequest:
+        self._asked_from = self._expected
+        return ReplayRequest(self._expected)
 
     def snapshot(self, sequence: int, held: Iterable[tuple[Tier, Iterable[int]]]) -> None:
         """Replace all that is known of the instance with what it holds after ``sequence``."""
@@ -118,13 +128,14 @@ class EventStream:
         is_new_gap = self.state is StreamState.HEALTHY
         self._early[sequence] = batch
         if len(self._early) > MAX_EARLY_BATCHES:
-            self.replay_ended()
-            return None
+            self._start_afresh(min(self._early))
+            self._apply_early()
+            return self._ask() if self._early else None
         if not is_new_gap:
             return None
         self.stats.num_gaps += 1
         self._enter(StreamState.GAP)
-        return ReplayRequest(self._expected)
+        return self._ask()
 
     def _apply_early(self) -> None:
         while (batch := self._early.pop(self._expected, None)) is not None:
@@ -136,6 +147,7 @@ class EventStream:
         self.stats.num_restarts += 1
         self._early.clear()
         self._start_afresh(0)
+        self._enter(StreamState.HEALTHY)  # a gap of this epoch is asked for anew
 
     def _start_afresh(self, expected: int) -> None:
         self.stats.num_fresh_starts += 1

@@ -283,7 +283,8 @@ class BlockManager:
                 continue
             parent = request.chain[first - 1] if first else None
             tokens = request.token_ids[first * self.block_size : (index + 1) * self.block_size]
-            events.stored(request.chain[first : index + 1], parent, tokens)
+            salt = request.spec.cache_salt
+            events.stored(request.chain[first : index + 1], parent, tokens, salt)
             first = following or 0
 
     def _writes_shared(self, request: Request) -> bool:

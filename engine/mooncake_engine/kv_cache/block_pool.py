@@ -11,7 +11,10 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mooncake_kv.kv_events import KVEventEndpoints
 
 DIGEST_BYTES = 16
 ROOT = blake2b(b"mooncake-hal prefix chain v1", digest_size=DIGEST_BYTES).digest()
@@ -39,8 +42,17 @@ def extend_chain(
 class BlockEvents(Protocol):
     """What a pool reports to, on the thread that owns the pool."""
 
+    @property
+    def endpoints(self) -> KVEventEndpoints | None:
+        """Where others find what is reported; None where nothing is published."""
+        ...
+
     def stored(
-        self, digests: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int]
+        self,
+        digests: Sequence[bytes],
+        parent: bytes | None,
+        token_ids: Sequence[int],
+        cache_salt: str = "",
     ) -> None:
         """These blocks, one behind the other, can be found from now on.
 
@@ -48,6 +60,7 @@ class BlockEvents(Protocol):
             digests: their names.
             parent: of the block before the first; None at the beginning of a prompt.
             token_ids: of all these blocks.
+            cache_salt: of the prompt.
         """
         ...
 

@@ -239,6 +239,8 @@ class PlainEndpoints:
         engine = self.handler.engine
         pairing = engine.pairing()
         peers = {} if pairing is None else msgspec.structs.asdict(pairing)
+        if (events := engine.kv_event_endpoints()) is not None:
+            peers["kv_events"] = msgspec.structs.asdict(events)
         return _json({"status": "ok", "role": engine.config.role.value, **peers})
 
     async def metrics(self, _: Request) -> Response:

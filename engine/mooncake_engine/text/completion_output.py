@@ -23,6 +23,7 @@ from mooncake_engine.text.detokenizer import IncrementalDetokenizer
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_parsers import CallDelta, ParsedText, ToolCallParser
 from mooncake_kv.connector import CompatibilityReport, Topology
+from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import KVTransferDict
 
 
@@ -56,6 +57,9 @@ class EngineClient(Protocol):
 
     def pairing(self) -> CompatibilityReport | None:
         """Whom it can't exchange KV with; None if it works alone."""
+
+    def kv_event_endpoints(self) -> KVEventEndpoints | None:
+        """Where it publishes which blocks it holds; None if it does not."""
 
     def topology(self) -> Topology | None:
         """Where peers reach this instance; None if it works alone."""

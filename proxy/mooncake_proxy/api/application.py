@@ -228,6 +228,8 @@ class ProxyApplication:
 
     def poll(self) -> None:
         """Raise what ended a background task: the proxy does not run without its health checks."""
+        if self.router.conductor is not None:
+            self.router.conductor.poll()
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()):
                 raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -18,6 +19,8 @@ from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.pair_topology import PairTopology, why_incompatible
 
 logger = logging.getLogger(__name__)
+# The host of a ZMQ address that is listened on everywhere.
+_WILDCARD = re.compile(r"(?<=^tcp://)(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)")
 
 
 class Role(Enum):
@@ -53,6 +56,9 @@ class InstanceSpec:
     recomputes: bool = False
     # Where a P with vLLM's own Mooncake connector has its bootstrap server.
     bootstrap_port: int | None = None
+    # Where it publishes KV events and answers for lost ones, if its health does not say so.
+    kv_events_port: int | None = None
+    kv_events_replay_port: int | None = None
     # Who declared it: flags, file, api, kubernetes. Each source only removes its own.
     source: str = "flags"
 
@@ -68,13 +74,30 @@ class InstanceSpec:
         return str(self.origin)
 
 
+class KVEventEndpoints(Struct, frozen=True):
+    """Where an instance publishes which blocks it holds (`--kv-events-config`), as ZMQ has it."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+
+    def seen_from(self, host: str) -> KVEventEndpoints:
+        """The same for somebody who reaches the instance at `host`."""
+        replay = self.replay_endpoint
+        return KVEventEndpoints(
+            _WILDCARD.sub(host, self.endpoint),
+            None if replay is None else _WILDCARD.sub(host, replay),
+        )
+
+
 class Compatibility(Struct, frozen=True):
-    """Which peers an instance cannot exchange KV with, as its health reports; empty by default."""
+    """What an instance's health reports: which peers it cannot exchange KV with, and where its
+    events are; empty by default."""
 
     # Of this start of the instance (epoch).
     engine_id: str = ""
     # Engine ids that it can't exchange KV with.
     refused_peers: frozenset[str] = frozenset()
+    kv_events: KVEventEndpoints | None = None
 
 
 class Instance:
@@ -146,6 +169,20 @@ class Instance:
     def total_prompt_tokens(self) -> int:
         """Prompt tokens of those requests."""
         return self.num_prompt_tokens + self.num_elsewhere[1]
+
+    @property
+    def kv_events(self) -> KVEventEndpoints | None:
+        """Where its KV events are, as far as is known."""
+        spec, host = self.spec, self.spec.origin.host
+        host = f"[{host}]" if ":" in host else host
+        if spec.kv_events_port is not None:
+            replay = spec.kv_events_replay_port
+            return KVEventEndpoints(
+                f"tcp://{host}:{spec.kv_events_port}",
+                None if replay is None else f"tcp://{host}:{replay}",
+            )
+        published = self.compatibility.kv_events
+        return None if published is None else published.seen_from(host)
 
     def is_compatible(self, peer: Instance) -> bool:
         """Whether neither of the two has refused to exchange KV with the other, or would."""

@@ -40,6 +40,8 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     emits_first_token: bool = False
     recomputes: bool = False
     bootstrap_port: int | None = None
+    kv_events_port: int | None = None
+    kv_events_replay_port: int | None = None
     remove: bool = False
     source: str = "api"
 
@@ -51,6 +53,8 @@ class PoolFileEntry(Struct, forbid_unknown_fields=True):
     emits_first_token: bool = False
     recomputes: bool = False
     bootstrap_port: int | None = None
+    kv_events_port: int | None = None
+    kv_events_replay_port: int | None = None
 
 
 class PoolFile(Struct, forbid_unknown_fields=True):
@@ -96,6 +100,8 @@ def spec_of(change: MembershipChange) -> InstanceSpec:
         change.emits_first_token,
         change.recomputes,
         change.bootstrap_port,
+        change.kv_events_port,
+        change.kv_events_replay_port,
         change.source,
     )
 
@@ -143,6 +149,8 @@ def specs_of(document: PoolFile, source: str) -> list[InstanceSpec]:
                     entry.emits_first_token,
                     entry.recomputes,
                     entry.bootstrap_port,
+                    entry.kv_events_port,
+                    entry.kv_events_replay_port,
                     source,
                 )
             )

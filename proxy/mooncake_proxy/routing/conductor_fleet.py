@@ -9,24 +9,29 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mooncake_conductor.conductor import Conductor, ConductorSettings, Decision
 from mooncake_conductor.cost.latency_model import MODELS, LatencyModel, cold_start, find
 from mooncake_conductor.cost.online_fit import RunningQuantile
 from mooncake_conductor.errors import ConductorConfigError
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role as FleetRole
+from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
+from mooncake_conductor.index.published_blocks import PublishedBlocks
 from mooncake_conductor.policies.situation import RoutingRequest
 from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_conductor.slo_admission import Verdict
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
+
+if TYPE_CHECKING:
+    from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
 
 logger = logging.getLogger(__name__)
 MAX_INSTANCES = 1024
@@ -65,6 +70,9 @@ class _Seat:
     role: Role
     # What it is believed to hold, until it publishes events.
     believed: ChunkCache | None
+    # What it publishes, once it does, and replays that were asked for and have not ended.
+    events: EventStream | None = None
+    num_replays: int = 0
     # When it last answered a prefill: what it took for the next began no sooner.
     free_at: float = 0.0
 
@@ -73,9 +81,17 @@ class ConductorFleet:
     """One conductor and its instances. `is_coupled`: those that serve whole requests."""
 
     def __init__(
-        self, pool: InstancePool, config: ConductorConfig, *, is_coupled: bool, rng: Random
+        self,
+        pool: InstancePool,
+        config: ConductorConfig,
+        feed: Callable[[], KVEventFeed],
+        *,
+        is_coupled: bool,
+        rng: Random,
     ) -> None:
         self._pool = pool
+        # Begins with the first instance that publishes.
+        self._feed = feed
         self._config = config
         self._roles = (Role.BOTH,) if is_coupled else (Role.PREFILL, Role.DECODE)
         self._cold, fleet = _costs(config)
@@ -112,6 +128,30 @@ class ConductorFleet:
             if name not in self._slots:
                 self._join(instance, role)
         self._names = {slot: seat.instance.name for slot, seat in self._seats.items()}
+        for slot, seat in self._seats.items():
+            endpoints = seat.instance.kv_events
+            if endpoints is not None and seat.events is None:
+                seat.events = EventStream(self.conductor.index, slot, PublishedBlocks())
+                seat.num_replays = int(endpoints.replay_endpoint is not None)
+                self._feed().follow(seat.instance.name, endpoints)
+
+    def take_events(self, delivery: KVEventDelivery) -> None:
+        """Apply what an instance has published."""
+        slot = self._slots.get(delivery.name)
+        seat = None if slot is None else self._seats[slot]
+        if slot is None or seat is None or seat.events is None:
+            return  # it has left meanwhile
+        if delivery.batches and seat.believed is not None:
+            seat.believed = None  # known from now on
+            self.conductor.index.cleared(slot)
+        wanted = [seat.events.receive(*numbered) for numbered in delivery.batches]
+        seat.num_replays -= delivery.num_replays_ended
+        if delivery.num_replays_ended and seat.num_replays <= 0 and not any(wanted):
+            wanted.append(seat.events.replay_ended())
+        for request in wanted:
+            if request is not None:
+                seat.num_replays += 1
+                self._feed().replay(delivery.name, request.start)
 
     def place(
         self,
@@ -271,6 +311,8 @@ class ConductorFleet:
 
     def _leave(self, slot: int, now: float) -> None:
         seat = self._seats.pop(slot)
+        if seat.events is not None:
+            self._feed().leave(seat.instance.name)
         del self._slots[seat.instance.name]
         lost = self.conductor.remove(slot, now)
         logger.info("%s is gone: %d reservations released", seat.instance.name, len(lost))

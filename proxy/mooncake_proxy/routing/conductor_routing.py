@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mooncake_conductor.index.prompt_keys import Keys, chain_root, text_keys, token_keys
 from mooncake_conductor.slo_admission import Verdict
@@ -16,6 +16,9 @@ from mooncake_proxy.errors import NotFound, SloRefused
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
 from mooncake_proxy.routing.prefix_index import given_token_ids
+
+if TYPE_CHECKING:
+    from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
 
 MAX_RECORDS = 2048
 
@@ -32,8 +35,9 @@ class ConductorRouting:
         self._pool = pool
         self._now = now
         # Requests that are split go through one, those that one instance serves through the other.
-        self.pairs = ConductorFleet(pool, config, is_coupled=False, rng=rng)
-        self.whole = ConductorFleet(pool, config, is_coupled=True, rng=rng)
+        self.pairs = ConductorFleet(pool, config, self._open_feed, is_coupled=False, rng=rng)
+        self.whole = ConductorFleet(pool, config, self._open_feed, is_coupled=True, rng=rng)
+        self._feed: KVEventFeed | None = None
         # The latest decisions by the id that the client knows.
         self._records: OrderedDict[str, RoutedRequest] = OrderedDict()
 
@@ -140,6 +144,28 @@ class ConductorRouting:
         now = self._now()
         self.pairs.sweep(now)
         self.whole.sweep(now)
+
+    def poll(self) -> None:
+        """Raise what ended the thread that follows KV events."""
+        if self._feed is not None:
+            self._feed.poll()
+
+    def close(self) -> None:
+        """Follow no events any more."""
+        if self._feed is not None:
+            self._feed.close()
+
+    def _open_feed(self) -> KVEventFeed:
+        """With the first instance that publishes: pyzmq is imported then."""
+        if self._feed is None:
+            from mooncake_proxy.pool.kv_event_feed import KVEventFeed
+
+            self._feed = KVEventFeed(self._deliver)
+        return self._feed
+
+    def _deliver(self, delivery: KVEventDelivery) -> None:
+        self.pairs.take_events(delivery)
+        self.whole.take_events(delivery)
 
     def _note(self, context: RequestContext, routed: RoutedRequest) -> None:
         context.routed = routed

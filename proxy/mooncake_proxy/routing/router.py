@@ -434,4 +434,6 @@ class RequestRouter:
             await asyncio.wait(tuple(self._background), timeout=ABORT_TIMEOUT_S)
         if self.tracing is not None:
             await self.client.loop.run_in_executor(None, self.tracing.close)
+        if self.conductor is not None:
+            self.conductor.close()
         self.pool.close()

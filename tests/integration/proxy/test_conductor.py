@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import httpx
 import pytest
 import uvloop
+from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
 from support.proxy_fakes import Stand, stand
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.config import CONDUCTOR_POLICIES, ConductorConfig, ProxyConfig
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.routing.conductor_routing import ConductorRouting
 
 IDS = list(range(100, 100 + 64 * 8))
-
-
-def settings(policy: str = "cost", flow: str = "pull", **conductor: Any) -> dict[str, Any]:
-    """Of a proxy whose requests the conductor places."""
-    chosen = ConductorConfig(policy=policy, binds_late=flow == "pull", **conductor)
-    return {
-        "prefill_policy": policy,
-        "decode_policy": policy,
-        "flow": flow,
-        "conductor": chosen,
-    }
-
-
-def conductor_of(s: Stand) -> ConductorRouting:
-    assert s.app.router.conductor is not None
-    return s.app.router.conductor
-
-
-def check_nothing_is_reserved(s: Stand) -> None:
-    """Whatever requests did, no prefill time and no place to decode is still taken."""
-    for fleet in (conductor_of(s).pairs.conductor, conductor_of(s).whole.conductor):
-        assert len(fleet.book) == 0
-        assert len(fleet.ledger) == 0
-        assert not fleet.fleet.queues.num_requests.any()
 
 
 async def prefillers(s: Stand, prompt: list[int], times: int) -> set[str]:

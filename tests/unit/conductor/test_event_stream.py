@@ -37,11 +37,11 @@ class Publisher:
 
 def deliver(stream: EventStream, publisher: Publisher, message, num_kept: int) -> None:
     wanted = stream.receive(*message)
-    if isinstance(wanted, ReplayRequest):
+    while isinstance(wanted, ReplayRequest):
         for sequence, batch in publisher.sent[-num_kept:]:
             if sequence >= wanted.start:
                 stream.receive(sequence, batch)
-        stream.replay_ended()
+        wanted = stream.replay_ended()
 
 
 changes = st.tuples(
@@ -123,3 +123,31 @@ def test_blocks_of_a_sliding_window_are_no_prefix() -> None:
     stream.receive(0, EventBatch(0.0, (windowed, full, gone)))
     assert index.match([1], now=0.0).local[0] == 1
     assert stream.stats.num_skipped == 1
+
+
+def test_a_gap_in_a_new_epoch_is_asked_for_though_one_of_the_old_was_open() -> None:
+    index = ChunkIndex(1)
+    stream = EventStream(index, 0)
+    old, new = Publisher(), Publisher(clock=100.0)
+    for number in range(6):
+        old.change({number}, set(), False)
+        new.change({10 + number}, set(), False)
+    assert stream.receive(*old.sent[0]) is None
+    assert stream.receive(*old.sent[5]) == ReplayRequest(1)
+    assert stream.receive(*new.sent[0]) is None
+    assert stream.receive(*new.sent[3]) == ReplayRequest(1)
+
+
+def test_what_was_lost_during_a_replay_is_asked_for_next() -> None:
+    index, publisher = ChunkIndex(1), Publisher()
+    stream = EventStream(index, 0)
+    for number in range(6):
+        publisher.change({number}, set(), False)
+    stream.receive(*publisher.sent[0])
+    assert stream.receive(*publisher.sent[2]) == ReplayRequest(1)
+    stream.receive(*publisher.sent[4])  # the third is lost, behind the replay's back
+    stream.receive(*publisher.sent[1])
+    assert stream.replay_ended() == ReplayRequest(3)
+    assert all(index.num_copies(number) for number in range(3))
+    assert stream.replay_ended() is None  # nothing came: it starts afresh
+    assert [number for number in range(6) if index.num_copies(number)] == [4]

@@ -1,0 +1,146 @@
+"""The proxy's index against what instances hold, after a soak over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import uvloop
+from support.kv_publisher import FaultyPublisher
+from support.proxy_conductor import conductor_of, settings
+from support.proxy_fakes import Stand, stand
+from support.proxy_fakes_client import BODY, post
+
+from mooncake_conductor.index.prompt_keys import token_keys
+from mooncake_proxy.pool.instances import Compatibility, KVEventEndpoints
+from mooncake_proxy.routing.conductor_fleet import ConductorFleet
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for what threads and sockets bring about."""
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+def follow(s: Stand, url: str, publisher: FaultyPublisher) -> ConductorFleet:
+    """Have the proxy follow that publisher as the instance's, as its health would say it."""
+    pool, fleet = s.app.router.pool, conductor_of(s).pairs
+    endpoints = KVEventEndpoints(
+        f"tcp://0.0.0.0:{publisher.port}", f"tcp://*:{publisher.replay_port}"
+    )
+    instance = pool.get(url)
+    known = instance.compatibility
+    report = Compatibility(known.engine_id or url, known.refused_peers, endpoints)
+    pool.note_compatibility(instance, report)
+    fleet.follow_pool(s.app.router.now())
+    return fleet
+
+
+def claimed(fleet: ConductorFleet, url: str, keys: set[int]) -> set[int]:
+    """Those of these keys that the index says the instance holds."""
+    slot = next(slot for slot, name in fleet.conductor.fleet.names.items() if name == url)
+    index = fleet.conductor.index
+    return {key for key in keys if index.match([key], 0.0).local[slot]}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_after_lost_repeated_and_reordered_events_the_index_is_the_truth(seed: int) -> None:
+    async def soak(s: Stand, publisher: FaultyPublisher) -> None:
+        url, rng = s.prefill.url, random.Random(seed)
+        fleet = follow(s, url, publisher)
+        known: set[int] = set()
+        for round_ in range(40):
+            prompt = [rng.randrange(3)] * 160 + [rng.randrange(9)] * rng.randrange(300)
+            publisher.store(prompt)
+            known |= publisher.keys()
+            publisher.evict(rng.randrange(12))
+            if round_ == 15:
+                publisher.clear()
+            if round_ == 25:
+                publisher.restart()
+            await asyncio.sleep(0.002)
+        publisher.settle()
+        known |= publisher.keys()
+        assert publisher.keys()
+        await until(lambda: claimed(fleet, url, known) == publisher.keys())
+
+    async def main() -> None:
+        with closing(FaultyPublisher(seed)) as publisher:
+            async with stand(2, 1, **settings()) as s:
+                await soak(s, publisher)
+
+    uvloop.run(main())
+
+
+def test_without_a_replay_it_claims_nothing_that_is_gone() -> None:
+    async def main() -> None:
+        with closing(FaultyPublisher(3, num_kept=0)) as publisher:
+            async with stand(1, 1, **settings()) as s:
+                fleet = follow(s, s.prefill.url, publisher)
+                await asyncio.sleep(0.3)  # a subscription takes a moment
+                known: set[int] = set()
+                for number in range(30):
+                    publisher.store([number % 4] * 200 + [number] * 100)
+                    known |= publisher.keys()
+                    publisher.evict(10)
+                    await asyncio.sleep(0.002)
+                publisher.settle()
+                await until(lambda: claimed(fleet, s.prefill.url, known) <= publisher.keys())
+
+    uvloop.run(main())
+
+
+def test_a_prompt_goes_to_whom_published_it_though_another_proxy_sent_it_there() -> None:
+    async def main() -> None:
+        with closing(FaultyPublisher(4, loss=0.0)) as publisher:
+            async with stand(3, 1, **settings()) as s:
+                ids = list(range(500, 500 + 640))
+                publisher.store(ids)  # before anybody listens: the replay has it
+                url = s.prefills[2].url
+                fleet = follow(s, url, publisher)
+                await until(lambda: claimed(fleet, url, set(token_keys(ids))) == publisher.keys())
+                for _ in range(4):
+                    assert (await post(s, BODY | {"prompt": ids})).status_code == 200
+                assert [len(fake.generated) for fake in s.prefills] == [0, 0, 4]
+
+    uvloop.run(main())
+
+
+def test_an_instance_that_leaves_is_not_followed_any_longer() -> None:
+    async def main() -> None:
+        with closing(FaultyPublisher(5, loss=0.0)) as publisher:
+            async with stand(2, 1, **settings()) as s:
+                ids, url = list(range(640)), s.prefill.url
+                publisher.store(ids)
+                fleet = follow(s, url, publisher)
+                await until(lambda: bool(claimed(fleet, url, publisher.keys())))
+                s.app.router.pool.drain(url)
+                fleet.follow_pool(s.app.router.now())
+                held = publisher.keys()
+                assert not any(fleet.conductor.index.num_copies(key) for key in held)
+                s.app.router.pool.resume(url)
+                fleet.follow_pool(s.app.router.now())
+                await until(lambda: claimed(fleet, url, publisher.keys()) == publisher.keys())
+
+    uvloop.run(main())
+
+
+def test_ports_that_are_given_go_before_what_is_published() -> None:
+    async def main() -> None:
+        async with stand(1, 1) as s:
+            instance = s.app.router.pool.get(s.prefill.url)
+            assert instance.kv_events is None
+            instance.become(replace(instance.spec, kv_events_port=5557))
+            assert instance.kv_events == KVEventEndpoints("tcp://127.0.0.1:5557")
+            instance.become(replace(instance.spec, kv_events_replay_port=5558))
+            assert instance.kv_events is not None
+            assert instance.kv_events.replay_endpoint == "tcp://127.0.0.1:5558"
+
+    uvloop.run(main())

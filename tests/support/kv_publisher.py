@@ -1,0 +1,144 @@
+"""An instance's KV events over real sockets: some are lost, repeated, late; and it restarts."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from hashlib import blake2b
+
+import msgspec
+import zmq
+
+from mooncake_conductor.index.prompt_keys import token_keys
+
+BLOCK = 16
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class FaultyPublisher:
+    """Stores and evicts prompts of 16-token blocks, tails first. `held` is the truth.
+
+    Args:
+        seed: of its faults.
+        loss: share of live batches that are lost, as many are repeated and sent one too late.
+        num_kept: batches for a replay; None: no replay is answered.
+    """
+
+    def __init__(self, seed: int, *, loss: float = 0.2, num_kept: int | None = 10_000) -> None:
+        self._rng = random.Random(seed)
+        self._loss, self._num_kept = loss, num_kept
+        self._context = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        self._router = self._context.socket(zmq.ROUTER)
+        self.replay_port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._sent: list[tuple[int, bytes]] = []
+        self._next = 0
+        self._late: list[tuple[int, bytes]] = []
+        self.held: dict[int, tuple[tuple[int, ...], int | None]] = {}
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._answer_replays, daemon=True)
+        self._thread.start()
+
+    def keys(self) -> set[int]:
+        """Of the chunks that it holds as a whole."""
+        return {key for prefix, _ in self.held.values() for key in token_keys(prefix)}
+
+    def store(self, ids: list[int]) -> None:
+        """A prompt was prefilled."""
+        parent: int | None = None
+        for end in range(BLOCK, len(ids) + 1, BLOCK):
+            name = _name(ids[:end])
+            if name not in self.held:
+                self.held[name] = (tuple(ids[:end]), parent)
+                stored = {
+                    "type": "BlockStored",
+                    "block_hashes": [name],
+                    "block_size": BLOCK,
+                    "parent_block_hash": parent,
+                    "token_ids": ids[end - BLOCK : end],
+                    "lora_id": None,
+                    "medium": "GPU",
+                    "lora_name": None,
+                }
+                self._publish([stored])
+            parent = name
+
+    def evict(self, count: int) -> None:
+        """Blocks that no other one follows make room."""
+        for _ in range(count):
+            parents = {parent for _, parent in self.held.values()}
+            leaf = next((name for name in self.held if name not in parents), None)
+            if leaf is None:
+                return
+            del self.held[leaf]
+            self._publish([{"type": "BlockRemoved", "block_hashes": [leaf], "medium": "GPU"}])
+
+    def clear(self) -> None:
+        """It has reset its prefix cache."""
+        self.held.clear()
+        self._publish([{"type": "AllBlocksCleared"}])
+
+    def restart(self) -> None:
+        """A new epoch at the same address: it counts from 0 and holds nothing."""
+        with self._lock:
+            self.held.clear()
+            self._sent.clear()
+            self._late.clear()
+            self._next = 0
+
+    def settle(self) -> None:
+        """One last batch that arrives, so that whatever is missing is missed."""
+        loss, self._loss = self._loss, 0.0
+        self._publish([])
+        self._publish([])
+        self._loss = loss
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _publish(self, events: list[dict]) -> None:
+        payload = msgspec.msgpack.encode([time.time(), events, 0])
+        with self._lock:
+            message = (self._next, payload)
+            self._next += 1
+            self._sent.append(message)
+            if self._num_kept is not None:
+                del self._sent[: -self._num_kept]
+            fate = self._rng.random()
+            if fate < self._loss:
+                return
+            if fate < 2 * self._loss:
+                self._late.append(message)
+                return
+            for each in (message, *self._late, *([message] if fate < 3 * self._loss else [])):
+                self._send(each)
+            self._late.clear()
+
+    def _send(self, message: tuple[int, bytes]) -> None:
+        sequence, payload = message
+        self._pub.send_multipart((b"", sequence.to_bytes(8, "big"), payload))
+
+    def _answer_replays(self) -> None:
+        while not self._stop.is_set():
+            if not self._router.poll(10):
+                continue
+            client, empty, start = self._router.recv_multipart()
+            if self._num_kept is None:
+                continue
+            with self._lock:
+                kept = list(self._sent)
+            for sequence, payload in kept:
+                if sequence >= int.from_bytes(start, "big"):
+                    number = sequence.to_bytes(8, "big")
+                    self._router.send_multipart((client, empty, b"", number, payload))
+            self._router.send_multipart((client, empty, b"", END, b""))
+
+
+def _name(prefix: list[int]) -> int:
+    data = repr(prefix).encode()
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
