@@ -22,6 +22,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
 from mooncake_engine.kv_connector import resolve
 from mooncake_engine.process.child_processes import StopSignals
+from mooncake_engine.process.interpreter_watchdog import watched_interpreter
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.guarded_connection import ConnectionLimits, GuardedConnection
 from mooncake_engine.server.live_requests import LiveRequests
@@ -73,7 +74,10 @@ def serve(
         port = listener.getsockname()[1]
         if config.kv_transfer is not None:
             config = replace(config, kv_transfer=replace(config.kv_transfer, api_port=port))
-        with closing(start_engine(config)) as engine:
+        with (
+            closing(start_engine(config)) as engine,
+            watched_interpreter(config.step_timeout_s),
+        ):
             reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             url = f"http://[{reachable}]:{port}" if ":" in host else f"http://{reachable}:{port}"
             log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)

@@ -9,9 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 from support.programs import TINY_LLAMA, Program, running, serving
 
 LIMIT_S = 6
@@ -80,13 +83,15 @@ def test_a_stopped_rank_ends_its_instance() -> None:
 
 
 WEDGED = """
-import sys, threading
+import ctypes, sys, threading
 from mooncake_engine import cli
 from mooncake_engine.execution.worker import Worker
 launch = Worker.launch
+def hold_the_lock():
+    ctypes.PyDLL(None).sleep(3600)
 def hang(self, plan, sampled=None):
     if plan.sequences and hasattr(self, "is_warm"):
-        threading.Event().wait()
+        HANG
     return launch(self, plan, sampled)
 Worker.launch = hang
 warm_up = Worker.warm_up
@@ -98,10 +103,11 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_a_device_that_hangs_in_the_instances_own_process_ends_it(tmp_path: Path) -> None:
-    """Its thread can't be ended, and an interpreter would wait for it: the process ends without."""
-    script = tmp_path / "wedged.py"
-    script.write_text(WEDGED)
+@contextmanager
+def wedged(directory: Path, hang: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """An instance of one process whose first step runs ``hang``, and its URL."""
+    script = directory / "wedged.py"
+    script.write_text(WEDGED.replace("HANG", hang))
     argv = ["serve", "--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "64"]
     argv += ["--threads", "1", "--async-scheduling", "--step-timeout-seconds", str(LIMIT_S)]
     with subprocess.Popen(
@@ -112,15 +118,32 @@ def test_a_device_that_hangs_in_the_instances_own_process_ends_it(tmp_path: Path
     ) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().split()[1]
-            response = Asking(url).answer()
-            assert response.status_code == 503
-            assert "a step did not return within" in response.text
-            _, errors = process.communicate(timeout=PATIENCE_S)
+            yield process.stdout.readline().split()[1], process
         finally:
             process.kill()
+
+
+def test_a_device_that_hangs_in_the_instances_own_process_ends_it(tmp_path: Path) -> None:
+    """Its thread can't be ended, and an interpreter would wait for it: the process ends without."""
+    with wedged(tmp_path, "threading.Event().wait()") as (url, process):
+        response = Asking(url).answer()
+        assert response.status_code == 503
+        assert "a step did not return within" in response.text
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "the core's thread is here" in errors
+
+
+def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_instance(tmp_path: Path) -> None:
+    """Nothing of the process can run, its own watchdog least of all."""
+    with wedged(tmp_path, "hold_the_lock()") as (url, process):
+        body = {"prompt": "hello", "max_tokens": 4}
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == -signal.SIGABRT
+    assert f"could run Python for {LIMIT_S} s" in errors
+    assert "in hold_the_lock" in errors
 
 
 def test_an_instance_that_was_frozen_as_a_whole_goes_on(tmp_path: Path) -> None:
