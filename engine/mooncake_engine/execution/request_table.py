@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mooncake_engine.errors import InvalidRequest, RequestFailed
+from mooncake_engine.errors import GrammarFailed, InvalidRequest
 from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest
 from mooncake_engine.text.grammars import GrammarMatcher, Vocabulary
@@ -53,7 +53,7 @@ class GrammarState:
             return None
         try:
             return self._matcher.allowed()
-        except RequestFailed as exc:
+        except GrammarFailed as exc:
             self._matcher, self.failure = None, str(exc)
             return None
 
@@ -158,6 +158,7 @@ class CachedRequest:
     """
 
     __slots__ = (
+        "cache_salt",
         "counts",
         "grammar",
         "is_host_bound",
@@ -180,6 +181,7 @@ class CachedRequest:
         self.request_id = new_request.request_id
         self.sampling: SamplingParams = new_request.sampling
         self.seed = new_request.seed
+        self.cache_salt = new_request.cache_salt
         self.num_prompt_tokens = new_request.num_prompt_tokens
         self.token_ids = list(new_request.token_ids)
         self.row = row

@@ -30,6 +30,7 @@ class NewRequest:
         seed: resolved seed; with the output position it fixes each random choice.
         block_ids: its block table so far.
         sends_kv: its KV goes to a peer as it is computed.
+        cache_salt: see ``EngineRequest``.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class NewRequest:
     seed: int
     block_ids: tuple[int, ...]
     sends_kv: bool = False
+    cache_salt: str = ""
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
@@ -145,6 +147,7 @@ class StepResult:
         tokens: of every sequence that sampled: the draft tokens that were accepted, and one more.
         prompt_logprobs: of the prompt tokens that follow those which ran, where asked for.
         failed: requests that can't continue, and why; their tokens mean nothing.
+        grammar_failed: the same of requests whose own grammar can't be followed any further.
         num_drafted: how many tokens were drafted, where any were.
         is_copying: whether copies to or from the host went on when the step was launched, as far
             as the reporting rank knows.
@@ -154,6 +157,7 @@ class StepResult:
     tokens: dict[str, tuple[SampledToken, ...]]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    grammar_failed: dict[str, str] = field(default_factory=dict)
     num_drafted: dict[str, int] = field(default_factory=dict)
     is_copying: bool = False
 
@@ -188,6 +192,7 @@ class StepBuilder:
                 request.seed,
                 tuple(request.block_ids),
                 request.sends_kv,
+                request.spec.cache_salt,
             )
         )
 

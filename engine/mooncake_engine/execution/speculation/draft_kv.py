@@ -59,7 +59,12 @@ class DraftKV:
         self._progress: dict[str, _Progress] = {}
 
     def claim(
-        self, request_id: str, token_ids: Sequence[int], blocks_from: BlocksFrom, limit: int
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        blocks_from: BlocksFrom,
+        limit: int,
+        cache_salt: str = "",
     ) -> TokenRange:
         """Which tokens of a request the draft model is to run next: from now on they count as run,
         also for those who claim after it and run in the same pass.
@@ -69,9 +74,10 @@ class DraftKV:
             token_ids: all its tokens; the last one is always run.
             blocks_from: its block table.
             limit: how many to run at most; may be 0.
+            cache_salt: the request's: it finds only what was run under the same one.
         """
         progress = self._progress.setdefault(request_id, _Progress())
-        extend_chain(progress.chain, token_ids, self._block_size)
+        extend_chain(progress.chain, token_ids, self._block_size, cache_salt)
         progress.num_tokens = self._confirm(progress, token_ids, blocks_from)
         last = len(token_ids) - 1
         self._name_full_blocks(progress, last)

@@ -129,7 +129,9 @@ class DraftModelProposer:
         for branch in branches:
             state = branch.state
             blocks = partial(self._tables.block_ids, state.row)
-            claim = self._books.claim(state.request_id, state.token_ids, blocks, budget)
+            claim = self._books.claim(
+                state.request_id, state.token_ids, blocks, budget, state.cache_salt
+            )
             budget -= claim.stop - claim.start
             if claim.start < claim.stop:
                 claims.append((branch, claim))

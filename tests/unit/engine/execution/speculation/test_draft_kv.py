@@ -47,6 +47,19 @@ def test_a_common_beginning_is_run_once() -> None:
     assert books.claim("c", prompt[:8], lambda i: [0, 1][i:], 100) == (7, 8)
 
 
+def test_requests_of_another_salt_find_nothing() -> None:
+    """Such as a tenant's that gets another tenant's blocks: how soon drafts come would tell."""
+    books = DraftKV(BLOCK)
+    prompt = list(range(8))
+    books.claim("a", prompt, lambda i: [0, 1][i:], 100, "one")
+    books.forget(["a"])
+    assert books.claim("b", prompt, lambda i: [0, 1][i:], 100, "another") == (0, 8)
+    books.forget(["b"])
+    assert books.claim("c", prompt, lambda i: [0, 1][i:], 100) == (0, 8)
+    books.forget(["c"])
+    assert books.claim("d", prompt, lambda i: [0, 1][i:], 100) == (7, 8)
+
+
 def test_a_block_that_was_copied_is_run_again() -> None:
     books = DraftKV(BLOCK)
     tokens = list(range(6))
