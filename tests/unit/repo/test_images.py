@@ -158,7 +158,17 @@ def test_ascend_says_what_to_mount() -> None:
     text = (DEPLOY / "docker" / "Dockerfile.ascend").read_text()
     for needed in ("/etc/hccn.conf", "/dev/davinci0", "/dev/davinci_manager", "/dev/hisi_hdc"):
         assert needed in text
-    assert "FROM quay.io/ascend/cann:" in text
+    assert "ARG CANN_IMAGE=quay.io/ascend/cann:" in text
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
+def test_what_it_begins_from_can_be_pinned(path: Path) -> None:
+    """By `ci/lock-images --bases`, or for one build by an argument."""
+    declared = [argument.partition("=") for argument in arguments_of(path, "ARG")]
+    bases = {name: image for name, _, image in declared if name.endswith("_IMAGE")}
+    used = {base.split()[0] for base in arguments_of(path, "FROM")}
+    assert used == {f"${{{name}}}" for name in bases}
+    assert all(re.fullmatch(r"[\w./-]+:[\w.-]+(@sha256:[0-9a-f]{64})?", i) for i in bases.values())
 
 
 def test_compose_builds_images_that_exist() -> None:
