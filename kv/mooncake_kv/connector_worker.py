@@ -12,7 +12,7 @@ from typing import TypedDict
 import msgspec
 
 from mooncake_hal.backend import Event
-from mooncake_hal.errors import HalError
+from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.negotiation import AUTO, Transports
@@ -187,7 +187,12 @@ class RankTransports:
             timeout = min(timeout_s, CONNECT_TIMEOUT_S)
             choice = self._transports.connect(addresses, timeout=timeout)
             with self._lock:
-                self._peers[engine_id, rank] = choice.peer
+                is_wanted = self._connecting.get((engine_id, rank)) is connecting
+                if is_wanted:
+                    self._peers[engine_id, rank] = choice.peer
+        if not is_wanted:  # nobody would close it any more
+            choice.peer.close()
+            raise PeerLost(f"instance {engine_id} was given up while it was connected to")
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
         return choice.peer
 
@@ -205,6 +210,7 @@ class RankTransports:
         """Close all connections and endpoints. Idempotent."""
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
+            self._connecting.clear()
         for peer in peers:
             peer.close()
         self._transports.close()

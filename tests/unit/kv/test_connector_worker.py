@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from mooncake_hal.errors import PeerLost
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import layout_bytes, make_layout
+from mooncake_hal.negotiation import NegotiatedPeer
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext, RankMemory
@@ -122,4 +124,31 @@ def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
         running.receive(msgspec.msgpack.encode(ForgetPeer(name)))
     assert isinstance(running, PullWorker)
     assert [former.engine_id for former in running._former] == ["p4"], "the last may be ending"
+    running.close()
+
+
+def test_a_peer_that_is_given_up_while_it_is_connected_to_is_not_kept(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would close the connection any more."""
+    running, connect = opened(rank, PullWorker)
+    [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
+    transports, closed = running._transports, []
+    connected = transports._transports.connect
+
+    def given_up_meanwhile(addresses: dict[str, bytes], *, timeout: float) -> NegotiatedPeer:
+        choice = connected(addresses, timeout=timeout)
+        kind, close = type(choice.peer), choice.peer.close
+        monkeypatch.setattr(kind, "close", lambda peer: (closed.append(peer), close()))
+        transports.forget("p")
+        return choice
+
+    monkeypatch.setattr(transports._transports, "connect", given_up_meanwhile)
+    with pytest.raises(PeerLost, match="p was given up while it was connected to"):
+        transports.peer("p", 0, facts.endpoints)
+    monkeypatch.undo()
+    assert len(closed) == 1
+    kept = transports.peer("p", 0, facts.endpoints)
+    assert kept is not closed[0]
+    assert transports.peer("p", 0, facts.endpoints) is kept
     running.close()
