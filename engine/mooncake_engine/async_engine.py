@@ -12,11 +12,19 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core import AbortRequest, AddRequest, ResetPrefixCache, Wake
+from mooncake_engine.core import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    PrepareGrammar,
+    ResetPrefixCache,
+    Wake,
+)
 from mooncake_engine.errors import EngineDead, EngineStalled, Overloaded
 from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.kv_connector import find_connector
@@ -102,9 +110,12 @@ class AsyncEngine:
         self.check_ready()
         minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
         stream = self._open(minted.request_id)
-        self._core.post(AddRequest(minted))
         is_finished = False
         try:
+            grammar = request.sampling.grammar
+            if grammar is not None and self._core.compiles_grammars:
+                await self._ask(partial(PrepareGrammar, grammar))
+            self._core.post(AddRequest(minted))
             while not is_finished:
                 update = await stream.updates.get()
                 if isinstance(update, EngineDead):
@@ -131,17 +142,7 @@ class AsyncEngine:
         Raises:
             EngineDead: the engine died.
         """
-        answer: Future[bool] = Future()
-        answer.set_running_or_notify_cancel()  # the core replies to callers that left, too
-        with self._lock:
-            self._asked.add(answer)
-        try:
-            self.check_health()
-            self._core.post(ResetPrefixCache(answer.set_result))
-            return await asyncio.wrap_future(answer)
-        finally:
-            with self._lock:
-                self._asked.discard(answer)
+        return await self._ask(ResetPrefixCache)
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics. Any thread."""
@@ -182,6 +183,20 @@ class AsyncEngine:
         self._core.post(Wake())
         self._thread.join(CLOSE_TIMEOUT_S)
         self._watchdog.close()
+
+    async def _ask(self, command: Callable[[Callable[[bool], None]], Command]) -> bool:
+        """Post a command that is replied to, and wait for the reply."""
+        answer: Future[bool] = Future()
+        answer.set_running_or_notify_cancel()  # the core replies to callers that left, too
+        with self._lock:
+            self._asked.add(answer)
+        try:
+            self.check_health()
+            self._core.post(command(answer.set_result))
+            return await asyncio.wrap_future(answer)
+        finally:
+            with self._lock:
+                self._asked.discard(answer)
 
     def _open(self, request_id: str) -> _Stream:
         stream = _Stream(asyncio.get_running_loop())

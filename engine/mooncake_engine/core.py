@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from mooncake_engine.errors import EngineDead
@@ -19,6 +20,7 @@ from mooncake_engine.execution.executor import Executor
 from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.kv_connector import SchedulerConnector
 from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
+from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.kv_residency import KVResidency
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
@@ -66,11 +68,20 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareGrammar:
+    """Have the ranks compile a grammar before its request is added; ``reply`` hears, on any thread,
+    that they have."""
+
+    grammar: Grammar
+    reply: Callable[[bool], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Nothing to do but to look again."""
 
 
-Command = AddRequest | AbortRequest | ResetPrefixCache | Wake | Event
+Command = AddRequest | AbortRequest | ResetPrefixCache | PrepareGrammar | Wake | Event
 
 
 class EngineCore:
@@ -134,6 +145,11 @@ class EngineCore:
             return self._step()
         finally:
             self.watch.end()
+
+    @property
+    def compiles_grammars(self) -> bool:
+        """Whether ``PrepareGrammar`` is to come before a request with a grammar. Any thread."""
+        return self._executor.compiles_grammars
 
     def abandon(self, reason: str) -> EngineDead:
         """The current step does not return: have it fail, where that can be done. Any thread.
@@ -243,6 +259,8 @@ class EngineCore:
             self._scheduler.abort(command.request_id)
         elif isinstance(command, ResetPrefixCache):
             command.reply(self.reset_prefix_cache())
+        elif isinstance(command, PrepareGrammar):
+            self._executor.prepare_grammar(command.grammar, partial(command.reply, True))
         elif isinstance(command, LoadEnded):
             self._scheduler.load_ended(
                 command.request_id,

@@ -8,7 +8,8 @@ EngineError
 │   └── PromptTooLong
 ├── Overloaded             the engine's queue is full; try again later
 ├── RequestFailed          a request that was accepted and could not be finished
-│   └── DeadlineExceeded   it was not finished within its own time limit
+│   ├── DeadlineExceeded   it was not finished within its own time limit
+│   └── GrammarFailed      its own grammar can't be followed any further
 ├── EngineStalled          a step takes so long that nobody should wait for this instance
 └── EngineDead             a background task died; every request fails, health turns red
     └── EngineStuck        by a step that does not return, in a thread that can't be ended
@@ -62,6 +63,12 @@ class RequestFailed(EngineError):
 
 class DeadlineExceeded(RequestFailed):
     """A request that was not finished within its own time limit."""
+
+
+class GrammarFailed(RequestFailed):
+    """The request's own grammar can't be followed any further; carries the field at fault."""
+
+    param = "response_format"
 
 
 class EngineStalled(EngineError):

@@ -16,6 +16,8 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     ABORT = "abort"
     TIMEOUT = "timeout"
+    GRAMMAR = "grammar"
+    """The request's own grammar can't be followed any further."""
     ERROR = "error"
 
 
@@ -106,7 +108,7 @@ class TokenUpdate:
         logprobs: one per new token, if asked for.
         finish: set on the last update of a request, and only there.
         stop_token_id: the stop token that ended it, if one did (also in ``token_ids``).
-        error: words for the client when ``finish`` is ERROR or TIMEOUT.
+        error: words for the client when ``finish`` is ERROR, GRAMMAR or TIMEOUT.
         num_cached_tokens: prompt tokens that needed no computing here or at the prefill instance.
         kv_transfer_params: with ``finish`` on a prefill instance, what the decode instance needs.
         prompt_logprobs: of the next prompt tokens, from the second one on, if asked for; all of

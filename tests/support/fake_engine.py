@@ -63,6 +63,7 @@ class FakeEngine:
     refusal: Exception | None = None
     death: EngineDead | None = None
     fail_at: int | None = None
+    fail_as: FinishReason = FinishReason.ERROR
     late_at: int | None = None
     die_at: int | None = None
     hold_at: int | None = None
@@ -162,9 +163,7 @@ class FakeEngine:
             if sampling.logprobs is not None:
                 update = replace(update, logprobs=(_logprobs(token_id, sampling.logprobs),))
             if position == self.fail_at:
-                failed = TokenUpdate(
-                    request.request_id, finish=FinishReason.ERROR, error="bad luck"
-                )
+                failed = TokenUpdate(request.request_id, finish=self.fail_as, error="bad luck")
                 return [*updates, failed]
             if position == self.late_at:
                 late = TokenUpdate(request.request_id, finish=FinishReason.TIMEOUT, error="late")

@@ -17,6 +17,7 @@ from mooncake_engine.execution.weight_loader import ProgressHandler
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_engine.execution.worker_extension import MessageHandler
 from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
@@ -123,6 +124,22 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step, with no other under way."""
         return self.submit(plan).result()
+
+    @property
+    def compiles_grammars(self) -> bool:
+        """Whether ranks compile grammars for themselves: those of this process are not theirs."""
+        return False
+
+    def prepare_grammar(self, grammar: Grammar, on_ready: Callable[[], None]) -> None:
+        """Have the ranks compile a grammar beside their steps, so that a request with it, submitted
+        afterwards, holds up no step. Where ``compiles_grammars``; in the thread that submits.
+
+        Args:
+            grammar: one that is known to compile.
+            on_ready: called once all ranks have it or have refused it; any thread. Not called if a
+                rank dies.
+        """
+        raise NotImplementedError
 
     def send(self, message: bytes, rank: int | None = None) -> None:
         """Hand a message to one rank's extension, or to all ranks'; see ``WorkerExtension``."""

@@ -6,6 +6,7 @@ import msgspec
 
 from mooncake_engine.execution.executor import RankKVInfo
 from mooncake_engine.execution.parallel_state import RankInfo
+from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
 
@@ -46,11 +47,23 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
     sampled: dict[str, tuple[int, ...]] = {}
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, tag=True):
+    """Compile a grammar beside steps; answered by GrammarReady, and not by OrderDone.
+
+    Args:
+        number: of this order among those of its kind.
+        grammar: which.
+    """
+
+    number: int
+    grammar: Grammar
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Close everything and exit; answered by the process's end."""
 
 
-Order = Start | WarmUp | Execute | Stop
+Order = Start | WarmUp | Execute | PrepareGrammar | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -99,7 +112,13 @@ class ExtensionFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Notice = Emitted | ExtensionFailed
+class GrammarReady(msgspec.Struct, frozen=True, tag=True):
+    """A grammar is compiled, or refused: then each request with it will be."""
+
+    number: int
+
+
+Notice = Emitted | ExtensionFailed | GrammarReady
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -13,7 +13,7 @@ from mooncake_engine.execution.input_batch import NO_DRAFTS, StepInputs, make_in
 from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.parallel_state import StageRunner
 from mooncake_engine.execution.request_table import CachedRequest, RequestTable
-from mooncake_engine.execution.sampler import NO_TOKEN, Sampler, failures
+from mooncake_engine.execution.sampler import NO_TOKEN, Sampler, grammar_failures
 from mooncake_engine.execution.speculation.drafts import (
     Draft,
     Proposer,
@@ -211,9 +211,15 @@ class ModelRunner:
             for name, (*_, last) in tokens.items()
             if last.token_id == NO_TOKEN
         }
-        failed |= failures(inputs.sampling)
-        is_copying = self._copier.is_copying
-        result = StepResult(plan.step, tokens, scores, failed, num_drafted, is_copying)
+        result = StepResult(
+            plan.step,
+            tokens,
+            scores,
+            failed,
+            grammar_failures(inputs.sampling),
+            num_drafted,
+            is_copying=self._copier.is_copying,
+        )
         return CompletedStep(result) if inputs.sampling else self._end_unsampled(result)
 
     def _unsampled(self, plan: StepPlan) -> StepResult:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from multiprocessing.connection import Connection, wait
 
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
@@ -24,6 +25,7 @@ from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.parallel_state import RankInfo
 from mooncake_engine.execution.rank_launcher import Launcher, LocalLauncher, Rank
 from mooncake_engine.execution.weight_loader import LoadProgress
+from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
 
@@ -64,6 +66,8 @@ class ProcessExecutor(Executor):
         self._ranks: Sequence[Rank] = ()
         self._awaited: dict[Connection, Rank] = {}  # have yet to carry out their oldest order
         self._abandoned: EngineDead | None = None
+        self._grammar_numbers = count()
+        self._preparing: dict[int, _GrammarOrder] = {}
         self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
         try:
             self._start(plan)
@@ -102,6 +106,15 @@ class ProcessExecutor(Executor):
                 said = self._unsaid.get(name, ())
                 self._unsaid[name] = said + tuple(token.token_id for token in tokens)
         return result
+
+    @property
+    def compiles_grammars(self) -> bool:
+        return True
+
+    def prepare_grammar(self, grammar: Grammar, on_ready: Callable[[], None]) -> None:
+        number = next(self._grammar_numbers)
+        self._preparing[number] = _GrammarOrder({rank.rank for rank in self._ranks}, on_ready)
+        self._give(wire.PrepareGrammar(number, grammar))
 
     def send(self, message: bytes, rank: int | None = None) -> None:
         if self._options.extension is None:
@@ -264,6 +277,12 @@ class ProcessExecutor(Executor):
         if isinstance(notice, wire.ExtensionFailed):
             reason = EngineDead(notice.reason)
             self._failure.record(f"the worker extension of rank {rank.rank} died", reason)
+        elif isinstance(notice, wire.GrammarReady):
+            order = self._preparing[notice.number]
+            order.awaited.remove(rank.rank)
+            if not order.awaited:
+                del self._preparing[notice.number]
+                order.on_ready()
         elif self._options.on_message is not None:
             self._options.on_message(rank.rank, notice.message)
         return True
@@ -275,6 +294,14 @@ class ProcessExecutor(Executor):
             rank.kill()
         cause = EngineDead(rank.describe_end())
         self._failure.record(f"rank {rank.rank} of {len(self._ranks)} died", cause)
+
+
+@dataclass(frozen=True, slots=True)
+class _GrammarOrder:
+    """A grammar that ranks compile, and whom to tell when ``awaited`` is empty."""
+
+    awaited: set[int]
+    on_ready: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -54,6 +55,7 @@ class RankProcess:
         self._message_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._reporter: ThreadPoolExecutor | None = None
+        self._grammars = ThreadPoolExecutor(1, "grammars")
 
     def run(self) -> None:
         """Serve orders until Stop."""
@@ -117,6 +119,8 @@ class RankProcess:
         elif isinstance(order, wire.WarmUp):
             worker.warm_up()
             self._report(wire.OrderDone())
+        elif isinstance(order, wire.PrepareGrammar):
+            self._grammars.submit(self._prepare_grammar, worker, order)
         return not isinstance(order, wire.Stop)
 
     def _conclude(self, launched: PendingStep, info: RankInfo) -> None:
@@ -132,6 +136,17 @@ class RankProcess:
         except Exception as exc:
             logger.exception("rank failed")
             self._report(_failure(exc))
+
+    def _prepare_grammar(self, worker: Worker, order: wire.PrepareGrammar) -> None:
+        """Top of the grammars' thread. Whatever is wrong with one will fail its requests."""
+        try:
+            worker.prepare_grammar(order.grammar)
+        except EngineError as exc:
+            logger.info("a grammar is refused: %s", exc)
+        except Exception:
+            logger.exception("a grammar can't be compiled")
+        with suppress(ConnectionError):  # a parent that is gone shows elsewhere
+            self._notify(wire.GrammarReady(order.number))
 
     def _receive(self, worker: Worker) -> None:
         """Hand messages to the extension until the parent is gone."""

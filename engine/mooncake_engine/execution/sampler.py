@@ -45,7 +45,7 @@ def mask_logits(logits: Tensor, states: Sequence[SamplingState]) -> None:
     logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
 
 
-def failures(states: Sequence[CachedRequest]) -> dict[str, str]:
+def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:
     """Why requests can't follow their grammars any more, by id."""
     return {
         state.request_id: state.grammar.failure

@@ -36,13 +36,13 @@ from mooncake_engine.kv_cache.block_copier import BlockCopier
 from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, blocks_in
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.layers import ParallelContext, Span
-from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.scheduling.step_plan import (
     NewRequest,
     ScheduledSequence,
     StepPlan,
 )
-from mooncake_engine.text.grammars import vocabulary_in
+from mooncake_engine.text.grammars import Vocabulary, vocabulary_in
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.registry import Registry
@@ -205,6 +205,10 @@ class Worker:
             )
         return runners
 
+    def _find_vocabulary(self) -> Vocabulary:
+        model = self._plan.model
+        return vocabulary_in(self._plan.config.model, model.vocab_size, model.eos_token_ids)
+
     def _make_runner(
         self, plan: EnginePlan, pool: KVPool, size: PoolSize, stage: StageRunner
     ) -> ModelRunner:
@@ -222,7 +226,7 @@ class Worker:
             plan.max_blocks,
             model.vocab_size,
             self._device,
-            partial(vocabulary_in, config.model, model.vocab_size, model.eos_token_ids),
+            self._find_vocabulary,
             is_sampling=self._groups.info.is_last_stage,
         )
         parts = RunnerParts(
@@ -285,6 +289,15 @@ class Worker:
             self._runner.learn(sampled)
         layer_done = self.extension.begin_step(plan) if self.extension else None
         return self._runner.launch(plan, layer_done)
+
+    def prepare_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar that requests will come with; beside steps, in any thread.
+
+        Raises:
+            EngineError: it is wrong, or there is no tokenizer for it.
+        """
+        if self._groups.info.is_last_stage:
+            self._find_vocabulary().matcher(grammar)
 
     def warm_up(self) -> None:
         """Compile and capture whatever the first requests would have to wait for."""

@@ -160,9 +160,11 @@ class OutputProcessor:
         self._finished_in_flight.remove(request)
         self._free(request)
 
-    def fail(self, request: Request, reason: str) -> None:
+    def fail(
+        self, request: Request, reason: str, finish: FinishReason = FinishReason.ERROR
+    ) -> None:
         """End a request that can't continue."""
-        update = TokenUpdate(request.request_id, finish=FinishReason.ERROR, error=reason)
+        update = TokenUpdate(request.request_id, finish=finish, error=reason)
         self.finish(request, update)
 
     def cancel_load(self, request: Request) -> None:

@@ -323,7 +323,10 @@ class Scheduler:
         if sequence.is_sampling:
             request.num_output_placeholders -= 1
             name = request.spec.request_id
-            if name in result.failed:
+            if name in result.grammar_failed:
+                reason = result.grammar_failed[name]
+                self._outputs.fail(request, reason, FinishReason.GRAMMAR)
+            elif name in result.failed:
                 self._outputs.fail(request, result.failed[name])
             else:
                 self._outputs.append(request, result.tokens[name])

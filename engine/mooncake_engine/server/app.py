@@ -58,7 +58,7 @@ from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.server.tool_choice import shown_tools
 from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN
 from mooncake_engine.text.completion_output import EngineClient
-from mooncake_engine.text.limits import check_text_size
+from mooncake_engine.text.limits import check_text_size, longest_body
 from mooncake_engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = ServerOptions()
@@ -91,7 +91,8 @@ def create_app(
     processor = InputProcessor(names, engine.info, tokenizer, tool_format)
     objectives = LatencyObjectives.of_ms(options.slo_ttft_ms, options.slo_tbt_ms)
     metrics = ServerMetrics(engine, objectives)
-    handler = GenerationHandler(engine, tokenizer, metrics, tracing)
+    max_body_bytes = options.max_body_bytes or longest_body(engine.info)
+    handler = GenerationHandler(engine, tokenizer, metrics, max_body_bytes, tracing)
     live = LiveRequests() if live is None else live
     plain = PlainEndpoints(processor, handler, live, started=int(time.time()))
     routes = [*_generation_routes(processor, handler, live), *_plain_routes(plain)]
@@ -250,7 +251,7 @@ class PlainEndpoints:
 
     async def abort(self, request: Request) -> Response:
         """``POST /abort``: 200 whether or not anything was left to abort."""
-        wanted = decode_request(await read_body(request), AbortBody)
+        wanted = decode_request(await self._body(request), AbortBody)
         self.live.abort(wanted.request_id)
         self.handler.engine.abort(wanted.request_id)
         return _json({})
@@ -264,7 +265,7 @@ class PlainEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
-        wanted = decode_request(await read_body(request), TokenizeRequest)
+        wanted = decode_request(await self._body(request), TokenizeRequest)
         self.processor.check_model(wanted.model)
         tokenizer = self.processor.tokenizer
         num_characters, tokenise = self._tokenising(wanted)
@@ -281,7 +282,7 @@ class PlainEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
-        wanted = decode_request(await read_body(request), DetokenizeRequest)
+        wanted = decode_request(await self._body(request), DetokenizeRequest)
         self.processor.check_model(wanted.model)
         size = self.processor.info.vocab_size
         if len(wanted.tokens) > _MAX_DETOKENIZED:
@@ -298,6 +299,9 @@ class PlainEndpoints:
         decode = partial(processor.tokenizer.decode, wanted.tokens, skip_special_tokens=False)
         text = await processor.work.on_text(cost, decode)
         return _json({"prompt": text})
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request, self.handler.max_body_bytes)
 
     def _card(self, name: str) -> dict[str, Any]:
         return {

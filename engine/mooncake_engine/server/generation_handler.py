@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from mooncake_engine.errors import EngineError, InvalidRequest
+from mooncake_engine.errors import EngineError, GrammarFailed, InvalidRequest
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
 from mooncake_engine.server.kv_transfer_requests import kv_transfer_response
 from mooncake_engine.server.live_requests import (
@@ -64,12 +64,14 @@ class GenerationHandler:
     Args:
         engine, tokenizer: where text comes from.
         metrics: counts requests, tokens and times.
+        max_body_bytes: longer bodies are not read.
         tracing: records spans; None for none.
     """
 
     engine: EngineClient
     tokenizer: Tokenizer
     metrics: ServerMetrics
+    max_body_bytes: int
     tracing: Tracing | None = None
 
     async def complete(self, context: RequestContext, builder: ResponseBuilder) -> bytes:
@@ -127,8 +129,9 @@ class GenerationHandler:
                     self.metrics.advance(choices[index].stats, update, time.monotonic())
                     shown = _without_output(update) if context.is_prompt_only else update
                     yield choices[index], shown
-        except EngineError:
-            outcome = FinishReason.ERROR
+        except EngineError as exc:
+            is_grammar = isinstance(exc, GrammarFailed)
+            outcome = FinishReason.GRAMMAR if is_grammar else FinishReason.ERROR
             raise
         finally:
             self.metrics.end(context, time.monotonic(), outcome)
@@ -301,22 +304,20 @@ class ResponseSender:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-_MAX_BODY_BYTES = 64 << 20
-
-
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, max_bytes: int) -> bytes:
     """All of a request's body.
 
     Raises:
-        InvalidRequest: it is too large (413); the rest of it is left unread.
+        InvalidRequest: it has more than ``max_bytes`` (413); the rest of it is left unread.
     """
     pieces, num_bytes = [], 0
     async for piece in request.stream():
         pieces.append(piece)
         num_bytes += len(piece)
-        if num_bytes > _MAX_BODY_BYTES:
+        if num_bytes > max_bytes:
             raise InvalidRequest(
-                f"the body must have at most {_MAX_BODY_BYTES} bytes, got more", status=413
+                f"the body must have at most {max_bytes} bytes (--max-body-bytes), got more",
+                status=413,
             )
     return b"".join(pieces)
 
@@ -346,7 +347,7 @@ class GenerationEndpoint(Generic[RequestType]):
         request_id = request_id_from(request.headers.get("x-request-id"))
         sender = ResponseSender(send, request_id)
         try:
-            body = await read_body(request)
+            body = await read_body(request, self.handler.max_body_bytes)
             with self.live.tracking(request_id) as ending:
                 serving = self._serve(body, request_id, request, sender)
                 await until_disconnect(receive, serving, ending)

@@ -19,6 +19,7 @@ from mooncake_engine.errors import (
     DeadlineExceeded,
     EngineDead,
     EngineStalled,
+    GrammarFailed,
     InvalidRequest,
     Overloaded,
     PromptTooLong,
@@ -331,6 +332,8 @@ def to_api_error(exc: Exception) -> ApiError:
         return ApiError(503, str(exc), "server_error", code="shutting_down")
     if isinstance(exc, DeadlineExceeded):
         return ApiError(504, str(exc), "timeout", code="deadline_exceeded")
+    if isinstance(exc, GrammarFailed):
+        return ApiError(400, str(exc), "invalid_request_error", exc.param, "grammar_failed")
     if isinstance(exc, RequestAborted):
         return ApiError(409, str(exc), "aborted_error", code="aborted")
     return ApiError(500, str(exc) or type(exc).__name__, "server_error")

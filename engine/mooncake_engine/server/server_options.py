@@ -82,6 +82,15 @@ class ServerOptions:
             help="API keys, one per line; requests without one of them are refused",
         ),
     )
+    max_body_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--max-body-bytes",
+            metavar="BYTES",
+            help="longest request body; a longer one is refused (default: room for one prompt of "
+            "the context's length and 8 MiB more, at most 64 MiB)",
+        ),
+    )
     slo_ttft_ms: float | None = field(
         default=None,
         metadata=option(
@@ -125,6 +134,8 @@ class ServerOptions:
         for flag, limit in (("--slo-ttft", self.slo_ttft_ms), ("--slo-tbt", self.slo_tbt_ms)):
             if limit is not None and not 0.0 < limit < math.inf:
                 raise ConfigError(f"{flag} must be a number of ms, more than 0, got {limit:g}")
+        if self.max_body_bytes is not None and self.max_body_bytes < 1:
+            raise ConfigError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
         if not 0.0 <= self.log_stats_interval_s < math.inf:
             raise ConfigError(
                 "--log-stats-interval must be a number of seconds, at least 0, "

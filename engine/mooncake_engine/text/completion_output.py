@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import DeadlineExceeded, RequestFailed
+from mooncake_engine.errors import DeadlineExceeded, GrammarFailed, RequestFailed
 from mooncake_engine.messages import (
     EngineInfo,
     EngineRequest,
@@ -133,9 +133,12 @@ class TextOutputProcessor:
         Raises:
             RequestFailed: the engine could not finish the request.
             DeadlineExceeded: not in time.
+            GrammarFailed: its grammar can't be followed any further.
         """
         if update.finish is FinishReason.ERROR:
             raise RequestFailed(update.error or "the engine failed the request without saying why")
+        if update.finish is FinishReason.GRAMMAR:
+            raise GrammarFailed(update.error or "the grammar can't be followed any further")
         if update.finish is FinishReason.TIMEOUT:
             raise DeadlineExceeded(update.error or "the request's time is up")
         text, offsets = self._push(update)

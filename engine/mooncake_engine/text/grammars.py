@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from mooncake_engine.errors import InvalidRequest, RequestFailed
+from mooncake_engine.errors import GrammarFailed, InvalidRequest
 from mooncake_engine.sampling_params import Grammar, GrammarKind
 from mooncake_engine.text.grammar_compiler import (
     PARAM,
@@ -27,7 +27,7 @@ from mooncake_engine.text.grammar_compiler import (
 from mooncake_engine.text.grammar_process import GrammarProcess
 from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
 
-_NUM_KEPT = 64
+_NUM_KEPT = 256
 _KEPT_CHARACTERS = 2 << 20
 
 
@@ -50,12 +50,12 @@ class GrammarMatcher:
         """Which tokens may come next: one bit per token id, the lowest bit first.
 
         Raises:
-            RequestFailed: the grammar is too complex to go on, or a token contradicts it.
+            GrammarFailed: it is too complex to go on, or a token contradicts it.
         """
         mask: bytes = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
             words = first_line(self._matcher.get_error())
-            raise RequestFailed(f"the grammar can't go on: {words}")
+            raise GrammarFailed(f"the grammar can't be followed any further: {words}")
         return mask
 
 

@@ -16,9 +16,27 @@ _CHARACTERS_PER_TOKEN = 32
 some 200 bytes of memory per character, so what can't fit is refused before."""
 
 
+_BYTES_PER_CHARACTER = 6
+"""As JSON escapes the most of them."""
+_ALWAYS_READ_BYTES = 8 << 20
+"""Of a body, beside one prompt: for the longest grammar, and the most ids to detokenise."""
+_MOST_READ_BYTES = 64 << 20
+
+
+def longest_text(info: EngineInfo) -> int:
+    """Characters beyond which no text fits the context, however it is tokenised."""
+    return max(_ALWAYS_READ_CHARACTERS, _CHARACTERS_PER_TOKEN * info.max_model_len)
+
+
+def longest_body(info: EngineInfo) -> int:
+    """Bytes beyond which a request's body is not read, unless the operator says otherwise."""
+    prompt_bytes = _BYTES_PER_CHARACTER * longest_text(info)
+    return min(_ALWAYS_READ_BYTES + prompt_bytes, _MOST_READ_BYTES)
+
+
 def check_text_size(num_characters: int, info: EngineInfo, *, param: str) -> None:
     """Raises PromptTooLong for a text that is too long for the context however it is tokenised."""
-    limit = max(_ALWAYS_READ_CHARACTERS, _CHARACTERS_PER_TOKEN * info.max_model_len)
+    limit = longest_text(info)
     if num_characters > limit:
         raise PromptTooLong(
             f"{param} has {num_characters} characters; the context of {info.max_model_len} tokens "

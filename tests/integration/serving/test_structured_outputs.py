@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
 import random
 import re
+import time
 from collections.abc import Iterator
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +18,28 @@ from typing import Any
 import jsonschema
 import pytest
 from openai import OpenAI
-from support.pd import ask, ask_pair, instance, pair, prompt_of, write_model
+from support.pd import ask, ask_pair, instance, pair, prompt_of, wait_until, write_model
 
+from mooncake_engine.async_engine import AsyncEngine
 from mooncake_engine.llm import LLM
-from mooncake_engine.messages import FinishReason
+from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
+from mooncake_engine.text import grammar_compiler, grammars
 from mooncake_engine.text.grammars import json_schema_grammar
 
 EOS = 256
 NUM_SCHEMAS = 40
+COMPILE_S = 4.0
+SLOW_COMPILER = f"""
+import sys, time
+if "rank_process" in " ".join(sys.orig_argv):
+    from mooncake_engine.text.grammar_compiler import GrammarCompiler
+    compile_grammar = GrammarCompiler.compile
+    def slow(self, grammar):
+        time.sleep({COMPILE_S})
+        return compile_grammar(self, grammar)
+    GrammarCompiler.compile = slow
+"""
 
 
 def random_schema(numbers: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -146,9 +163,77 @@ def test_what_breaks_a_grammar_fails_its_request_alone(model_dir: Path) -> None:
             failed, answered = await asyncio.gather(
                 ask(single, prompt_of(9), wrong), ask(single, prompt_of(9), right)
             )
-            assert failed.finish is FinishReason.ERROR
+            assert failed.finish is FinishReason.GRAMMAR
             assert "regular expression is refused" in (failed.error or "")
             assert bytes(answered.tokens[:-1]) == b"tea"
+            await single.check_clean()
+
+    asyncio.run(scenario())
+
+
+def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_vocabularies", {})
+    monkeypatch.setattr(grammar_compiler, "_MAX_LEXER_STATES", 400)
+    grammars.vocabulary_in.cache_clear()
+    growing = Grammar(GrammarKind.REGEX, "(a|b)*a(a|b){12}")
+
+    async def scenario() -> None:
+        async with instance(model_dir) as single:
+            sampling = SamplingParams(
+                temperature=2.0,
+                max_tokens=1500,
+                seed=1,
+                grammar=growing,
+                logit_bias=((EOS, -100.0),),
+            )
+            right = replace(sampling, grammar=Grammar(GrammarKind.REGEX, "tea"))
+            failed, answered = await asyncio.gather(
+                ask(single, prompt_of(9), sampling), ask(single, prompt_of(9), right)
+            )
+            assert failed.finish is FinishReason.GRAMMAR
+            assert "can't be followed any further" in (failed.error or "")
+            assert len(failed.tokens) > 1
+            assert bytes(answered.tokens[:-1]) == b"tea"
+            await single.check_clean()
+
+    asyncio.run(scenario())
+    grammars.vocabulary_in.cache_clear()
+
+
+def test_ranks_compile_a_new_grammar_beside_their_steps(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another answer goes on while two ranks are busy with a grammar for seconds."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_COMPILER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    tea = SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "tea"))
+
+    async def note_arrivals(engine: AsyncEngine, times: list[float]) -> None:
+        sampling = SamplingParams(max_tokens=1900, ignore_eos=True)
+        updates = engine.generate(EngineRequest("other", prompt_of(9), sampling))
+        async with aclosing(updates):
+            async for _ in updates:
+                times.append(time.monotonic())
+
+    async def scenario() -> None:
+        async with instance(model_dir, tp_size=2, num_kv_blocks=256) as single:
+            times: list[float] = []
+            other = asyncio.create_task(note_arrivals(single.engine, times))
+            await wait_until(lambda: bool(times), 30.0, lambda: "no token")
+            began = time.monotonic()
+            answer = await ask(single, prompt_of(9), tea)
+            ended = time.monotonic()
+            assert bytes(answer.tokens[:-1]) == b"tea"
+            assert ended - began > COMPILE_S
+            during = [began, *(at for at in times if began < at < ended), ended]
+            assert max(b - a for a, b in itertools.pairwise(during)) < COMPILE_S / 2
+            await ask(single, prompt_of(9), tea)
+            assert time.monotonic() - ended < COMPILE_S
+            other.cancel()
+            with suppress(asyncio.CancelledError):
+                await other
             await single.check_clean()
 
     asyncio.run(scenario())

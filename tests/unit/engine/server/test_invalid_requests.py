@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.asgi import AsgiClient
 from support.fake_engine import FakeEngine
 
-from mooncake_engine.errors import EngineDead, Overloaded
+from mooncake_engine.errors import ConfigError, EngineDead, Overloaded
+from mooncake_engine.messages import FinishReason
+from mooncake_engine.server.app import create_app
+from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.text.limits import longest_body
+from mooncake_engine.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -145,10 +153,33 @@ def test_a_deeply_nested_body_is_refused(client: AsgiClient) -> None:
     assert client.request("POST", COMPLETIONS, content=body).status_code == 400
 
 
-def test_a_body_too_large_is_413(client: AsgiClient) -> None:
-    response = client.request("POST", COMPLETIONS, content=b" " * ((64 << 20) + 1))
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/abort"])
+def test_a_body_too_large_is_413(client: AsgiClient, path: str) -> None:
+    """How large goes by the context's length: 256 tokens here."""
+    limit = (8 << 20) + 6 * 65536
+    response = client.request("POST", path, content=b" " * (limit + 1))
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "request_too_large"
+    assert f"at most {limit} bytes (--max-body-bytes)" in response.text
+    assert client.request("POST", path, content=b" " * limit).status_code == 400
+
+
+def test_the_largest_body_can_be_set(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
+    client = AsgiClient(create_app(engine, byte_tokenizer, ServerOptions(max_body_bytes=100)))
+    assert client.post(COMPLETIONS, prompt="x" * 50).status_code == 200
+    assert client.post(COMPLETIONS, prompt="x" * 100).status_code == 413
+    with pytest.raises(ConfigError, match="--max-body-bytes must be at least 1"):
+        ServerOptions(max_body_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "expected"),
+    [(256, 8781824), (131_072, (8 << 20) + 6 * 32 * 131_072), (10_000_000, 64 << 20)],
+)
+def test_the_largest_body_goes_by_the_context(
+    engine: FakeEngine, max_model_len: int, expected: int
+) -> None:
+    assert longest_body(replace(engine.info, max_model_len=max_model_len)) == expected
 
 
 def test_a_prompt_too_long_names_both_numbers(client: AsgiClient) -> None:
@@ -212,6 +243,30 @@ def test_a_failure_before_the_first_token_has_its_status(
         response = client.post(COMPLETIONS, prompt="x", stream=stream)
         assert response.status_code == 500
         assert response.json()["error"]["message"] == "bad luck"
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2])
+def test_a_grammar_that_fails_later_is_its_requests_fault(
+    client: AsgiClient, engine: FakeEngine, fail_at: int
+) -> None:
+    """Behind the first token, too: the status of a whole answer, the last event of a stream."""
+    engine.fail_at, engine.fail_as = fail_at, FinishReason.GRAMMAR
+    expected = {
+        "message": "bad luck",
+        "type": "invalid_request_error",
+        "param": "response_format",
+        "code": "grammar_failed",
+    }
+    response = client.post(COMPLETIONS, prompt="tea")
+    assert response.status_code == 400
+    assert response.json()["error"] == expected
+    response = client.post(COMPLETIONS, prompt="tea", stream=True)
+    assert response.status_code == (200 if fail_at else 400)
+    *_, last = response.text.strip().split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"] == expected
+    found = client.get("/metrics").text
+    assert re.search(r'request_success_total{.*finished_reason="grammar".*} 2\.0', found)
+    assert re.search(r'request_success_total{.*finished_reason="error".*} 0\.0', found)
 
 
 def test_a_failure_after_the_first_token_ends_the_stream_without_done(
