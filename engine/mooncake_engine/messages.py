@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
 
@@ -97,9 +99,8 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUpdate:
-    """What one step did for one request.
+class TokenUpdate(msgspec.Struct, frozen=True, gc=False):
+    """What one step did for one request. A Struct, because a step makes one per running request.
 
     Args:
         request_id: which.

@@ -178,10 +178,10 @@ class BlockManager:
             shares: where another block holds the same already, the table takes that one, and its
                 own is among ``take_replaced``. Not while a peer may look for it.
         """
-        if not self.prefix_caching or not request.has_verified_kv:
-            return
         complete = request.num_computed // self.block_size
         if complete <= request.num_published:
+            return
+        if not self.prefix_caching or not request.has_verified_kv:
             return
         salt = request.spec.cache_salt
         extend_chain(request.chain, request.token_ids, self.block_size, salt)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from operator import attrgetter
+
+from msgspec.structs import replace
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
@@ -121,7 +122,7 @@ class OutputProcessor:
         """Tell of the newest tokens, and end the request if they are the last."""
         last = tokens[-1]
         update = TokenUpdate(
-            request.spec.request_id,
+            request.request_id,
             tuple([token.token_id for token in tokens]),
             None if last.logprobs is None else _logprobs(tokens),
             num_cached_tokens=request.num_cached_tokens,
@@ -194,9 +195,8 @@ class OutputProcessor:
         self._blocks.pool.release(self._leased.pop(request_id, []))
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        sampling = request.spec.sampling
-        num_tokens = len(request.token_ids)
-        if num_tokens - len(request.spec.prompt_token_ids) >= sampling.min_tokens:
+        sampling, num_tokens = request.sampling, len(request.token_ids)
+        if num_tokens - request.num_prompt_tokens >= sampling.min_tokens:
             is_eos = token_id in self._limits.eos_token_ids and not sampling.ignore_eos
             if is_eos or token_id in sampling.stop_token_ids:
                 return FinishReason.STOP

@@ -72,6 +72,9 @@ class Request:
         arrival: clock reading at which it came, in seconds.
 
     Attributes:
+        request_id: the engine's key.
+        sampling: how its tokens are chosen.
+        num_prompt_tokens: length of the prompt.
         group: its own or its siblings'; set when it comes to the scheduler.
         leader: the sibling whose prompt is on its way and will be this one's, too.
         max_num_tokens: it ends when it is that long; set when it comes to the scheduler.
@@ -89,6 +92,9 @@ class Request:
     seed: int
     arrival: float
     state: RequestStatus = RequestStatus.WAITING
+    request_id: str = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     group: SequenceGroup = field(init=False)
     leader: Request | None = None
     max_num_tokens: int = field(init=False)
@@ -112,15 +118,12 @@ class Request:
     scheduled: float | None = None
 
     def __post_init__(self) -> None:
+        self.request_id, self.sampling = self.spec.request_id, self.spec.sampling
         self.token_ids = list(self.spec.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
         if self.first_token is not None:
             self.token_ids.append(self.first_token.token_id)
             self.num_cached_tokens = self.first_token.num_cached_tokens
-
-    @property
-    def request_id(self) -> str:
-        """The engine's key."""
-        return self.spec.request_id
 
     @property
     def expiry(self) -> float | None:
@@ -157,16 +160,6 @@ class Request:
         """Whether its KV is certainly that of its tokens, so that other requests may have it: a
         peer that does not say what it was given is believed for this request alone."""
         return self.spec.kv_transfer_params.is_verified
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """How its tokens are chosen."""
-        return self.spec.sampling
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.spec.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -322,7 +322,7 @@ class Scheduler:
             self._outputs.report_scores(request, sequence.start, scores)
         if sequence.is_sampling:
             request.num_output_placeholders -= 1
-            name = request.spec.request_id
+            name = request.request_id
             if name in result.grammar_failed:
                 reason = result.grammar_failed[name]
                 self._outputs.fail(request, reason, FinishReason.GRAMMAR)

@@ -217,7 +217,7 @@ class StepBuilder:
             at, request.changed_at = request.changed_at, None
             growth = Growth(at, tuple(request.block_ids[at:]), growth.copied)
         sequence = ScheduledSequence(
-            request.spec.request_id,
+            request.request_id,
             start,
             count,
             growth.block_ids,

@@ -7,6 +7,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from msgspec import structs
+
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import DeadlineExceeded, GrammarFailed, RequestFailed
 from mooncake_engine.messages import (
@@ -248,7 +250,9 @@ def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
         logprobs and logprobs[:1],
         num_cached_tokens=update.num_cached_tokens,
     )
-    rest = replace(update, token_ids=update.token_ids[1:], logprobs=logprobs and logprobs[1:])
+    rest = structs.replace(
+        update, token_ids=update.token_ids[1:], logprobs=logprobs and logprobs[1:]
+    )
     return first, rest
 
 
