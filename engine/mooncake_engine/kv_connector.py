@@ -148,6 +148,11 @@ class SchedulerConnector:
             cache_salt=request.spec.cache_salt,
         )
 
+    def prefill_advanced(self, request: Request) -> None:
+        self._connector.prefill_advanced(
+            request.request_id, request.block_ids, request.num_computed, request.num_preemptions
+        )
+
     def request_finished(self, request: Request, block_ids: list[int]) -> KVTransferDict | None:
         logprobs = request.last_logprobs
         first = FirstToken(
@@ -161,6 +166,7 @@ class SchedulerConnector:
             request.spec.prompt_token_ids,
             first,
             cache_salt=request.spec.cache_salt,
+            attempt=request.num_preemptions,
         )
 
 

@@ -83,6 +83,7 @@ class Topology(msgspec.Struct, frozen=True):
         ranks: each rank's endpoints, stage after stage.
         transports: those that all ranks have open, with what each asks of both ends.
         must_match: facts that instances which exchange KV have alike, by name.
+        pulls_early: KV can be pulled while it is computed, into blocks that were reserved before.
     """
 
     engine_id: str
@@ -96,6 +97,7 @@ class Topology(msgspec.Struct, frozen=True):
     ranks: tuple[RankEndpointInfo, ...]
     transports: dict[str, TransportConstraints]
     must_match: dict[str, str] = {}
+    pulls_early: bool = False
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):
@@ -187,6 +189,19 @@ class Connector(Protocol):
         """
         ...
 
+    def prefill_advanced(
+        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int, attempt: int
+    ) -> None:
+        """A part of a prompt is computed whose KV goes to a peer as it is (``params.target``).
+
+        Args:
+            request_id: whose.
+            block_ids: its block table.
+            num_computed_tokens: the first tokens, whose KV is there.
+            attempt: another one whenever the request has lost its blocks meanwhile.
+        """
+        ...
+
     def request_finished(
         self,
         request_id: str,
@@ -195,8 +210,17 @@ class Connector(Protocol):
         first_token: FirstToken,
         *,
         cache_salt: str = "",
+        attempt: int = 0,
     ) -> KVTransferDict | None:
         """A prefill for a peer is complete: hold its blocks until ``LeaseEnded``.
+
+        Args:
+            request_id: whose.
+            block_ids: its block table.
+            prompt_token_ids: all of the prompt.
+            first_token: sampled behind it.
+            cache_salt: of the request; a part of the prompt's digest.
+            attempt: as in ``prefill_advanced``.
 
         Returns:
             ``kv_transfer_params`` for the peer to fetch the KV; None if it is sent there.

@@ -97,6 +97,9 @@ class ConnectorScheduler(ABC):
         check_compatible: judges peers that this instance asks.
     """
 
+    pulls_early = False
+    """See ``Topology``."""
+
     def __init__(
         self, config: KVTransferConfig, num_ranks: int, check_compatible: CompatibilityCheck
     ) -> None:
@@ -209,6 +212,7 @@ class ConnectorScheduler(ABC):
             tuple(RankEndpointInfo(rank.endpoints) for rank in instance.ranks),
             instance.transports,
             instance.must_match,
+            self.pulls_early,
         )
 
     async def _open(self, context: ConnectorContext) -> None:

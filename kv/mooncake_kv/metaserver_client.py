@@ -79,7 +79,7 @@ async def post_params(metaserver: Metaserver, params: KVTransferDict, rule: Meta
 
     Args:
         metaserver: where.
-        params: see ``build_push_params``.
+        params: see ``build_reservation_params``.
         rule: what may be connected to.
 
     Raises:

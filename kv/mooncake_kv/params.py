@@ -82,14 +82,14 @@ class TransferMode(Enum):
 
     NONE = "none"
     PULL = "pull"
-    """The decode instance reads, after the prefill."""
+    """The decode instance reads: after the prefill, or chunk by chunk while it runs."""
     PUSH = "push"
     """The prefill instance writes, while it computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """Where a prompt's KV is to be written.
+    """Where a prompt's KV is to go.
 
     Args:
         remote: the blocks, and who reserved them under which name.
@@ -110,8 +110,10 @@ class KVTransferParams:
         keeps_kv: end after the first token, and keep the KV for a peer.
         remote: load the KV from there.
         first_token: the holder's token, to continue from.
-        target: write the KV there.
+        target: write the KV there, or let it be read from there.
         metaserver: reserve blocks, say so there, and wait for the KV and the first token.
+        is_pulled: who has reserved blocks reads the KV into them as it is computed; else it is
+            written there.
         requester: the address that the request came from; None for one of this process.
         is_verified: whether the holder says which prompt it was given, so that its KV is certainly
             that of this one.
@@ -122,6 +124,7 @@ class KVTransferParams:
     first_token: FirstToken | None = None
     target: PushTarget | None = None
     metaserver: str | None = None
+    is_pulled: bool = False
     requester: str | None = None
     is_verified: bool = True
 
@@ -129,7 +132,7 @@ class KVTransferParams:
     def mode(self) -> TransferMode:
         """What an instance must be able to do to serve this."""
         if self.target is not None or self.metaserver is not None:
-            return TransferMode.PUSH
+            return TransferMode.PULL if self.is_pulled else TransferMode.PUSH
         return TransferMode.PULL if self.keeps_kv or self.remote is not None else TransferMode.NONE
 
 
@@ -152,6 +155,7 @@ class _Wire(msgspec.Struct):
     last_token_logprobs: FirstTokenLogprobs | None = None
     remote_cached_tokens: _Count = 0
     metaserver: _Name | None = None
+    do_pull: bool = False
     remote_ptp_size: _Count | None = None
     remote_tp_size: _Count | None = None
     remote_block_size: _Count | list[_Count] | None = None  # a push names one per cache group
@@ -196,9 +200,10 @@ def parse_kv_transfer_params(
         target = _parse_target(wire, num_prompt_tokens)
         if target is not None:
             target = replace(target, prompt_digest=prompt_digest(prompt_token_ids, cache_salt))
-        found = KVTransferParams(keeps_kv=True, target=target)
+        is_pulled = target is not None and wire.do_pull
+        found = KVTransferParams(keeps_kv=True, target=target, is_pulled=is_pulled)
     elif wire.do_remote_prefill and wire.metaserver and wire.remote_engine_id is None:
-        return KVTransferParams(metaserver=wire.metaserver)
+        return KVTransferParams(metaserver=wire.metaserver, is_pulled=wire.do_pull)
     elif wire.do_remote_prefill:
         found = _parse_remote(wire, num_prompt_tokens)
     else:
@@ -374,14 +379,17 @@ def build_params(
     return params
 
 
-def build_push_params(
+def build_reservation_params(
     holder: InstanceAddress,
     request_id: str,
     block_ids: Sequence[int],
     prompt: Sequence[int],
     start: int,
+    *,
+    cache_salt: str = "",
 ) -> KVTransferDict:
-    """What the prefill instance needs to write this KV; the metaserver carries it there.
+    """What the prefill instance needs to write this KV, or to let it be read; the metaserver
+    carries it there.
 
     Args:
         holder: the decode instance.
@@ -389,6 +397,7 @@ def build_push_params(
         block_ids: what it reserved.
         prompt: token ids.
         start: the first token whose KV it lacks.
+        cache_salt: of the request; a part of the prompt's digest.
     """
     return {
         "token_ids": [],
@@ -406,6 +415,6 @@ def build_push_params(
         "remote_dcp_size": 1,
         "remote_cached_tokens": start,
         "num_prompt_tokens": len(prompt),
-        "prompt_digest": prompt_digest(prompt),
+        "prompt_digest": prompt_digest(prompt, cache_salt),
         "lease_seconds": holder.lease_s,
     }

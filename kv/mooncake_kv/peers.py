@@ -237,6 +237,27 @@ class PeerTable:
         entry.last_wanted = now
         return entry.peer
 
+    async def reach(self, remote: RemoteKV) -> PeerInstance:
+        """The peer that holds this, or waits for it, once hands are shaken; one that does not
+        answer is dropped.
+
+        Raises:
+            HandshakeRefused: it does not fit, which it is kept to remember, or is not what the
+                request says.
+            KVTransferError: it can't be asked.
+        """
+        peer = self.get(remote)
+        try:
+            await peer.shake_hands()
+        except HandshakeRefused:
+            raise
+        except KVTransferError as exc:
+            self.forget(remote, str(exc))
+            raise
+        self.forget_predecessors(remote)
+        peer.check_claims(remote)
+        return peer
+
     def _make_room(self) -> None:
         if len(self._entries) < self._max_peers:
             return

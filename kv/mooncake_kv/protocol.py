@@ -15,7 +15,7 @@ from mooncake_kv.errors import BadFrame, HandshakeRefused
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.params import FirstToken
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = (16 << 20) - 1024
 """What a frame of the session holds, less its own words."""
 
@@ -81,7 +81,8 @@ class Failed(Message, frozen=True):
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """Who writes a pushed prompt: one attempt of one epoch of a prefill instance.
+    """Who computes a prompt for blocks that were reserved: one attempt of one epoch of a prefill
+    instance.
 
     Args:
         engine_id: the epoch.
@@ -93,6 +94,36 @@ class Writer(msgspec.Struct, frozen=True):
     request_id: str
     host: str
     port: int
+
+
+class PrefillProgress(Message, frozen=True):
+    """Prefill to decode: so much is computed of the KV that you have reserved blocks for; read it.
+
+    Each one stands for all before it. HELD means that the reader waits for more; from the first one
+    on it keeps the lease alive, and ends it as any other.
+
+    Args:
+        request_id: the reader's.
+        holder: who computes it, under which name.
+        attempt: another one whenever the holder has lost its blocks meanwhile (preemption): what
+            was read in an earlier one counts for nothing.
+        block_ids: the holder's table, as far as it has one.
+        num_tokens: the first tokens of the prompt, whose KV is there.
+        prompt_digest: of the prompt that the holder was given, which must be the request's.
+        lease_s: how long the holder waits for a keepalive.
+        first_token: the answer's first, once all is computed.
+        error: it will not be computed; empty if it will.
+    """
+
+    request_id: str
+    holder: Writer
+    attempt: int
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    prompt_digest: str
+    lease_s: float
+    first_token: FirstToken | None = None
+    error: str = ""
 
 
 class PushOpen(Message, frozen=True):
@@ -164,7 +195,7 @@ class StatusReply(Message, frozen=True):
 
 
 class LeaseReply(Message, frozen=True):
-    """The answer to Done, Failed, PushOpen, Pushed and PushFailed."""
+    """The answer to Done, Failed, PrefillProgress, PushOpen, Pushed and PushFailed."""
 
     status: LeaseStatus
 
@@ -176,7 +207,7 @@ class Reject(Message, frozen=True):
 
 
 PushMessage = PushOpen | Pushed | PushFailed | StatusRequest
-PullMessage = Done | Failed
+PullMessage = Done | Failed | PrefillProgress
 Question = Hello | Renew | PullMessage | PushMessage
 AnyMessage = Question | Welcome | Renewed | StatusReply | LeaseReply | Reject
 

@@ -3,25 +3,35 @@
 The prefill instance keeps a finished prompt's blocks under a lease. The decode instance renews the
 lease while the request queues, reads the blocks one-sidedly into its own, and asks whether the
 lease was held all along; only then is the KV used. Calls return at once; I/O is on one thread.
+
+Where the proxy asks the decode instance first, the pull is early: that reserves blocks and has its
+reservation posted, as for a push, and reads each chunk of the prompt while the next is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_scheduler import ConnectorContext, ConnectorScheduler
+from mooncake_kv.early_pull_receiver import EarlyPullReceiver
+from mooncake_kv.early_pull_sender import EarlyPullSender, Progress
 from mooncake_kv.handshake import check_prefill_peer
+from mooncake_kv.kv_reader import KVReader
+from mooncake_kv.lease_keeper import LeaseKeeper
+from mooncake_kv.metaserver_client import Metaserver, MetaserverRule, post_params
 from mooncake_kv.params import (
     FirstToken,
     KVTransferDict,
     KVTransferParams,
     TransferMode,
     build_params,
+    build_reservation_params,
     prompt_digest,
 )
-from mooncake_kv.protocol import AnyMessage, LeaseStatus
+from mooncake_kv.protocol import AnyMessage, LeaseReply, PrefillProgress
 from mooncake_kv.pull_receiver import PullReceiver
 from mooncake_kv.pull_sender import PullSender
 from mooncake_kv.pull_worker import PullWorker
@@ -33,17 +43,34 @@ class MooncakeConnector(ConnectorScheduler):
 
     mode = TransferMode.PULL
     worker = PullWorker
+    pulls_early = True
 
     def __init__(self, config: KVTransferConfig, num_ranks: int) -> None:
         super().__init__(config, num_ranks, check_prefill_peer)
+        self._rule = MetaserverRule(config.metaserver_allow)
+        # by request, while its KV is to be pulled early; the scheduler's thread only
+        self._metaservers: dict[str, Metaserver] = {}
+        self._readers: set[str] = set()
 
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
         self._loads = RankLoads(self._ranks)
+        leases = LeaseKeeper(context, self._peers)
+        self._reader = KVReader(context, self._loads, self._peers, leases)
         self._sender = PullSender(context)
-        self._receiver = PullReceiver(context, self._loads, self._peers)
-        return [self._sender.sweep(), self._receiver.keep_leases()]
+        self._receiver = PullReceiver(context, self._reader)
+        address = (self._address.host, self._address.port)
+        self._early_sender = EarlyPullSender(context, self._peers, self._sender, address)
+        self._early_receiver = EarlyPullReceiver(
+            context,
+            self._reader,
+            partial(post_params, rule=self._rule),
+            max_load_s=self._config.push_timeout_s,
+        )
+        return [self._sender.sweep(), leases.keep_leases()]
 
     def _handle(self, message: AnyMessage) -> AnyMessage:
+        if isinstance(message, PrefillProgress):
+            return LeaseReply(message.ticket, self._early_receiver.handle(message))
         return self._sender.handle(message)
 
     def _take_report(self, rank: int, report: LoadReport | PushReport) -> None:
@@ -51,15 +78,18 @@ class MooncakeConnector(ConnectorScheduler):
         self._loads.report(rank, report)
 
     def _give_up(self, request_id: str, reason: str) -> None:
-        self._receiver.give_up(request_id, reason)
-        self._sender.give_up(request_id)
+        if request_id in self._early_receiver:
+            self._early_receiver.cancel(request_id, reason)
+        else:
+            self._receiver.give_up(request_id, reason)
+        self._end_lease(request_id, reason)
 
     async def _drain(self) -> bool:
         """Reads are ours, and end with the ranks; what peers read of ours they don't use."""
         return True
 
     def stats(self) -> dict[str, float]:
-        counts = self._receiver.counts
+        counts = self._reader.counts
         return {
             "leases_held": float(self._sender.num_held),
             "leases_expired": float(self._sender.num_expired),
@@ -67,13 +97,20 @@ class MooncakeConnector(ConnectorScheduler):
             "load_failures": float(counts.failures),
             "refused_loads": float(counts.refused),
             "refused_peers": float(self._incompatible.num_peers),
+            "reservations": float(len(self._early_receiver)),
             "bytes_received": float(counts.nbytes),
+            "bytes_received_early": float(self._early_receiver.num_early_bytes),
             "load_seconds": counts.seconds,
         }
 
     def on_new_request(self, request_id: str, params: KVTransferParams) -> None:
         if params.remote is not None:
             self._loop.call(request_id, self._receiver.expect, request_id, params.remote)
+        elif params.target is not None:
+            self._readers.add(request_id)
+            self._loop.call(request_id, self._early_sender.begin, request_id, params.target)
+        elif params.metaserver is not None:
+            self._metaservers[request_id] = Metaserver(params.metaserver, params.requester)
 
     def start_load_kv(
         self,
@@ -85,7 +122,29 @@ class MooncakeConnector(ConnectorScheduler):
         cache_salt: str = "",
     ) -> None:
         blocks = tuple(block_ids)
-        self._loop.call(request_id, self._receiver.load, request_id, blocks, num_computed_tokens)
+        metaserver = self._metaservers.pop(request_id, None)
+        if metaserver is None:
+            start = num_computed_tokens
+            self._loop.call(request_id, self._receiver.load, request_id, blocks, start)
+            return
+        params = build_reservation_params(
+            self._address,
+            request_id,
+            blocks,
+            prompt_token_ids,
+            num_computed_tokens,
+            cache_salt=cache_salt,
+        )
+        params["do_pull"] = True
+        self._loop.call(
+            request_id, self._early_receiver.load, request_id, blocks, metaserver, params
+        )
+
+    def prefill_advanced(
+        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int, attempt: int
+    ) -> None:
+        progress = Progress(attempt, tuple(block_ids), num_computed_tokens)
+        self._loop.call(request_id, self._early_sender.advance, request_id, progress)
 
     def request_finished(
         self,
@@ -95,17 +154,30 @@ class MooncakeConnector(ConnectorScheduler):
         first_token: FirstToken,
         *,
         cache_salt: str = "",
+        attempt: int = 0,
     ) -> KVTransferDict | None:
+        if request_id in self._readers:
+            self._readers.remove(request_id)
+            progress = Progress(attempt, tuple(block_ids), len(prompt_token_ids), first_token)
+            self._loop.call(request_id, self._early_sender.complete, request_id, progress)
+            return None
         self._loop.call(request_id, self._sender.grant, request_id)
         params = build_params(self._address, request_id, block_ids, prompt_token_ids, first_token)
         params["prompt_digest"] = prompt_digest(prompt_token_ids, cache_salt)
         return params
 
     def cancel_load(self, request_id: str) -> None:
-        self._loop.call(request_id, self._receiver.cancel, request_id)
+        self._metaservers.pop(request_id, None)
+        self._loop.call(request_id, self._cancel_load, request_id)
+
+    def _cancel_load(self, request_id: str) -> None:
+        self._early_receiver.cancel(request_id, "the request ended before its KV was complete")
+        self._receiver.cancel(request_id)
 
     def cancel_send(self, request_id: str) -> None:
-        self._loop.call(request_id, self._end_lease, request_id)
+        self._readers.discard(request_id)
+        self._loop.call(request_id, self._end_lease, request_id, "the request was aborted")
 
-    def _end_lease(self, request_id: str) -> None:
-        self._sender.end(request_id, LeaseStatus.EXPIRED)
+    def _end_lease(self, request_id: str, reason: str) -> None:
+        self._early_sender.cancel(request_id, reason)
+        self._sender.give_up(request_id)

@@ -44,6 +44,10 @@ class PullSender:
         """Leases running now."""
         return len(self._leases)
 
+    def is_held(self, request_id: str) -> bool:
+        """Whether a request's lease is running."""
+        return self._leases.is_held(request_id)
+
     def grant(self, request_id: str) -> None:
         """Hold a request's KV from now on."""
         self._leases.grant(request_id, self._context.clock())

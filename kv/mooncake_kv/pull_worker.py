@@ -98,8 +98,8 @@ class PullWorker(ConnectorWorker):
     def _report(self, load: _RunningLoad, error: str | None) -> None:
         name = load.command.request_id
         seconds = time.monotonic() - load.deadline + self._timeout_s
+        del self._loads[name]  # first: the next part of the same request may be ordered at once
         self.context.emit(encode(LoadReport(name, error, load.nbytes, seconds)))
-        del self._loads[name]
 
     def _read(self, load: _RunningLoad) -> None:
         command = load.command

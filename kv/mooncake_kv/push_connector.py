@@ -22,8 +22,7 @@ from mooncake_kv.params import (
     KVTransferDict,
     KVTransferParams,
     TransferMode,
-    build_push_params,
-    prompt_digest,
+    build_reservation_params,
 )
 from mooncake_kv.protocol import AnyMessage, StatusRequest
 from mooncake_kv.push_receiver import PushReceiver
@@ -97,6 +96,11 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         elif params.metaserver is not None:
             self._metaservers[request_id] = Metaserver(params.metaserver, params.requester)
 
+    def prefill_advanced(
+        self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int, attempt: int
+    ) -> None:
+        """The ranks know, layer by layer."""
+
     def request_finished(
         self,
         request_id: str,
@@ -105,6 +109,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         first_token: FirstToken,
         *,
         cache_salt: str = "",
+        attempt: int = 0,
     ) -> KVTransferDict | None:
         end = EndPush(
             request_id,
@@ -127,10 +132,14 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         *,
         cache_salt: str = "",
     ) -> None:
-        params = build_push_params(
-            self._address, request_id, block_ids, prompt_token_ids, num_computed_tokens
+        params = build_reservation_params(
+            self._address,
+            request_id,
+            block_ids,
+            prompt_token_ids,
+            num_computed_tokens,
+            cache_salt=cache_salt,
         )
-        params["prompt_digest"] = prompt_digest(prompt_token_ids, cache_salt)
         metaserver = self._metaservers.pop(request_id)
         self._loop.call(request_id, self._receiver.load, request_id, metaserver, params)
 

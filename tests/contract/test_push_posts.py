@@ -9,7 +9,7 @@ from typing import Any
 from mooncake_kv.params import (
     InstanceAddress,
     TransferMode,
-    build_push_params,
+    build_reservation_params,
     parse_kv_transfer_params,
     prompt_digest,
 )
@@ -29,7 +29,7 @@ we wait for a keepalive."""
 def test_the_post_is_the_golden_one() -> None:
     wanted: dict[str, Any] = GOLDEN["decode_posts"]
     holder = InstanceAddress("d-1", "127.0.0.1", 5700, 1, 128, lease_s=30.0)
-    posted = build_push_params(holder, "cmpl-r-0", [1, 2], PROMPT, 0)
+    posted = build_reservation_params(holder, "cmpl-r-0", [1, 2], PROMPT, 0)
     assert posted == {**wanted, **OURS}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import KVTransferDict
 
 LAYERWISE = "MooncakeLayerwiseConnector"
+PULLING = "MooncakeConnector"
 
 _keys = itertools.count()
 
@@ -72,7 +73,7 @@ async def push_pair(model: Path, **options: Any) -> AsyncIterator[PushPair]:
     """A pair for the length of a block; options as in ``pair``, and those of the metaserver."""
     names = ("status", "is_silent")
     meta = {name: options.pop(name) for name in names if name in options}
-    async with pair(model, connector=LAYERWISE, **options) as instances:
+    async with pair(model, **{"connector": LAYERWISE, **options}) as instances:
         of = PushPair(instances)
         async with metaserver(of.dispatch, **meta) as of.metaserver:
             yield of
@@ -93,12 +94,19 @@ async def ask_pushed(
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "metaserver": of.metaserver.url(key),
+        "do_pull": of.instances.decode.engine.config.kv_transfer.connector == PULLING,
     }
     return await ask(of.decode, prompt, sampling, params, on_update, group=group)
 
 
+def early_pull_pair(model: Path, **options: Any) -> AbstractAsyncContextManager[PushPair]:
+    """A pair whose D reads each chunk of a prompt while P computes the next."""
+    return push_pair(model, connector=PULLING, **options)
+
+
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "pulled": (pair, ask_pair),
+    "pulled early": (early_pull_pair, ask_pushed),
     "pushed": (push_pair, ask_pushed),
 }
 """How KV comes to D: what makes such a pair, and what asks it."""

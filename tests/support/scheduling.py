@@ -187,6 +187,7 @@ class RecordingConnector:
         self.announced: set[str] = set()
         self.offered: dict[str, list[int]] = {}
         self.withdrawn: list[str] = []
+        self.advanced: dict[str, list[tuple[int, int, list[int]]]] = {}
         self.expected: set[str] = set()
         self.loading: dict[str, int] = {}
         self.tables: dict[str, tuple[list[int], tuple[int, ...]]] = {}
@@ -200,6 +201,10 @@ class RecordingConnector:
         if request.sends_kv:
             return None
         return {"do_remote_prefill": True, "remote_request_id": request.request_id}
+
+    def prefill_advanced(self, request: Request) -> None:
+        progress = (request.num_preemptions, request.num_computed, list(request.block_ids))
+        self.advanced.setdefault(request.request_id, []).append(progress)
 
     def cancel_send(self, request_id: str) -> None:
         self.withdrawn.append(request_id)

@@ -136,6 +136,7 @@ class Preemption:
 
     def _dequeue(self, request: Request) -> None:
         self.num_preemptions += 1
+        request.num_preemptions += 1
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._queues.forget(request)

@@ -79,6 +79,7 @@ class Request:
         leader: the sibling whose prompt is on its way and will be this one's, too.
         max_num_tokens: it ends when it is that long; set when it comes to the scheduler.
         num_computed: tokens whose KV is there.
+        num_preemptions: how often it has lost its blocks.
         num_in_flight: those behind them whose KV will be, once the steps in flight are over.
         num_output_placeholders: tokens that these steps sample, not yet known to the scheduler.
         host_block_ids: its block table in host memory while it is swapped out.
@@ -103,6 +104,7 @@ class Request:
     host_block_ids: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_preemptions: int = 0
     num_in_flight: int = 0
     num_output_placeholders: int = 0
     num_published: int = 0
@@ -147,7 +149,8 @@ class Request:
 
     @property
     def sends_kv(self) -> bool:
-        """Whether its KV goes to a peer as it is computed; implies ``keeps_kv``."""
+        """Whether its KV goes to a peer as it is computed, written there or read from here; implies
+        ``keeps_kv``."""
         return self.spec.kv_transfer_params.target is not None
 
     @property

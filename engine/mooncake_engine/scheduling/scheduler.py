@@ -332,6 +332,9 @@ class Scheduler:
                 self._outputs.append(request, result.tokens[name])
             if sequence.num_draft_tokens:
                 self.speculation.complete(request, sequence, result)
+        elif request.sends_kv:
+            assert self._connector is not None, "a request that sends its KV needs a connector"
+            self._connector.prefill_advanced(request)
 
     # --- running ---------------------------------------------------------------------------
 

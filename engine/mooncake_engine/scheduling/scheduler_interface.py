@@ -74,6 +74,11 @@ class KVConnector(Protocol):
         blocks are free then."""
         ...
 
+    def prefill_advanced(self, request: Request) -> None:
+        """A step has computed a part of a prompt whose KV leaves as it is computed, and not the
+        last one."""
+        ...
+
     def request_finished(self, request: Request, block_ids: list[int]) -> KVTransferDict | None:
         """Hold a finished prefill's blocks for a peer until ``Scheduler.release`` is called.
 

@@ -23,8 +23,10 @@ from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
 from mooncake_kv.errors import HandshakeRefused
 from mooncake_kv.handshake import IncompatiblePeers
+from mooncake_kv.kv_reader import KVReader
+from mooncake_kv.lease_keeper import LeaseKeeper
 from mooncake_kv.params import RemoteKV
-from mooncake_kv.peers import Handshake, PeerInstance
+from mooncake_kv.peers import Handshake, PeerInstance, PeerTable
 from mooncake_kv.protocol import AnyMessage, Reject
 from mooncake_kv.pull_receiver import PullReceiver
 from mooncake_kv.pull_sender import PullSender
@@ -84,8 +86,10 @@ class Talk:
             self.now,
             incompatible=self.incompatible,
         )
-        self.d = PullReceiver(context, self.loads, self)  # type: ignore[arg-type]  # as PeerTable
-        self._spawn(self.d.keep_leases())
+        leases = LeaseKeeper(context, self)  # type: ignore[arg-type]  # as PeerTable
+        self.reader = KVReader(context, self.loads, self, leases)  # type: ignore[arg-type]  # as above
+        self.d = PullReceiver(context, self.reader)
+        self._spawn(leases.keep_leases())
         self.start_p()
 
     @staticmethod
@@ -167,6 +171,8 @@ class Talk:
         self.loads.report(0, LoadReport(name, error, 1, 0.1))
 
     # --- its peers ---------------------------------------------------------------------------
+
+    reach = PeerTable.reach
 
     def get(self, remote: RemoteKV) -> PeerInstance:
         client: Any = self
@@ -259,7 +265,7 @@ def test_what_was_read_of_a_dead_instance_is_not_used() -> None:
 
 def test_an_instance_that_does_not_fit_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     """Later requests end at once, without a word; its successor is asked anew."""
-    decode_side = "mooncake_kv.pull_receiver"
+    decode_side = "mooncake_kv.kv_reader"
 
     async def scenario(between: Talk) -> None:
         for name in "abc":
@@ -270,7 +276,7 @@ def test_an_instance_that_does_not_fit_is_asked_once(caplog: pytest.LogCaptureFi
             assert "model differs" in str(ended.error)
         assert between.heard["Hello"] == 1
         assert between.p.num_held == 0
-        assert (between.d.counts.failures, between.d.counts.refused) == (3, 3)
+        assert (between.reader.counts.failures, between.reader.counts.refused) == (3, 3)
         assert between.incompatible.engine_ids == ("p1",)
         between.model = "m"
         between.start_p()

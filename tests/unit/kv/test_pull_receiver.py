@@ -15,6 +15,8 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_kv.connector import Event, LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
 from mooncake_kv.handshake import IncompatiblePeers, InstanceMetadata
+from mooncake_kv.kv_reader import KVReader
+from mooncake_kv.lease_keeper import LeaseKeeper
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import Handshake, PeerTable
 from mooncake_kv.pull_receiver import PullReceiver
@@ -32,12 +34,14 @@ class Around:
 
     Args:
         side: itself; its peer's address answers nobody.
+        leases: at that peer.
         events: what it told the core.
         messages: what it told its rank.
         heard: set once the core was told something.
     """
 
     side: PullReceiver
+    leases: LeaseKeeper
     events: list[Event]
     messages: list[bytes]
     heard: asyncio.Event
@@ -65,7 +69,9 @@ def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
         handshake = Handshake(FACTS, ranks, lambda own, peer: None, IncompatiblePeers())
         peers = PeerTable(b"", handshake)
         context = ConnectorContext(FACTS, LEASE_S, tell, spawn)
-        around = Around(PullReceiver(context, RankLoads(ranks), peers), events, messages, heard)
+        leases = LeaseKeeper(context, peers)
+        reader = KVReader(context, RankLoads(ranks), peers, leases)
+        around = Around(PullReceiver(context, reader), leases, events, messages, heard)
         await scenario(around)
         for task in tasks:
             task.cancel()
@@ -81,7 +87,7 @@ def test_a_load_that_crosses_the_news_of_a_lost_lease_is_not_begun() -> None:
 
     async def scenario(around: Around) -> None:
         around.side.expect("mine", REMOTE)
-        renewing = asyncio.ensure_future(around.side.keep_leases())
+        renewing = asyncio.ensure_future(around.leases.keep_leases())
         await around.heard.wait()
         around.side.load("mine", (0,), 0)
         await asyncio.sleep(0)
@@ -151,8 +157,10 @@ def test_leases_are_renewed_as_often_as_the_shorter_one_asks(
         clock = asyncio.get_running_loop().time
         context = ConnectorContext(FACTS, 30.0, lambda event: None, asyncio.ensure_future, clock)
         loads = RankLoads(RankGroup(1, lambda rank, message: None))
-        side = PullReceiver(context, loads, peers)  # type: ignore[arg-type]  # replies at once
-        keeping = asyncio.ensure_future(side.keep_leases())
+        leases = LeaseKeeper(context, peers)  # type: ignore[arg-type]  # replies at once
+        reader = KVReader(context, loads, peers, leases)  # type: ignore[arg-type]  # the same
+        side = PullReceiver(context, reader)
+        keeping = asyncio.ensure_future(leases.keep_leases())
         await asyncio.sleep(1.5)
         side.expect("mine", replace(REMOTE, lease_s=holders_lease_s))
         await asyncio.sleep(30.0)

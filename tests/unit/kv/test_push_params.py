@@ -11,13 +11,13 @@ from mooncake_kv.params import (
     InstanceAddress,
     KVTransferParams,
     TransferMode,
-    build_push_params,
+    build_reservation_params,
     parse_kv_transfer_params,
 )
 
 HOLDER = InstanceAddress("d-1", "127.0.0.1", 7000, 2, 16, lease_s=30.0)
 PROMPT = tuple(range(40))
-POSTED = build_push_params(HOLDER, "r-1", [3, 1, 2], PROMPT, 16)
+POSTED = build_reservation_params(HOLDER, "r-1", [3, 1, 2], PROMPT, 16)
 
 
 def test_what_is_posted_is_understood() -> None:

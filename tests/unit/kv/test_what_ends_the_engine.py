@@ -18,6 +18,8 @@ from mooncake_kv.connector_scheduler import ConnectorContext
 from mooncake_kv.errors import ConnectorDead, Fatal
 from mooncake_kv.handshake import IncompatiblePeers
 from mooncake_kv.io_loop import IoLoop
+from mooncake_kv.kv_reader import KVReader
+from mooncake_kv.lease_keeper import LeaseKeeper
 from mooncake_kv.metaserver_client import Metaserver
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import Handshake, PeerTable
@@ -286,13 +288,14 @@ def pulling(send: Callable[[int, bytes], None], events: list[Any], loop: IoLoop)
     handshake = Handshake(metadata_of("d"), ranks, lambda own, peer: None, IncompatiblePeers())
     peers = PeerTable(b"", handshake)
     context = ConnectorContext(metadata_of("d"), 30.0, events.append, loop.spawn)
-    receiver = PullReceiver(context, RankLoads(ranks), peers)
 
-    async def known(peer: Any, remote: RemoteKV) -> None:
+    async def known(remote: RemoteKV) -> Any:
         """Hands were shaken."""
 
-    receiver._shake_hands = known  # type: ignore[method-assign]
-    return receiver
+    peers.reach = known  # type: ignore[method-assign]
+    return PullReceiver(
+        context, KVReader(context, RankLoads(ranks), peers, LeaseKeeper(context, peers))
+    )
 
 
 def test_a_load_of_which_a_rank_may_have_heard_keeps_its_blocks(owner: Owner) -> None:
@@ -324,7 +327,7 @@ def test_what_is_given_up_is_told_to_the_scheduler_once(owner: Owner) -> None:
         receiver.expect("r", REMOTE)
         receiver.give_up("r", "odd")
         assert not receiver._expected
-        assert not receiver._peers._num_held
+        assert not receiver._reader.peers._num_held
 
     owner.call(begin)
     assert events == [LoadEnded("r", "odd")]

@@ -1,0 +1,280 @@
+"""The decode half of an early pull: reserve blocks, ask for the prefill, read it as it comes on.
+
+Room is promised before anything is computed. What is read may be void any time, for its holder may
+lose its blocks while it computes: it counts only when the holder has confirmed, after the last
+byte, that the lease was held, and that all was read in the same attempt. Loop thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from mooncake_hal.timing import timeout
+from mooncake_kv.connector import LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.errors import KVTransferError
+from mooncake_kv.kv_reader import KVReader
+from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.params import FirstToken, KVTransferDict, RemoteKV
+from mooncake_kv.peers import PeerInstance
+from mooncake_kv.protocol import LeaseStatus, PrefillProgress, Writer
+from mooncake_kv.ranks import Load, spread_of
+
+logger = logging.getLogger(__name__)
+
+PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
+"""Asks for a prefill; raises as ``post_params``."""
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """A request with blocks for its prompt's KV.
+
+    Args:
+        request_id: whose.
+        block_ids: its table.
+        start, num_tokens: of the prompt, what has to come.
+        prompt_digest: of the prompt.
+
+    Attributes:
+        newest: what the holder said last; None before there is one.
+        changed: set when there is something new.
+        error: why it is given up; empty if it is not.
+        former: holders that another one has replaced.
+        may_be_written: while its blocks are the ranks'.
+    """
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    start: int
+    num_tokens: int
+    prompt_digest: str
+    newest: PrefillProgress | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str = ""
+    former: set[Writer] = field(default_factory=set)
+    may_be_written: bool = False
+
+    def fail(self, reason: str) -> None:
+        """Give it up; the first reason counts."""
+        self.error = self.error or reason
+        self.changed.set()
+
+    def is_for(self, message: PrefillProgress) -> bool:
+        """Whether that holder's KV is what is waited for."""
+        is_same = message.prompt_digest == self.prompt_digest
+        return is_same and not self.error and message.holder not in self.former
+
+    def remote(self, progress: PrefillProgress) -> RemoteKV:
+        """What a holder has, and where."""
+        holder = progress.holder
+        return RemoteKV(
+            holder.engine_id,
+            holder.request_id,
+            holder.host,
+            holder.port,
+            progress.block_ids,
+            progress.num_tokens,
+            lease_s=progress.lease_s,
+        )
+
+
+class EarlyPullReceiver:
+    """Requests whose prompts are computed elsewhere for blocks that are reserved here.
+
+    Args:
+        context: what it works with.
+        reader: reads, and knows the prefill instances.
+        post: how to ask for a prefill.
+        max_load_s: however alive its holder is, no request waits longer for its KV.
+
+    Attributes:
+        num_early_bytes: what was read before its prefill was over.
+    """
+
+    def __init__(
+        self, context: ConnectorContext, reader: KVReader, post: PostParams, *, max_load_s: float
+    ) -> None:
+        self.num_early_bytes = 0
+        self._context = context
+        self._reader = reader
+        self._post = post
+        self._max_load_s = max_load_s
+        self._reserved: dict[str, _Reservation] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request's KV is waited for, or being read."""
+        return request_id in self._reserved
+
+    def __len__(self) -> int:
+        return len(self._reserved)
+
+    def load(
+        self,
+        request_id: str,
+        block_ids: tuple[int, ...],
+        metaserver: Metaserver,
+        params: KVTransferDict,
+    ) -> None:
+        """Ask for a prefill, and read it; ``LoadEnded`` follows.
+
+        Args:
+            request_id: whose.
+            block_ids: its table.
+            metaserver: where to ask.
+            params: see ``build_reservation_params``.
+        """
+        start, num_tokens = params["remote_cached_tokens"], params["num_prompt_tokens"]
+        digest = params["prompt_digest"]
+        reserved = _Reservation(request_id, block_ids, start, num_tokens, digest)
+        self._reserved[request_id] = reserved
+        self._context.spawn(self._run(reserved, metaserver, params), request_id)
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Give up on a request; its end is reported once it is drained. Idempotent."""
+        reserved = self._reserved.get(request_id)
+        if reserved is not None:
+            reserved.fail(reason)
+            self._reader.loads.cancel(request_id)
+
+    def handle(self, message: PrefillProgress) -> LeaseStatus:
+        """A prefill has come on; EXPIRED if nobody waits for it (any more).
+
+        One that begins after another one had begun replaces it: the proxy has given that up.
+        """
+        reserved = self._reserved.get(message.request_id)
+        if reserved is None or not reserved.is_for(message):
+            return LeaseStatus.EXPIRED
+        newest = reserved.newest
+        if newest is not None and newest.holder != message.holder:
+            reserved.former.add(newest.holder)
+            newest = None
+        if newest is None:
+            remote = reserved.remote(message)
+            self._reader.leases.keep(message.request_id, remote, self._lose)
+        if message.error:
+            reserved.fail(f"the prefill instance gave up: {message.error}")
+        if newest is None or _order(message) > _order(newest):
+            reserved.newest = message
+            reserved.changed.set()
+        return LeaseStatus.HELD
+
+    def _lose(self, request_id: str, reason: str) -> None:
+        """The holder is silent, or knows nothing of it; a running read finds out by itself."""
+        reserved = self._reserved.get(request_id)
+        if reserved is not None:
+            reserved.fail(reason)
+
+    async def _run(
+        self, reserved: _Reservation, metaserver: Metaserver, params: KVTransferDict
+    ) -> None:
+        """One request from first to last; whatever happens, its end is reported once, drained."""
+        error: str | None = "the load was interrupted"
+        first_token: FirstToken | None = None
+        self._reader.counts.transfers += 1
+        try:
+            await self._post(metaserver, params)
+            first_token = await self._follow(reserved)
+            error = None
+        except KVTransferError as exc:  # once the ranks have orders, from all of their reports
+            reserved.may_be_written = False
+            error = str(exc)
+            self._abandon(reserved, error)
+        except Exception as exc:
+            error = f"the load failed: {exc!r}"
+            self._reader.counts.failures += 1
+            raise  # to be logged
+        finally:
+            name = reserved.request_id
+            del self._reserved[name]
+            self._reader.leases.drop(name)
+            is_drained = not reserved.may_be_written
+            self._context.post(LoadEnded(name, error, first_token, is_drained=is_drained))
+
+    def _abandon(self, reserved: _Reservation, error: str) -> None:
+        newest = reserved.newest
+        engine_id = "" if newest is None else newest.holder.engine_id
+        self._reader.note_failure(reserved.request_id, engine_id, error)
+        if newest is not None:
+            self._reader.leases.spawn_failed(reserved.remote(newest), error)
+
+    async def _follow(self, reserved: _Reservation) -> FirstToken:
+        """Read what is there, wait for more, until all of it is read and confirmed."""
+        give_up_at = self._context.clock() + self._max_load_s
+        known: tuple[Writer, int] | None = None
+        peer: PeerInstance | None = None
+        stop = reserved.start
+        while True:
+            progress = await self._next(reserved, give_up_at)
+            if known is None or known[0] != progress.holder:
+                peer = await self._reader.peers.reach(reserved.remote(progress))
+            if known != (progress.holder, progress.attempt):
+                known, stop = (progress.holder, progress.attempt), reserved.start
+            if progress.num_tokens > stop:
+                if not await self._read(reserved, progress, stop):
+                    continue
+                stop = progress.num_tokens
+            if progress.first_token is not None and not reserved.changed.is_set():
+                assert peer is not None, "hands were shaken with every holder"
+                await self._reader.confirm(peer, reserved.remote(progress), reserved.request_id)
+                return progress.first_token
+
+    async def _next(self, reserved: _Reservation, give_up_at: float) -> PrefillProgress:
+        """What a holder says that has not been looked at.
+
+        Raises:
+            KVTransferError: it is given up, or nothing came in time.
+        """
+        wait_s = give_up_at - self._context.clock()
+        if reserved.newest is None:
+            wait_s = min(wait_s, self._context.lease_s)
+        try:
+            async with timeout(wait_s):
+                await reserved.changed.wait()
+        except asyncio.TimeoutError as exc:
+            words = "was not complete" if reserved.newest else "was not begun by any instance"
+            raise KVTransferError(f"its prefill {words} within {wait_s:g} s") from exc
+        reserved.changed.clear()
+        if reserved.error:
+            raise KVTransferError(reserved.error)
+        assert reserved.newest is not None, "something has come"
+        return reserved.newest
+
+    async def _read(self, reserved: _Reservation, progress: PrefillProgress, start: int) -> bool:
+        """Read the tokens from ``start`` on that are there; False if that failed at a holder which
+        another one has replaced.
+
+        Raises:
+            KVTransferError: it failed, or the request is given up.
+        """
+        if reserved.error:
+            raise KVTransferError(reserved.error)
+        order = Load(
+            reserved.request_id,
+            progress.holder.engine_id,
+            reserved.block_ids,
+            progress.block_ids,
+            start,
+            progress.num_tokens,
+            spread_of(progress.holder.request_id),
+        )
+        reserved.may_be_written = True
+        try:
+            nbytes = await self._reader.read(order)
+        except KVTransferError:  # from all ranks' reports
+            reserved.may_be_written = False
+            if reserved.error or progress.holder not in reserved.former:
+                raise
+            return False
+        reserved.may_be_written = False
+        if progress.first_token is None:
+            self.num_early_bytes += nbytes
+        return True
+
+
+def _order(message: PrefillProgress) -> tuple[int, int, bool]:
+    """Of one holder's messages: one that was sent twice may come after those behind it."""
+    return message.attempt, message.num_tokens, message.first_token is not None

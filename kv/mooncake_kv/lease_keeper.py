@@ -1,0 +1,105 @@
+"""The reader's side of leases: keepalives to those who hold KV for this instance, and words to
+them that need no answer. Loop thread only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.errors import KVTransferError
+from mooncake_kv.liveness import KEEPALIVES_PER_LEASE, Keepalive, KeepaliveInterval
+from mooncake_kv.params import RemoteKV
+from mooncake_kv.peers import IDLE_S, PeerInstance, PeerTable
+
+logger = logging.getLogger(__name__)
+
+OnLost = Callable[[str, str], None]
+"""Takes a request whose lease is lost, and why; may be told again."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    remote: RemoteKV
+    last_renewed: float
+    on_lost: OnLost
+
+
+class LeaseKeeper:
+    """Keeps leases at peers alive, one message per peer for all of them.
+
+    Args:
+        context: what it works with.
+        peers: who hold KV.
+    """
+
+    def __init__(self, context: ConnectorContext, peers: PeerTable) -> None:
+        self._context = context
+        self._peers = peers
+        self._kept: dict[str, _Kept] = {}
+        # a peer that is not asked anything for IDLE_S is dropped, however long its leases are
+        interval = KeepaliveInterval(context.lease_s, IDLE_S / KEEPALIVES_PER_LEASE)
+        self._keepalive = Keepalive(interval, self._renew, context.spawn, context.has_stalled)
+
+    def keep(self, request_id: str, remote: RemoteKV, on_lost: OnLost) -> None:
+        """Keep a request's lease alive until it is dropped."""
+        self.drop(request_id)
+        self._kept[request_id] = _Kept(remote, self._context.clock(), on_lost)
+        self._peers.hold(remote)
+        self._keepalive.hasten(remote)
+
+    def drop(self, request_id: str) -> None:
+        """The lease is over, or is no longer wanted. Idempotent."""
+        kept = self._kept.pop(request_id, None)
+        if kept is not None:
+            self._peers.release(kept.remote)
+
+    async def keep_leases(self) -> None:
+        """Renew, in one message per peer, what is kept; until cancelled."""
+        await self._keepalive.give(lambda: self._kept)
+
+    def spawn_failed(self, remote: RemoteKV, reason: str) -> None:
+        """Say to a holder that its KV will not be read."""
+        self._context.spawn(self._tell(remote, lambda peer: peer.failed(remote.request_id, reason)))
+
+    def spawn_done(self, remote: RemoteKV, reader: str) -> None:
+        """Say to a holder that its KV is not needed."""
+        self._context.spawn(self._tell(remote, lambda peer: peer.done(remote.request_id, reader)))
+
+    async def _tell(
+        self, remote: RemoteKV, say: Callable[[PeerInstance], Awaitable[object]]
+    ) -> None:
+        """A holder that is not reached has its deadline."""
+        try:
+            await say(self._peers.get(remote))
+        except KVTransferError as exc:
+            logger.info("could not tell the holder of %s: %s", remote.request_id, exc)
+            self._peers.forget(remote, str(exc))
+
+    async def _renew(self, group: dict[str, _Kept], within_s: float) -> None:
+        """One peer's leases: what it has lost, or all of them if it has long been silent."""
+        names = {kept.remote.request_id: name for name, kept in group.items()}
+        try:
+            peer = self._peers.get(next(iter(group.values())).remote)
+            lost = await peer.renew(tuple(names), within_s)
+        except KVTransferError as exc:
+            self._drop_silent(group, str(exc))
+            return
+        now = self._context.clock()
+        for kept in group.values():
+            kept.last_renewed = now
+        for remote_id in lost:
+            name = names[remote_id]
+            self._lose(name, group[name], "the prefill instance no longer holds its KV")
+
+    def _drop_silent(self, group: dict[str, _Kept], reason: str) -> None:
+        for request_id, kept in group.items():
+            if self._context.clock() - kept.last_renewed > self._context.lease_s:
+                self._lose(request_id, kept, reason)
+                self._peers.forget(kept.remote, reason)
+
+    def _lose(self, request_id: str, kept: _Kept, reason: str) -> None:
+        """Unless it was dropped, or is kept somewhere else by now."""
+        if self._kept.get(request_id) is kept:
+            kept.on_lost(request_id, reason)

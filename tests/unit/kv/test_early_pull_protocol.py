@@ -1,0 +1,484 @@
+"""What both halves of an early pull come to when messages are lost, prefills are preempted, aborted
+or killed, and readers leave; in virtual time.
+
+Nothing is used that was not this prompt's KV when it was read; nothing is held for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.push_line import TOKEN, TRIES, Line, deliver, losing, metadata_of, unreliable
+from support.virtual_time import run_virtually
+
+from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
+from mooncake_kv.connector_scheduler import ConnectorContext
+from mooncake_kv.early_pull_receiver import EarlyPullReceiver
+from mooncake_kv.early_pull_sender import EarlyPullSender, Progress
+from mooncake_kv.errors import HandshakeRefused, KVTransferError
+from mooncake_kv.handshake import IncompatiblePeers
+from mooncake_kv.kv_reader import KVReader
+from mooncake_kv.lease_keeper import LeaseKeeper
+from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.params import KVTransferDict, PushTarget, RemoteKV
+from mooncake_kv.peers import Handshake, PeerInstance, PeerTable
+from mooncake_kv.protocol import AnyMessage, LeaseReply, PrefillProgress, Reject
+from mooncake_kv.pull_sender import PullSender
+from mooncake_kv.ranks import CancelLoad, Load, LoadReport, RankGroup, RankLoads, decode_to_rank
+
+LEASE_S = 6.0
+LONGEST_READ_S = 4.0
+CHUNK = 4
+NUM_TOKENS = 16
+MAX_LOAD_S = 60.0
+
+Content = list[tuple[str, int] | None]
+"""Of each token's slot, whose KV it is: request and attempt."""
+
+
+@dataclass
+class Peers:
+    """What stands for a PeerTable: every peer is reached over one line."""
+
+    own: str
+    line: Line
+    handle: Callable[[RemoteKV, AnyMessage], AnyMessage]
+    ranks: RankGroup
+    _known: dict[str, PeerInstance] = field(default_factory=dict)
+
+    reach = PeerTable.reach
+
+    def get(self, remote: RemoteKV) -> PeerInstance:
+        client: Any = Client(self, remote)
+        handshake = Handshake(
+            metadata_of(self.own), self.ranks, lambda own, peer: ("shm",), IncompatiblePeers()
+        )
+        made = PeerInstance(remote.engine_id, client, handshake)
+        return self._known.setdefault(remote.engine_id, made)
+
+    def forget(self, remote: RemoteKV, reason: str) -> None:
+        self._known.pop(remote.engine_id, None)
+
+    def forget_predecessors(self, remote: RemoteKV) -> None:
+        """One name is one epoch here."""
+
+    def hold(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
+
+    def release(self, remote: RemoteKV) -> None:
+        """Kept anyway."""
+
+
+@dataclass
+class Client:
+    """As a SideChannelClient."""
+
+    peers: Peers
+    remote: RemoteKV
+
+    async def ask(
+        self,
+        make: Callable[[int], AnyMessage],
+        kind: type[Any],
+        *,
+        tries: int = TRIES,
+        try_timeout_s: float | None = None,
+    ) -> Any:
+        answer = await self.peers.line.ask(
+            lambda message: self.peers.handle(self.remote, message), make, tries, try_timeout_s
+        )
+        if isinstance(answer, Reject):
+            raise HandshakeRefused(answer.reason)
+        assert isinstance(answer, kind)
+        return answer
+
+
+class PrefillInstance:
+    """One epoch: its senders, and what its requests' blocks hold."""
+
+    def __init__(self, talk: Talk, name: str) -> None:
+        self.name = name
+        self.is_dead = False
+        self.content: dict[str, Content] = {}
+        self.leased: set[str] = set()
+        spawn = talk.spawn
+        context = ConnectorContext(metadata_of(name), LEASE_S, self._hears, spawn, talk.now)
+        self.sender = PullSender(context)
+        peers: Any = Peers(
+            name, talk.line, lambda remote, message: talk.ask_d(self, message), ranks()
+        )
+        self.early = EarlyPullSender(context, peers, self.sender, ("p", 1))
+        self.sweeping = spawn(self.sender.sweep())
+
+    def _hears(self, event: Event) -> None:
+        assert isinstance(event, LeaseEnded)
+        if event.request_id in self.leased:
+            self.leased.remove(event.request_id)
+            self.content[event.request_id] = [None] * NUM_TOKENS
+
+    def finish(self, request_id: str, progress: Progress) -> None:
+        """All is computed: the blocks are the lease's from now on."""
+        self.leased.add(request_id)
+        self.early.complete(request_id, progress)
+
+    def abort(self, request_id: str) -> None:
+        self.leased.add(request_id)
+        self.early.cancel(request_id, "aborted")
+        self.sender.give_up(request_id)
+
+
+def ranks() -> RankGroup:
+    return RankGroup(1, lambda rank, message: None)
+
+
+@dataclass
+class Talk:
+    """A decode instance, and prefill instances that come and go.
+
+    Attributes:
+        ended: what the decode instance's core was told.
+        read: what each request's blocks hold, as they were read.
+        begun: set once its rank reads.
+    """
+
+    numbers: random.Random
+    line: Line = field(default_factory=Line)
+    ended: dict[str, list[LoadEnded]] = field(default_factory=dict)
+    read: dict[str, Content] = field(default_factory=dict)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: asyncio.Queue[KVTransferDict] = field(default_factory=asyncio.Queue)
+    prefills: dict[str, PrefillInstance] = field(default_factory=dict)
+    refuses: bool = False
+    _reading: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _names: Any = field(default_factory=count)
+
+    def start(self) -> None:
+        """On the loop."""
+        group = RankGroup(1, self._rank_hears)
+        self.loads = RankLoads(group)
+        context = ConnectorContext(metadata_of("d"), LEASE_S, self._hears, self.spawn, self.now)
+        peers: Any = Peers("d", self.line, self._ask_p, group)
+        leases = LeaseKeeper(context, peers)
+        self.reader = KVReader(context, self.loads, peers, leases)
+        self.d = EarlyPullReceiver(context, self.reader, self._post, max_load_s=MAX_LOAD_S)
+        self.spawn(leases.keep_leases())
+
+    @staticmethod
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def spawn(
+        self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None
+    ) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.ensure_future(coroutine))
+        return self._tasks[-1]
+
+    def check_tasks(self) -> None:
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    def prefill_instance(self) -> PrefillInstance:
+        name = f"p{next(self._names)}"
+        self.prefills[name] = PrefillInstance(self, name)
+        return self.prefills[name]
+
+    def load(self, name: str, start: int = 0) -> None:
+        """The decode instance's core has room for a request."""
+        params = {"remote_request_id": name, "remote_cached_tokens": start}
+        params |= {"num_prompt_tokens": NUM_TOKENS, "prompt_digest": name}
+        self.read[name] = [None] * NUM_TOKENS
+        self.d.load(name, (0,), Metaserver("http://m"), params)
+
+    def target(self, name: str) -> PushTarget:
+        remote = RemoteKV("d", name, "d", 2, (0,), NUM_TOKENS, lease_s=LEASE_S)
+        return PushTarget(remote, 0, name)
+
+    async def compute(
+        self, p: PrefillInstance, name: str, *, begin: int = 0, preempt_at: int | None = None
+    ) -> None:
+        """A prompt's prefill, chunk by chunk; from ``begin`` on, for it is announced already."""
+        request_id = f"{name}@{p.name}"
+        if not begin:
+            p.content[request_id] = [None] * NUM_TOKENS
+            p.early.begin(request_id, self.target(name))
+        attempt, stop = 0, begin
+        while stop < NUM_TOKENS:
+            await asyncio.sleep(self.numbers.uniform(0.0, 3.0))
+            if p.is_dead:
+                return
+            if stop == preempt_at:
+                attempt, stop, preempt_at = attempt + 1, 0, None
+                p.content[request_id] = [("somebody else's", 0)] * NUM_TOKENS
+                continue
+            for index in range(stop, stop + CHUNK):
+                p.content[request_id][index] = (request_id, attempt)
+            stop += CHUNK
+            if stop < NUM_TOKENS:
+                p.early.advance(request_id, Progress(attempt, (0,), stop))
+        p.finish(request_id, Progress(attempt, (0,), NUM_TOKENS, TOKEN))
+
+    # --- the line --------------------------------------------------------------------------
+
+    async def _post(self, metaserver: Metaserver, params: KVTransferDict) -> None:
+        if self.refuses:
+            raise KVTransferError("metaserver answered 500")
+        self.asked.put_nowait(params)
+
+    def ask_d(self, p: PrefillInstance, message: AnyMessage) -> AnyMessage:
+        assert isinstance(message, PrefillProgress)
+        return LeaseReply(message.ticket, self.d.handle(message))
+
+    def _ask_p(self, remote: RemoteKV, message: AnyMessage) -> AnyMessage:
+        return self.prefills[remote.engine_id].sender.handle(message)
+
+    def _hears(self, event: Event) -> None:
+        assert isinstance(event, LoadEnded)
+        assert event.request_id not in self._reading, "over while its rank reads"
+        self.ended.setdefault(event.request_id, []).append(event)
+        if event.error is None:
+            found = self.read[event.request_id]
+            assert None not in found
+            assert len(set(found)) == 1, f"of several attempts or holders: {found}"
+            [(owner, _)] = set(found)  # type: ignore[misc]  # none is None
+            assert owner.startswith(f"{event.request_id}@"), "somebody else's KV"
+
+    def _rank_hears(self, rank: int, message: bytes) -> None:
+        order = decode_to_rank(message)
+        if isinstance(order, Load):
+            self.begun.set()
+            delay = self.numbers.uniform(0.0, LONGEST_READ_S)
+            loop = asyncio.get_running_loop()
+            self._reading[order.request_id] = loop.call_later(delay, self._end_read, order)
+        elif isinstance(order, CancelLoad) and order.request_id in self._reading:
+            self._reading.pop(order.request_id).cancel()
+            self.loads.report(0, LoadReport(order.request_id, "cancelled", 0, 0.1))
+
+    def _end_read(self, order: Load) -> None:
+        """What is read is what the holder's blocks hold now, whosever that is."""
+        name = order.request_id
+        del self._reading[name]
+        p = self.prefills[order.engine_id]
+        error = "the peer is gone" if p.is_dead else None
+        source = p.content.get(f"{name}@{p.name}", [None] * NUM_TOKENS)
+        self.read[name][order.start : order.stop] = source[order.start : order.stop]
+        self.loads.report(0, LoadReport(name, error, order.stop - order.start, 0.1))
+
+
+def talk(scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0) -> None:
+    async def main() -> None:
+        between = Talk(random.Random(seed))
+        between.start()
+        await scenario(between)
+        between.check_tasks()
+
+    run_virtually(main())
+
+
+def outcome(between: Talk, name: str = "r") -> LoadEnded:
+    [ended] = between.ended[name]
+    return ended
+
+
+def test_reads_begin_while_the_prompt_is_computed() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        await between.asked.get()
+        p.content["r@p0"] = [("r@p0", 0)] * NUM_TOKENS
+        p.early.begin("r@p0", between.target("r"))
+        p.early.advance("r@p0", Progress(0, (0,), CHUNK))
+        await asyncio.wait_for(between.begun.wait(), 1.0)
+        await asyncio.sleep(2 * LONGEST_READ_S)
+        assert between.reader.counts.nbytes == CHUNK
+        assert between.ended == {}
+        p.finish("r@p0", Progress(0, (0,), NUM_TOKENS, TOKEN))
+        await asyncio.sleep(2 * LONGEST_READ_S)
+        assert outcome(between) == LoadEnded("r", None, TOKEN)
+        assert between.reader.counts.nbytes == NUM_TOKENS, "nothing is read twice"
+        assert between.d.num_early_bytes == CHUNK
+        assert p.leased == set()
+
+    talk(scenario)
+
+
+def test_what_was_read_before_a_preemption_counts_for_nothing() -> None:
+    """The blocks were somebody else's meanwhile, and are the same ones again."""
+
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        await between.compute(p, "r", preempt_at=2 * CHUNK)
+        await asyncio.sleep(4 * LONGEST_READ_S)
+        assert outcome(between) == LoadEnded("r", None, TOKEN)
+        assert set(between.read["r"]) == {("r@p0", 1)}
+
+    talk(scenario)
+
+
+def test_a_cached_prefix_is_not_read() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r", start=NUM_TOKENS)
+        await between.compute(p, "r")
+        between.read["r"] = [("r@p0", 0)] * NUM_TOKENS
+        await asyncio.sleep(LEASE_S)
+        assert outcome(between) == LoadEnded("r", None, TOKEN)
+        assert not between.begun.is_set()
+        assert p.leased == set(), "it may free its blocks"
+
+    talk(scenario)
+
+
+def test_a_prefill_that_is_aborted_is_heard_of_at_once() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        p.early.begin("r@p0", between.target("r"))
+        await asyncio.sleep(0.1)
+        p.abort("r@p0")
+        await asyncio.sleep(0.1)
+        assert outcome(between).error == "the prefill instance gave up: aborted"
+        assert p.leased == set()
+
+    talk(scenario)
+
+
+def test_a_holder_that_dies_is_given_up_within_two_leases() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        p.early.begin("r@p0", between.target("r"))
+        await asyncio.sleep(0.1)
+        between.line.is_cut = True
+        await asyncio.sleep(2 * LEASE_S + 3 * TRIES)
+        assert outcome(between).error == "no answer"
+
+    talk(scenario)
+
+
+@pytest.mark.parametrize("has_read", [False, True])
+def test_a_second_prefill_takes_the_place_of_one_that_died(*, has_read: bool) -> None:
+    """The proxy sees the first one's connection end, and asks another instance."""
+
+    async def scenario(between: Talk) -> None:
+        dead, alive = between.prefill_instance(), between.prefill_instance()
+        between.load("r")
+        dead.early.begin("r@p0", between.target("r"))
+        dead.early.advance("r@p0", Progress(0, (0,), CHUNK))
+        await between.begun.wait()
+        await asyncio.sleep(LONGEST_READ_S if has_read else 0.0)
+        dead.is_dead = True
+        await between.compute(alive, "r")
+        dead.early.advance("r@p0", Progress(0, (0,), 3 * CHUNK))  # of no use: it came too late
+        await asyncio.sleep(4 * LONGEST_READ_S)
+        assert outcome(between) == LoadEnded("r", None, TOKEN)
+        assert set(between.read["r"]) == {("r@p1", 0)}
+        assert not dead.sender.is_held("r@p0")
+
+    talk(scenario)
+
+
+def test_a_reader_that_leaves_ends_the_lease_of_a_prompt_that_is_computed() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        computing = between.spawn(between.compute(p, "r"))
+        await between.begun.wait()
+        between.d.cancel("r", "the client left")
+        await asyncio.sleep(0.1)
+        assert outcome(between).error is not None
+        assert not p.sender.is_held("r@p0")
+        await computing
+        assert p.leased == set(), "its blocks are free as soon as it is computed"
+
+    talk(scenario)
+
+
+def test_nobody_who_comes_is_given_up_after_a_lease() -> None:
+    async def scenario(between: Talk) -> None:
+        between.load("r")
+        await asyncio.sleep(LEASE_S + 0.1)
+        assert outcome(between).error == "its prefill was not begun by any instance within 6 s"
+        between.refuses = True
+        between.load("s")
+        await asyncio.sleep(0.1)
+        assert outcome(between, "s").error == "metaserver answered 500"
+
+    talk(scenario)
+
+
+def test_a_prompt_of_another_text_is_not_read() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        other = between.target("r")
+        p.early.begin("r@p0", PushTarget(other.remote, 0, "another digest"))
+        await asyncio.sleep(1.0)
+        assert not p.sender.is_held("r@p0")
+        assert between.ended == {}
+
+    talk(scenario)
+
+
+def test_a_first_token_that_is_lost_on_its_way_is_sent_again() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        await between.compute(p, "r")
+        between.line.fate = losing("LeaseReply")
+        await asyncio.sleep(1.0)
+        between.line.fate = deliver
+        await asyncio.sleep(4 * LONGEST_READ_S)
+        assert outcome(between) == LoadEnded("r", None, TOKEN)
+
+    talk(scenario)
+
+
+@settings(max_examples=120)
+@given(seed=st.integers(0, 2**32), loses=st.booleans(), kills=st.booleans())
+def test_whatever_is_lost_nothing_is_held_for_ever_and_nothing_foreign_is_used(
+    seed: int, *, loses: bool, kills: bool
+) -> None:
+    async def scenario(between: Talk) -> None:
+        if loses:
+            between.line.fate = unreliable(seed)
+        names = [f"r{index}" for index in range(6)]
+        await asyncio.gather(*(_live(between, name, kills=kills) for name in names))
+        between.line.fate = deliver
+        await asyncio.sleep(MAX_LOAD_S + 10 * LEASE_S)
+        assert len(between.d) == 0
+        assert {name: len(ends) for name, ends in between.ended.items()} == dict.fromkeys(names, 1)
+        for p in between.prefills.values():
+            assert p.is_dead or (p.leased == set() and p.sender.num_held == 0)
+
+    talk(scenario, seed)
+
+
+async def _live(between: Talk, name: str, *, kills: bool) -> None:
+    numbers = between.numbers
+    await asyncio.sleep(numbers.uniform(0.0, 10.0))
+    between.load(name)
+    num_holders = numbers.choice([0, 1, 1, 1, 2])
+    for _ in range(num_holders):
+        p = between.prefill_instance()
+        preempt_at = numbers.choice([None, None, CHUNK, 3 * CHUNK])
+        computing = between.spawn(between.compute(p, name, preempt_at=preempt_at))
+        await asyncio.sleep(numbers.uniform(0.0, 12.0))
+        fate = numbers.random()
+        if kills and fate < 0.3:
+            p.is_dead = True
+            p.sweeping.cancel()
+        elif fate < 0.5 and not computing.done():
+            computing.cancel()
+            p.abort(f"{name}@{p.name}")
+    if numbers.random() < 0.3:
+        between.d.cancel(name, "the client left")
