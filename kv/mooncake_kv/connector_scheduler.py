@@ -97,8 +97,7 @@ class ConnectorScheduler(ABC):
         check_compatible: judges peers that this instance asks.
     """
 
-    pulls_early = False
-    """See ``Topology``."""
+    pulls_early = False  # see ``Topology``
 
     def __init__(
         self, config: KVTransferConfig, num_ranks: int, check_compatible: CompatibilityCheck

@@ -66,7 +66,8 @@ class _Reservation:
     def is_for(self, message: PrefillProgress) -> bool:
         """Whether that holder's KV is what is waited for."""
         is_same = message.prompt_digest == self.prompt_digest
-        return is_same and not self.error and message.holder not in self.former
+        is_whole = message.first_token is None or message.num_tokens == self.num_tokens
+        return is_same and is_whole and not self.error and message.holder not in self.former
 
     def remote(self, progress: PrefillProgress) -> RemoteKV:
         """What a holder has, and where."""

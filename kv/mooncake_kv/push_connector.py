@@ -99,7 +99,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def prefill_advanced(
         self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int, attempt: int
     ) -> None:
-        """The ranks know, layer by layer."""
+        pass  # its ranks know, layer by layer
 
     def request_finished(
         self,

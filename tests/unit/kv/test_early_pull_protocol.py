@@ -429,6 +429,20 @@ def test_a_prompt_of_another_text_is_not_read() -> None:
     talk(scenario)
 
 
+def test_an_end_before_the_prompts_end_is_none() -> None:
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        p.early.begin("r@p0", between.target("r"))
+        await asyncio.sleep(0.1)
+        p.finish("r@p0", Progress(0, (0,), NUM_TOKENS - CHUNK, TOKEN))
+        await asyncio.sleep(2 * LEASE_S)
+        assert outcome(between).error is not None
+        assert p.leased == set()
+
+    talk(scenario)
+
+
 def test_a_first_token_that_is_lost_on_its_way_is_sent_again() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()

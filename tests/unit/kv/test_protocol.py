@@ -17,6 +17,7 @@ from mooncake_kv.protocol import (
     FirstToken,
     LeaseReply,
     LeaseStatus,
+    PrefillProgress,
     Pushed,
     PushFailed,
     PushOpen,
@@ -39,6 +40,7 @@ MESSAGES: list[protocol.AnyMessage] = [
     Failed(3, "a", "the client left"),
     LeaseReply(3, LeaseStatus.RELEASED),
     Reject(0, "no"),
+    PrefillProgress(4, "a", WRITER, 1, (3, 4), 32, "digest", 30.0, FirstToken(7)),
     PushOpen(4, "a", WRITER),
     Pushed(5, "a", WRITER, ((0, 1, 4096),), FirstToken(7, (-0.5, ((7, -0.5),)), 16)),
     PushFailed(6, "a", WRITER, "broken"),
@@ -60,7 +62,7 @@ def test_the_wire_form_is_fixed() -> None:
         "request_id": "cmpl-1",
         "reader": "d1/r",
     }
-    assert PROTOCOL_VERSION == 4
+    assert PROTOCOL_VERSION == 5
 
 
 def test_an_empty_frame_is_refused() -> None:
@@ -121,5 +123,5 @@ def _is_huge(value: object) -> bool:
 
 def test_another_version_is_refused_with_both_named() -> None:
     check_version(PROTOCOL_VERSION)
-    with pytest.raises(HandshakeRefused, match="protocol 2, this instance 4"):
+    with pytest.raises(HandshakeRefused, match="protocol 2, this instance 5"):
         check_version(2)

@@ -1,0 +1,176 @@
+"""Early pulls: room on D before P computes, reads while it does, and every ending in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.pd import GREEDY, ask, instance, pair, prompt_of, wait_until
+from support.pd_transport import Gate
+from support.push import PULLING, PushPair, ask_pushed, early_pull_pair
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.messages import FinishReason
+from mooncake_kv.config import LoadFailurePolicy
+from mooncake_kv.params import KVTransferDict
+
+PROMPT = prompt_of(450)
+SLOW = {"max_num_batched_tokens": 1}
+"""One step per token: there is time to look while P computes."""
+GATED = {"transports": ("gated",)}
+
+Scenario = Callable[[list[int], PushPair], Coroutine[None, None, None]]
+
+
+def run(model: Path, scenario: Scenario, **options: object) -> None:
+    """Run a scenario on a pair, given what one instance answers; every block is back afterwards."""
+
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, PROMPT)).tokens
+        async with early_pull_pair(model, **options) as both:
+            await scenario(expected, both)
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+def test_reads_begin_before_the_prefill_is_over(model: Path, gate: Gate) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.close()
+        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        await wait_until(lambda: gate.num_held > 0, 20)
+        assert both.prefill.engine.stats().num_running == 1, "D reads, and P computes"
+        assert both.prefills == {}, "P has not answered"
+        gate.open()
+        assert (await asking).tokens == expected
+        assert both.decode.stat("bytes_received_early") > 0.9 * both.decode.stat("bytes_received")
+        assert both.decode.stat("load_failures") == 0
+
+    run(model, scenario, prefill=SLOW, **GATED)
+
+
+def test_room_is_promised_before_anything_is_computed(model: Path) -> None:
+    """D has room for one such request: the other's prefill is not even asked for."""
+
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        long = replace(GREEDY, max_tokens=40)
+        first = asyncio.create_task(ask_pushed(both, PROMPT, long))
+        await wait_until(lambda: both.decode.engine.stats().num_running == 1, 20)
+        second = asyncio.create_task(ask_pushed(both, PROMPT[::-1]))
+        await wait_until(lambda: both.decode.engine.stats().num_waiting == 1, 20)
+        assert len(both.waiting) == 1, "P has not heard of it"
+        assert (await first).tokens[: len(expected)] == expected
+        assert (await second).finish is FinishReason.LENGTH
+        assert both.decode.stat("load_failures") == 0
+
+    run(model, scenario, decode={"num_kv_blocks": 36}, prefix_caching=False)
+
+
+def test_a_client_that_leaves_while_p_computes(model: Path, gate: Gate) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.close()
+        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        await wait_until(lambda: gate.num_held > 0, 20)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        gate.open()
+        await both.check_clean(30.0)
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+
+    run(model, scenario, prefill=SLOW, **GATED)
+
+
+def test_a_prefill_that_is_aborted_is_computed_by_d(model: Path) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        async def go_away(key: str, params: KVTransferDict) -> None:
+            asking = asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params))
+            await wait_until(lambda: both.decode.stat("bytes_received") > 0, 20)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+        both.metaserver.dispatch = go_away
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, prefill=SLOW)
+
+
+def test_a_prefill_instance_that_ends_is_replaced_by_d_itself(model: Path) -> None:
+    async def main() -> None:
+        async with instance(model) as single:
+            expected = (await ask(single, PROMPT)).tokens
+        async with early_pull_pair(model, prefill=SLOW, lease_s=1.0) as both:
+            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            await wait_until(lambda: both.decode.stat("bytes_received") > 0, 20)
+            both.metaserver.is_failure_expected = True
+            await asyncio.to_thread(both.prefill.engine.close)
+            assert (await asking).tokens == expected
+            assert both.decode.stat("load_failures") == 1
+            await both.decode.check_clean()
+
+    asyncio.run(main())
+
+
+def test_a_decode_instance_that_ends_leaves_p_clean(model: Path) -> None:
+    async def main() -> None:
+        async with early_pull_pair(model, prefill=SLOW, lease_s=1.0) as both:
+            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            await wait_until(lambda: both.decode.stat("bytes_received") > 0, 20)
+            await asyncio.to_thread(both.decode.engine.close)
+            await asyncio.gather(asking, return_exceptions=True)
+            await both.prefill.check_clean(30.0)
+
+    asyncio.run(main())
+
+
+def test_a_preempted_prefill_is_read_anew(model: Path) -> None:
+    """A decode on P needs the blocks that the younger prompt has been given."""
+
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        older = asyncio.create_task(
+            ask(both.prefill, prompt_of(40), replace(GREEDY, max_tokens=120))
+        )
+        await wait_until(lambda: both.prefill.engine.stats().num_running == 1, 20)
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.prefill.engine.stats().num_preemptions == 1
+        assert both.decode.stat("load_failures") == 0
+        await older
+
+    limits = {"num_kv_blocks": 34, "max_num_batched_tokens": 8, "min_prefill_chunk": 1}
+    run(model, scenario, prefill=limits, prefix_caching=False)
+
+
+def test_a_read_that_fails_under_way_is_computed_by_d(model: Path, gate: Gate) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        gate.num_failures = 1
+        assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("load_failures") == 1
+
+    run(model, scenario, prefill={"max_num_batched_tokens": 64}, **GATED)
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_metaserver_that_refuses_is_heard(model: Path, status: int) -> None:
+    async def scenario(expected: list[int], both: PushPair) -> None:
+        answer = await ask_pushed(both, PROMPT)
+        assert answer.finish is FinishReason.ERROR
+        assert f"answered {status}, not 202" in str(answer.error)
+
+    run(model, scenario, status=status, decode={"load_failure": LoadFailurePolicy.FAIL})
+
+
+def test_who_pushes_is_not_asked_to_let_its_kv_be_read(model: Path) -> None:
+    async def main() -> None:
+        async with pair(model, connector="MooncakeLayerwiseConnector") as both:
+            params = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1/"}
+            with pytest.raises(InvalidRequest, match=r"ask for a pull.* made to push"):
+                await ask(both.decode, PROMPT, GREEDY, {**params, "do_pull": True})
+        async with pair(model, connector=PULLING) as both:
+            with pytest.raises(InvalidRequest, match=r"ask for a push.* made to pull"):
+                await ask(both.decode, PROMPT, GREEDY, params)
+
+    asyncio.run(main())
