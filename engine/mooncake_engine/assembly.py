@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from mooncake_engine.execution.executor import (
 from mooncake_engine.execution.process_executor import ProcessExecutor
 from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_engine.execution.weight_loader import ProgressHandler
+from mooncake_engine.execution.worker_extension import ExtensionMessages
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_connector import (
     EXTENSION,
@@ -35,6 +37,7 @@ from mooncake_engine.kv_connector import (
     settle_addresses,
 )
 from mooncake_engine.messages import EngineInfo
+from mooncake_engine.pool_connector import EXTENSION as POOL_EXTENSION, SchedulerPool, check_pool
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.step_watchdog import StepWatch
@@ -51,7 +54,8 @@ from mooncake_kv.connector_worker import transports_wanted
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_events import KVEventEndpoints, KVEventLog, KVEventPublisher
-from mooncake_kv.model_fingerprint import model_fingerprint
+from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
+from mooncake_kv.store.chunk_keys import KVIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +90,17 @@ def plan_engine(config: EngineConfig, registry: Registry) -> EnginePlan:
     if config.kv_transfer is not None:
         find_connector(config.kv_transfer.connector)
         config = replace(config, kv_transfer=settle_addresses(config.kv_transfer))
+    if config.kv_pool is not None:
+        network = config.kv_transfer or settle_addresses(config.kv_pool.network)
+        config = replace(config, kv_pool=config.kv_pool.with_network(network))
     _check_speculation(config)
     try:
-        return make_plan(config, registry.select_backend(config.backend))
+        plan = make_plan(config, registry.select_backend(config.backend))
     except HalError as exc:
         raise ConfigError(str(exc)) from exc
+    if config.kv_pool is not None:
+        check_pool(config.kv_pool, plan.block_size.tokens)
+    return plan
 
 
 def start_engine(
@@ -113,31 +123,30 @@ def start_engine(
         torch.set_num_threads(config.threads)
     engine_id = f"{config.role.value}-{secrets.token_hex(8)}"
     with ExitStack() as cleanup:
+        messages = ExtensionMessages()
         connector = None if config.kv_transfer is None else SchedulerConnector(config)
-        options = ExecutorOptions(progress=progress, registry=registry)
+        pool = _open_pool(plan, registry, engine_id)
+        # a step waits for what it loads before it lets go of what it has computed
+        if pool is not None:
+            cleanup.callback(pool.close)
+            pool_number = messages.add(POOL_EXTENSION, pool.on_rank_message)
         if connector is not None:
-            options = replace(options, extension=EXTENSION, on_message=connector.on_rank_message)
+            connector_number = messages.add(EXTENSION, connector.on_rank_message)
+        options = ExecutorOptions(messages.factories, messages.take, progress, registry)
         executor = start_executor(plan, backend, options)
         cleanup.callback(executor.close)
         logger.info("KV blocks of %d tokens: %s", plan.block_size.tokens, plan.block_size.reason)
-        scheduler = _make_scheduler(config, executor.info, connector)
-        core = EngineCore(
-            scheduler,
-            executor,
-            connector,
-            steps_in_flight=config.steps_in_flight,
-            seed=config.seed,
-            watch=StepWatch(config.step_timeout_s),
-            block_bytes=_block_bytes(plan),
-        )
+        core = _make_core(plan, executor, connector, pool)
         cleanup.callback(core.close)  # the connector before the ranks, whose memory it uses
         if connector is not None:
             connector.start(
                 _describe(plan, engine_id, backend),
-                executor.send,
+                messages.sender(connector_number, executor.send),
                 core.post,
                 core.watch.has_stalled,
             )
+        if pool is not None:
+            pool.start(messages.sender(pool_number, executor.send), core.post)
         executor.warm_up()
         cleanup.pop_all()
     info = executor.info
@@ -173,14 +182,29 @@ def start_executor(plan: EnginePlan, backend: Backend, options: ExecutorOptions)
         raise ConfigError(f"backend {backend.name!r} can't load the model: {exc}") from exc
 
 
+def _make_core(
+    plan: EnginePlan,
+    executor: Executor,
+    connector: SchedulerConnector | None,
+    pool: SchedulerPool | None,
+) -> EngineCore:
+    config = plan.config
+    return EngineCore(
+        _make_scheduler(config, executor.info, connector, pool),
+        executor,
+        connector,
+        steps_in_flight=config.steps_in_flight,
+        seed=config.seed,
+        watch=StepWatch(config.step_timeout_s),
+        block_bytes=_block_bytes(plan),
+    )
+
+
 def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMetadata:
     """This instance, as its peers are told."""
     config = plan.config
     device = next(d for d in backend.runtime.devices() if d.index == config.device)
-    try:
-        model = model_fingerprint(config.model, str(plan.dtype).removeprefix("torch."))
-    except KVConfigError as exc:
-        raise CheckpointError(str(exc)) from exc
+    model = _fingerprint(plan)
     return InstanceMetadata(
         engine_id,
         model.weights,
@@ -189,6 +213,38 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
         plan.block_size.tokens,
         Hardware(backend.name, device.generation),
         model_settings=model.settings,
+    )
+
+
+def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
+    """Of the model; raises CheckpointError."""
+    try:
+        return model_fingerprint(plan.config.model, str(plan.dtype).removeprefix("torch."))
+    except KVConfigError as exc:
+        raise CheckpointError(str(exc)) from exc
+
+
+def _open_pool(plan: EnginePlan, registry: Registry, engine_id: str) -> SchedulerPool | None:
+    """The KVCache pool, if it was asked for."""
+    config = plan.config
+    if config.kv_pool is None:
+        return None
+    model = _fingerprint(plan)
+    settings = json.dumps([model.settings, str(plan.geometry)], sort_keys=True)
+    identity = KVIdentity(
+        f"{model.weights} {settings}",
+        plan.geometry.dtype,
+        config.kv_pool.chunk_tokens,
+        model.settings["quantization"],
+        model.settings["rope"],
+    )
+    return SchedulerPool(
+        config.kv_pool,
+        registry,
+        identity,
+        plan.geometry,
+        num_ranks=config.num_ranks,
+        name=engine_id,
     )
 
 
@@ -214,7 +270,10 @@ def _make_kv_events(config: EngineConfig, block_size: int) -> KVEventLog | None:
 
 
 def _make_scheduler(
-    config: EngineConfig, info: ExecutorInfo, connector: SchedulerConnector | None
+    config: EngineConfig,
+    info: ExecutorInfo,
+    connector: SchedulerConnector | None,
+    pool: SchedulerPool | None,
 ) -> Scheduler:
     policy = config.kv_transfer.load_failure if config.kv_transfer else LoadFailurePolicy.RECOMPUTE
     speculation = config.speculation
@@ -249,7 +308,7 @@ def _make_scheduler(
         num_host_blocks=info.num_host_blocks,
         events=_make_kv_events(config, info.block_size),
     )
-    return Scheduler(limits, blocks, connector)
+    return Scheduler(limits, blocks, connector, pool)
 
 
 def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:

@@ -156,9 +156,16 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
         raise ConfigError(
             f"--model must be a Hugging Face model directory: no config.json in {args.model}"
         )
-    return from_arguments(
-        EngineConfig, args, kv_transfer=kv_transfer, speculative_config=speculative_config(args)
-    )
+    from mooncake_engine.kv_connector import engine_errors
+
+    with engine_errors():
+        config = from_arguments(
+            EngineConfig, args, kv_transfer=kv_transfer, speculative_config=speculative_config(args)
+        )
+        if config.kv_pool is not None:
+            network = kv_transfer or from_arguments(KVTransferConfig, args)
+            config = replace(config, kv_pool=config.kv_pool.with_network(network))
+    return config
 
 
 def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:

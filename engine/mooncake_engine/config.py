@@ -13,6 +13,7 @@ from mooncake_engine.errors import ConfigError
 from mooncake_hal.options import byte_count, option, positive_int
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.kv_events import KVEventsConfig, read_kv_events_config
+from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
 
 
 class Role(str, Enum):
@@ -406,6 +407,21 @@ class EngineConfig:
             default_text="no events",
         ),
     )
+    kv_pool: KVPoolConfig | None = field(
+        default=None,
+        metadata=option(
+            "--kv-pool",
+            parse=str,
+            to_field=read_kv_pool,
+            default=None,
+            metavar="SETTINGS",
+            help="keep KV in the KVCache pool, of prompts and answers: dram=4GiB has a node store "
+            "in this instance, with ssd=DIR:200GiB for drives and port=7701 for other instances; "
+            "connect=HOST:7701 uses one that runs; chunk=256 is what it counts in, in tokens; with "
+            "commas between them",
+            default_text="no pool",
+        ),
+    )
     kv_transfer: KVTransferConfig | None = None
     speculative_config: SpeculativeConfig | None = None
 
@@ -454,6 +470,11 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """How this very instance proposes draft tokens; None if it does not."""
         return None if self.role is Role.PREFILL else self.speculative_config
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether others than its own steps read and write its KV."""
+        return self.kv_transfer is not None or self.kv_pool is not None
 
     @property
     def num_ranks(self) -> int:

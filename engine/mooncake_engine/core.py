@@ -35,6 +35,7 @@ from mooncake_kv.connector import (
     Topology,
 )
 from mooncake_kv.kv_events import KVEventEndpoints
+from mooncake_kv.pool.pool_events import PoolEvent
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Wake:
     """Nothing to do but to look again."""
 
 
-Command = AddRequest | AbortRequest | ResetPrefixCache | PrepareGrammar | Wake | Event
+Command = AddRequest | AbortRequest | ResetPrefixCache | PrepareGrammar | Wake | Event | PoolEvent
 
 
 class EngineCore:
@@ -193,7 +194,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread; its figures may be one step apart."""
-        blocks = self._scheduler.blocks
+        blocks, pool = self._scheduler.blocks, self._scheduler.chunk_pool
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -211,6 +212,7 @@ class EngineCore:
             kv_byte_seconds=dict(self._kv_residency.byte_seconds),
             speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
+            kv_pool=None if pool is None else pool.stats,
         )
 
     def pairing(self) -> CompatibilityReport | None:
@@ -231,10 +233,14 @@ class EngineCore:
         try:
             if self._connector is not None:
                 self._connector.close()
+            if (pool := self._scheduler.chunk_pool) is not None:
+                pool.stop()
             if (events := self._scheduler.blocks.events) is not None:
                 events.close()
         finally:
             self._executor.close()
+            if (pool := self._scheduler.chunk_pool) is not None:
+                pool.close()
 
     def _take_in(self) -> None:
         """Act on everything posted; wait for the first of it if there is nothing to run."""
@@ -272,6 +278,8 @@ class EngineCore:
             self._scheduler.release(command.request_id)
         elif isinstance(command, ConnectorFailed):
             raise EngineDead(f"the KV connector died: {command.cause!r}") from command.cause
+        elif isinstance(command, PoolEvent):
+            self._scheduler.take_pool_event(command)
 
     def _add(self, command: AddRequest) -> None:
         spec = command.request

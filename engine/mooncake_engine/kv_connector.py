@@ -170,6 +170,28 @@ class SchedulerConnector:
         )
 
 
+def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankContext:
+    """What a rank's half of a connector, or of the KVCache pool, works with."""
+    pool, runtime = context.pool, context.backend.runtime
+    memory = RankMemory(
+        pool.geometry,
+        pool.shard,
+        pool.layout,
+        pool.region,
+        context.backend.capabilities.transports,
+    )
+    return RankContext(
+        context.rank,
+        network,
+        memory,
+        context.registry,
+        make_event=partial(runtime.event, context.device),
+        bind_thread=partial(runtime.bind_thread, context.device),
+        emit=context.emit,
+        fail=context.fail,
+    )
+
+
 class ConnectorExtension:
     """A connector's worker, as an extension beside a rank's KV pool; see ``WorkerExtension``."""
 
@@ -180,27 +202,9 @@ class ConnectorExtension:
         self.context = context
         self._sending: set[str] = set()
         self._restarts: dict[str, tuple[int, ...]] = {}
-        pool, runtime = context.pool, context.backend.runtime
-        memory = RankMemory(
-            pool.geometry,
-            pool.shard,
-            pool.layout,
-            pool.region,
-            context.backend.capabilities.transports,
-        )
         with engine_errors():
-            self._worker = find_connector(config.connector).worker(
-                RankContext(
-                    context.rank,
-                    config,
-                    memory,
-                    context.registry,
-                    make_event=partial(runtime.event, context.device),
-                    bind_thread=partial(runtime.bind_thread, context.device),
-                    emit=context.emit,
-                    fail=context.fail,
-                )
-            )
+            make_worker = find_connector(config.connector).worker
+            self._worker = make_worker(rank_context(context, config))
         self.receive = self._worker.receive
         self.close = self._worker.close
 

@@ -9,6 +9,7 @@ import msgspec
 
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
+from mooncake_kv.pool.pool_events import PoolStats
 
 
 class FinishReason(str, Enum):
@@ -207,6 +208,7 @@ class EngineStats:
         kv_byte_seconds: bytes of KV times seconds that they were held, by ``HeldBlocks``' names.
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
         speculation: of speculative decoding; None where it is off.
+        kv_pool: of the KVCache pool; None without one.
     """
 
     num_running: int = 0
@@ -225,3 +227,4 @@ class EngineStats:
     kv_byte_seconds: dict[str, float] = field(default_factory=dict)
     kv_transfer: dict[str, float] = field(default_factory=dict)
     speculation: SpeculationStats | None = None
+    kv_pool: PoolStats | None = None

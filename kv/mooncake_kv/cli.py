@@ -26,7 +26,7 @@ from mooncake_kv.errors import KVConfigError, KVError
 from mooncake_kv.store.chunk_store import Tier
 from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig, ssd_directory
 from mooncake_kv.store.ssd_tier import SsdConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_service import StoreAddress, StoreService
@@ -36,14 +36,6 @@ CONNECT_TIMEOUT_S = 10.0
 NETWORK_FIELDS = ("host", "advertise_host", "port_range", "transports", "secret")
 
 Found = TypeVar("Found")
-
-
-def ssd_directory(text: str) -> tuple[Path, int]:
-    """A directory and how much of it to use, such as ``/ssd0/kv:200GiB``; parses such an option."""
-    path, colon, size = text.rpartition(":")
-    if not colon or not path:
-        raise argparse.ArgumentTypeError(f"wanted DIR:BYTES such as /ssd0/kv:200GiB, got {text!r}")
-    return Path(path), byte_count(size)
 
 
 def tenant_quota(text: str) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from mooncake_engine.messages import EngineRequest, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
-from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
+from mooncake_engine.scheduling.scheduler_interface import ChunkPool, SchedulerLimits
 from mooncake_engine.scheduling.step_plan import (
     SampledToken,
     ScheduledSequence,
@@ -230,6 +230,7 @@ class Bench:
         block_size: tokens per block.
         token: see ``Worker``.
         depth: steps that may be in flight. Each runs as late as can be: when it has to be over.
+        pool: the KVCache pool, if there is one.
         limits: fields of ``SchedulerLimits`` that differ.
     """
 
@@ -242,6 +243,7 @@ class Bench:
         prefix_caching: bool = True,
         token: int | None = 7,
         depth: int = 1,
+        pool: ChunkPool | None = None,
         **limits: Any,
     ) -> None:
         wanted = {
@@ -259,7 +261,7 @@ class Bench:
         self.connector = RecordingConnector(self._begin_load if self.worker.is_turning else None)
         self.depth = depth
         self.in_flight: deque[StepPlan] = deque()
-        self.scheduler = Scheduler(SchedulerLimits(**wanted), blocks, self.connector)
+        self.scheduler = Scheduler(SchedulerLimits(**wanted), blocks, self.connector, pool)
 
     @property
     def num_free(self) -> int:

@@ -242,7 +242,7 @@ class Worker:
                 backend.runtime.copy_stream(self._device_index),
             ),
             make_event=partial(backend.runtime.event, self._device_index),
-            has_peers=config.kv_transfer is not None,
+            has_peers=config.has_peers,
         )
         if config.uses_async_scheduling:
             sampled = SampledTokenBuffer(config.max_num_seqs, self._device, config.steps_in_flight)

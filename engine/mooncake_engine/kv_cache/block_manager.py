@@ -45,6 +45,7 @@ class BlockManager:
     Attributes:
         num_shared_blocks: blocks whose content turned out to be in another one, and which were
             given back.
+        replaced: those of them that ``take_replaced`` has not told yet.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class BlockManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_shared_blocks = 0
-        self._replaced: list[int] = []
+        self.replaced: list[int] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold that many tokens."""
@@ -97,6 +98,10 @@ class BlockManager:
         self.num_hit_tokens += request.num_computed
         return True
 
+    def count_cached(self, request: Request, cacheable: int) -> int:
+        """How many of a request's first tokens ``allocate`` would find; changes nothing."""
+        return len(self._find_prefix(request, cacheable)) * self.block_size
+
     def fork(self, request: Request, parent: Request) -> None:
         """Give a request without blocks the prompt's blocks of a sibling, the last one too.
 
@@ -115,6 +120,7 @@ class BlockManager:
         request.num_published = min(parent.num_published, complete)
         request.num_computed = min(parent.num_computed, prompt)
         request.num_cached_tokens = parent.num_cached_tokens
+        request.num_saved = parent.num_saved
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """How many blocks ``grow`` would take: for new tokens, and for a copy on write."""
@@ -205,13 +211,13 @@ class BlockManager:
         self.pool.share((known,))
         request.block_ids[index] = known
         request.changed_at = index if request.changed_at is None else request.changed_at
-        self._replaced.append(block_id)
+        self.replaced.append(block_id)
         self.num_shared_blocks += 1
 
     def take_replaced(self) -> list[int]:
         """Blocks that a table has given up for others of the same content, told once; they are to
         be released when no step in flight reads them."""
-        taken, self._replaced = self._replaced, []
+        taken, self.replaced = self.replaced, []
         return taken
 
     def swap_out(self, requests: Sequence[Request]) -> BlockCopies | None:

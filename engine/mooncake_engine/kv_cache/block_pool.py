@@ -96,6 +96,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._events = events
         self._references = [0] * num_blocks
+        self._num_uses = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._content: dict[int, bytes] = {}
@@ -114,6 +115,11 @@ class BlockPool:
     def references(self, block_id: int) -> int:
         """How many tables own the block."""
         return self._references[block_id]
+
+    def uses(self, block_ids: Iterable[int]) -> list[int]:
+        """How often each block was handed out: as long as that stays, a full block holds what it
+        held, whoever owns it."""
+        return [self._num_uses[block_id] for block_id in block_ids]
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` blocks with one reference each, or none at all: None."""
@@ -213,4 +219,5 @@ class BlockPool:
             if self._events is not None:
                 self._events.removed(digest)
         self._references[block_id] = 1
+        self._num_uses[block_id] += 1
         return block_id

@@ -10,8 +10,12 @@ from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
 from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueue, RequestQueues
-from mooncake_engine.scheduling.scheduler_interface import KVConnector, SchedulerLimits
-from mooncake_engine.scheduling.step_plan import SampledToken
+from mooncake_engine.scheduling.scheduler_interface import (
+    ChunkPool,
+    KVConnector,
+    SchedulerLimits,
+)
+from mooncake_engine.scheduling.step_plan import SampledToken, StepResult
 
 PromptLogprobs = tuple[TokenLogprobs, ...]
 
@@ -24,6 +28,7 @@ class OutputProcessor:
         queues: where requests stand.
         blocks: their tables.
         connector: holds or sends the KV of prompts that peers wait for.
+        pool: loads KV.
     """
 
     def __init__(
@@ -32,7 +37,9 @@ class OutputProcessor:
         queues: RequestQueues,
         blocks: BlockManager,
         connector: KVConnector | None,
+        pool: ChunkPool | None = None,
     ) -> None:
+        self._pool = pool
         self._limits = limits
         self._queues = queues
         self._blocks = blocks
@@ -97,6 +104,16 @@ class OutputProcessor:
             request.num_scored += len(fresh)
             self._updates.append(TokenUpdate(request.request_id, prompt_logprobs=fresh))
 
+    def take_sampled(self, request: Request, result: StepResult) -> None:
+        """A step has sampled for a request, or has failed to."""
+        name = request.request_id
+        if name in result.grammar_failed:
+            self.fail(request, result.grammar_failed[name], FinishReason.GRAMMAR)
+        elif name in result.failed:
+            self.fail(request, result.failed[name])
+        else:
+            self.append(request, result.tokens[name])
+
     def append(self, request: Request, tokens: tuple[SampledToken, ...]) -> None:
         """Append sampled tokens, up to the one that ends the request: the rest is dropped."""
         finish = None
@@ -139,7 +156,7 @@ class OutputProcessor:
     def finish(self, request: Request, update: TokenUpdate) -> None:
         """Take the request out of its queue, free its blocks or hold them, and report its end."""
         was = request.state
-        is_loading = was is RequestStatus.TRANSFERRING
+        is_loading = was is RequestStatus.TRANSFERRING or request.is_unproven
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._queues.finish(request)
@@ -147,10 +164,12 @@ class OutputProcessor:
             self._with_limit.remove(request)
         if request.num_in_flight:
             self._finished_in_flight.append(request)
+            self._cancel_pool_load(request)
         elif request.keeps_kv and _is_complete(request, update):
             update = self._hold_for_peer(request, update)
         elif is_loading:
-            self.drain(request)
+            self.drain(request, request.pool_load)
+            self._cancel_pool_load(request)
             self.cancel_load(request)
         else:
             self._free(request)
@@ -173,17 +192,27 @@ class OutputProcessor:
         if request.loads_kv and self._connector is not None:
             self._connector.cancel_load(request.request_id)
 
-    def drain(self, request: Request) -> None:
-        """Reserve a table until its load is drained: a peer may still write to it."""
-        self._draining[request.request_id] = self._blocks.detach(request)
+    def drain(self, request: Request, load_id: str | None = None) -> None:
+        """Reserve a table until its load is drained: a peer may still write to it.
 
-    def is_draining(self, request_id: str) -> bool:
-        """Whether the request's blocks are reserved for a load that is not drained."""
-        return request_id in self._draining
+        Args:
+            request: whose.
+            load_id: of a load from the KVCache pool; None: from a peer.
+        """
+        self._draining[load_id or request.request_id] = self._blocks.detach(request)
 
-    def end_drain(self, request_id: str) -> None:
+    def is_draining(self, load_id: str) -> bool:
+        """Whether blocks are reserved for a load that is not drained: of a request, by its id, or
+        from the pool."""
+        return load_id in self._draining
+
+    def end_drain(self, load_id: str) -> None:
         """The load is drained: its blocks are free."""
-        self._blocks.pool.release(self._draining.pop(request_id))
+        self._blocks.pool.release(self._draining.pop(load_id))
+
+    def _cancel_pool_load(self, request: Request) -> None:
+        if request.pool_load is not None and self._pool is not None:
+            self._pool.cancel_load(request.pool_load)
 
     def cancel_send(self, request_id: str) -> None:
         """Give up what is held for a peer, if anything; ``release`` follows."""

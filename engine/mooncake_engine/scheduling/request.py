@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class RequestStatus(Enum):
     """Where a request stands. On a decode instance it comes in by PREALLOCATING."""
 
+    LOOKING_UP = auto()
+    """Waits for what the KVCache pool has of its prompt, or for another request's load from it."""
     PREALLOCATING = auto()
     """Waits for blocks to load a peer's KV into."""
     TRANSFERRING = auto()
@@ -28,6 +30,9 @@ class RequestStatus(Enum):
     SWAPPED = auto()
     """Preempted; its KV is in host memory."""
     FINISHED = auto()
+
+
+_HAS_PROMPT_SOON = (RequestStatus.RUNNING, RequestStatus.LOOKING_UP, RequestStatus.TRANSFERRING)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,17 @@ class SequenceGroup:
         for member in self.members:
             has_prompt = member.num_computed >= member.num_prompt_tokens
             if member.block_ids and has_prompt and member.num_pending <= 1:
+                return member
+        return None
+
+    def find_leader(self, request: Request) -> Request | None:
+        """A member that is computing the prompt, or loads it from the KVCache pool, and has not
+        sampled from it: ``request`` may sample its first token with it."""
+        if not request.shares_first_token:
+            return None
+        for member in self.members:
+            is_coming = member.state in _HAS_PROMPT_SOON and not member.loads_kv
+            if is_coming and member.shares_first_token:
                 return member
         return None
 
@@ -87,6 +103,11 @@ class Request:
         changed_at: from where on the workers don't have its block table as it is; None if they do.
         awaits_copies: whether its blocks were swapped in, and may still be on their way.
         draft_length: how many draft tokens it gets; None before the first.
+        chunk_chain: keys of its full chunks, as far as they were needed.
+        num_saved: tokens whose chunks the pool was offered.
+        pool_load: name of its load from the pool; None if none is under way.
+        is_unproven: steps run it although that load has not ended.
+        has_wrong_kv: they did, and it has failed: it starts over when no step in flight runs it.
     """
 
     spec: EngineRequest
@@ -113,6 +134,11 @@ class Request:
     num_cached_tokens: int = 0
     num_scored: int = 0
     draft_length: DraftLength | None = None
+    chunk_chain: list[bytes] = field(default_factory=list)
+    num_saved: int = 0
+    pool_load: str | None = None
+    is_unproven: bool = False
+    has_wrong_kv: bool = False
     last_logprobs: TokenLogprobs | None = None
     deadline: float | None = None
     load_started: float | None = None

@@ -82,6 +82,7 @@ class RequestQueues:
         waiting: own no blocks.
         ready: own blocks whose KV was loaded or swapped in; go before the waiting ones.
         swapped: their KV is in host memory.
+        looking_up: wait for what the KVCache pool has of their prompts.
         preallocating: wait for blocks to load a peer's KV into.
         transferring: have them.
         following: wait for a sibling's prompt.
@@ -95,6 +96,7 @@ class RequestQueues:
         self.waiting = RequestQueue()
         self.ready = RequestQueue()
         self.swapped = RequestQueue()
+        self.looking_up = RequestQueue()
         self.preallocating = RequestQueue()
         self.transferring: dict[str, Request] = {}
         self.following: dict[str, Request] = {}
@@ -135,6 +137,11 @@ class RequestQueues:
         """Wait for a turn, with blocks or without."""
         request.state = RequestStatus.WAITING
         self._push(self.ready if request.block_ids else self.waiting, request)
+
+    def look_up(self, request: Request) -> None:
+        """Wait for what the KVCache pool has."""
+        request.state = RequestStatus.LOOKING_UP
+        self._push(self.looking_up, request)
 
     def preallocate(self, request: Request) -> None:
         """Wait for blocks to load a peer's KV into."""
@@ -214,7 +221,7 @@ class RequestQueues:
         Raises:
             AssertionError: names the first that is not.
         """
-        queues = (self.waiting, self.ready, self.swapped, self.preallocating)
+        queues = (self.waiting, self.ready, self.swapped, self.looking_up, self.preallocating)
         placed = [*self.running, *self.transferring.values(), *self.following.values()]
         placed += [request for queue in queues for request in queue]
         names = sorted(request.request_id for request in placed)

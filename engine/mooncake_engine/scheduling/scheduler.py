@@ -12,11 +12,9 @@ A peer is not bound to that order: it sees only what completed steps have writte
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import groupby
 from math import ceil
 from operator import attrgetter
-from typing import NamedTuple
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
@@ -24,11 +22,17 @@ from mooncake_engine.scheduling.batch_work import BatchWork, is_batch
 from mooncake_engine.scheduling.draft_scheduling import DraftScheduler
 from mooncake_engine.scheduling.kv_residency import HeldBlocks, count_held
 from mooncake_engine.scheduling.output_processor import OutputProcessor
+from mooncake_engine.scheduling.pool_loads import Turn
+from mooncake_engine.scheduling.pool_use import PoolUse
 from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.remote_kv_queue import RemoteKVQueue
 from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
-from mooncake_engine.scheduling.scheduler_interface import KVConnector, SchedulerLimits
+from mooncake_engine.scheduling.scheduler_interface import (
+    ChunkPool,
+    KVConnector,
+    SchedulerLimits,
+)
 from mooncake_engine.scheduling.step_budget import AdmissionDelay, StepBudget
 from mooncake_engine.scheduling.step_plan import (
     ScheduledSequence,
@@ -36,18 +40,11 @@ from mooncake_engine.scheduling.step_plan import (
     StepPlan,
     StepResult,
 )
+from mooncake_engine.scheduling.steps_in_flight import InFlightStep, StepsInFlight
 from mooncake_kv.params import FirstToken
+from mooncake_kv.pool.pool_events import PoolEvent
 
 _group_of = attrgetter("group")
-
-
-class _InFlightStep(NamedTuple):
-    """A step in flight: its plan, who takes part, siblings behind their leaders, and when it was
-    planned."""
-
-    plan: StepPlan
-    requests: list[Request]
-    planned: float
 
 
 class Scheduler:
@@ -57,17 +54,25 @@ class Scheduler:
         limits: bounds.
         blocks: the block tables.
         connector: moves KV; None where no request asks for it.
+        pool: the KVCache pool; None where there is none.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, blocks: BlockManager, connector: KVConnector | None = None
+        self,
+        limits: SchedulerLimits,
+        blocks: BlockManager,
+        connector: KVConnector | None = None,
+        pool: ChunkPool | None = None,
     ) -> None:
         self.limits = limits
         self.blocks = blocks
         self._connector = connector
         self._queues = RequestQueues()
-        self._outputs = OutputProcessor(limits, self._queues, blocks, connector)
+        self._outputs = OutputProcessor(limits, self._queues, blocks, connector, pool)
         self._remote_kv = RemoteKVQueue(limits, self._queues, blocks, self._outputs, connector)
+        self._pool = (
+            None if pool is None else PoolUse(limits, self._queues, blocks, self._outputs, pool)
+        )
         self._preemption = Preemption(self._queues, blocks)
         self._batch = BatchWork(self._queues, blocks)
         self.speculation = DraftScheduler(limits, blocks)
@@ -75,10 +80,8 @@ class Scheduler:
         self._delay = AdmissionDelay(limits.delay_factor)
         self._watermark_blocks = ceil(limits.watermark * blocks.pool.num_blocks)
         self._step = 0
-        self._in_flight: deque[_InFlightStep] = deque()
-        self._last_end = 0.0
+        self._in_flight = StepsInFlight(blocks, is_pipeline=limits.num_stages > 1)
         self._waits_for_steps = False
-        self._replaced: deque[tuple[int, list[int]]] = deque()  # step that may still read them
 
     @property
     def num_running(self) -> int:
@@ -122,7 +125,7 @@ class Scheduler:
     def num_held_tables(self) -> int:
         """Block tables that outlive their requests: see ``OutputProcessor.held_tables``; and blocks
         that were replaced by equal ones, but for which steps are in flight."""
-        return len(self._outputs.held_tables) + len(self._replaced)
+        return len(self._outputs.held_tables) + len(self._in_flight.replaced_tables)
 
     def held_blocks(self) -> HeldBlocks:
         """What blocks are held for now."""
@@ -140,9 +143,11 @@ class Scheduler:
         if request.sends_kv:
             assert self._connector is not None, "a request that sends its KV needs a connector"
             self._connector.on_new_request(request)
-        self._queues.wait(request)
-        if leader := _prefilling(request):
+        if leader := request.group.find_leader(request):
+            self._queues.wait(request)
             self._queues.follow(request, leader)
+        elif self._pool is None or not self._pool.loads.look_up(request):
+            self._queues.wait(request)
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is, or what is still held for it. Idempotent."""
@@ -158,6 +163,8 @@ class Scheduler:
         self._queues.now = now
         self._outputs.end_overdue()
         self._remote_kv.expire()
+        if self._pool is not None:
+            self._pool.loads.expire()
 
     def load_ended(
         self,
@@ -177,6 +184,14 @@ class Scheduler:
                 until this is called again, drained.
         """
         self._remote_kv.ended(request_id, error, first_token=first_token, is_drained=is_drained)
+
+    def take_pool_event(self, event: PoolEvent) -> None:
+        """Something came of what was asked of the pool."""
+        assert self._pool is not None, "without a pool there are no events"
+        for request, sequence, result in self._pool.take(event):
+            self._complete(request, sequence, result)
+        self._pool.recompute_wrong()
+        self._in_flight.release_replaced()
 
     def release(self, request_id: str) -> None:
         """A peer has read what was held for it, or never will: the blocks are free. Idempotent."""
@@ -209,7 +224,7 @@ class Scheduler:
         plan = step.build(self._step, removed, arrived, drains_copies=drains)
         self._step += 1
         if not plan.is_empty:
-            self._in_flight.append(_InFlightStep(plan, step.requests, self._queues.now))
+            self._in_flight.push(plan, step.requests, self._queues.now)
         return plan
 
     def _schedule_requests(self, step: StepBuilder) -> None:
@@ -220,12 +235,24 @@ class Scheduler:
         if self._preemption.num_preemptions != before:
             return
         self._schedule_new(step)
-        # a peer writes at any time, also before blocks that were given up have been copied
-        may_write = self._preemption.copies.are_over and not any(
-            self._reaches_freed(flight.plan) for flight in self._in_flight
-        )
-        if may_write:
+        if self._may_write():
             self._remote_kv.start(self._watermark_blocks, before=self._highest_priority())
+            if self._pool is not None:
+                self._pool.loads.start_early(self._watermark_blocks)
+
+    def _may_write(self) -> bool:
+        """Whether peers may write to free blocks, before what was in them is copied, too."""
+        return self._preemption.copies.are_over and not self._in_flight.reach_freed_blocks
+
+    @property
+    def _is_unsettled(self) -> bool:
+        """Whether nobody can be preempted: steps are in flight, or a load that steps ran on."""
+        return bool(self._in_flight) or (self._pool is not None and self._pool.has_unproven)
+
+    @property
+    def chunk_pool(self) -> ChunkPool | None:
+        """The KVCache pool that it uses."""
+        return None if self._pool is None else self._pool.chunk_pool
 
     def _make_room(self, step: StepBuilder) -> bool:
         """Preempt batch work for the interactive request that waits first; False if steps in
@@ -237,16 +264,11 @@ class Scheduler:
             reserve = self._watermark_blocks + self._batch.num_kept_free(waiting)
             if self._batch.has_room(waiting, self._budget.max_num_seqs, reserve):
                 break
-            if self._in_flight:
+            if self._is_unsettled:
                 self._waits_for_steps = True
                 return False
             self._preemption.preempt(victim.group, step)
         return True
-
-    def _reaches_freed(self, plan: StepPlan) -> bool:
-        """Whether a plan in flight works on blocks that may have been given up since."""
-        references = self.blocks.pool.references
-        return plan.reads_freed_blocks or not all(map(references, plan.received_blocks))
 
     def update(
         self, plan: StepPlan, result: StepResult, now: float | None = None
@@ -259,38 +281,28 @@ class Scheduler:
             now: when it was over; None if nothing is to be learnt of what it took.
         """
         if not plan.is_empty:
-            flight = self._in_flight.popleft()
-            assert flight.plan is plan, f"step {plan.step} is over before {flight.plan.step}"
-            if now is not None:
-                self._learn(flight, result, now)
+            flight, seconds = self._in_flight.pop(plan, now)
+            if seconds is not None:
+                self._learn(flight, result, seconds)
             requests = iter(flight.requests)
             for sequence in plan.sequences:
                 self._complete(next(requests), sequence, result)
                 if sequence.siblings:
                     for _ in sequence.siblings:
                         self._complete(next(requests), sequence, result)
-            self._release_replaced(plan.step)
+            if self._pool is not None:
+                self._pool.recompute_wrong()
+            self._in_flight.release_replaced()
             self._preemption.copies.learn(plan, result)
         return self._outputs.take_updates()
 
-    def _learn(self, flight: _InFlightStep, result: StepResult, now: float) -> None:
-        """What a step took: a step behind another one began when that was over, but in a pipeline,
-        where a token has all stages before it."""
-        is_pipeline = self.limits.num_stages > 1
-        begun = flight.planned if is_pipeline else max(flight.planned, self._last_end)
-        self._last_end = now
-        self._budget.learn(flight.plan, now - begun)
+    def _learn(self, flight: InFlightStep, result: StepResult, seconds: float) -> None:
+        """What a step took."""
+        self._budget.learn(flight.plan, seconds)
+        if self._pool is not None:
+            self._pool.learn(flight.plan, seconds)
         if self.limits.num_speculative_tokens:
-            self.speculation.learn(flight.plan, result, now - begun)
-
-    def _release_replaced(self, step: int) -> None:
-        """Give blocks back for which equal ones were found, once the last step that was planned
-        with them is over."""
-        if replaced := self.blocks.take_replaced():
-            newest = self._in_flight[-1].plan.step if self._in_flight else step
-            self._replaced.append((newest, replaced))
-        while self._replaced and self._replaced[0][0] <= step:
-            self.blocks.pool.release(self._replaced.popleft()[1])
+            self.speculation.learn(flight.plan, result, seconds)
 
     def take_updates(self) -> list[TokenUpdate]:
         """What happened outside steps: aborts, failures, first tokens from a peer."""
@@ -301,7 +313,7 @@ class Scheduler:
         self._queues.check()
         requests = self._queues.requests.values()
         tables = [request.block_ids for request in requests]
-        replaced = [block_ids for _, block_ids in self._replaced]
+        replaced = self._in_flight.replaced_tables
         self.blocks.pool.check_integrity([*tables, *self._outputs.held_tables, *replaced])
         self.blocks.host_pool.check_integrity([request.host_block_ids for request in requests])
         for request in self._queues.swapped:
@@ -309,27 +321,26 @@ class Scheduler:
 
     def _complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """A request's share of a step is over; the request itself may have ended meanwhile."""
+        if request.is_unproven and self._pool is not None:
+            self._pool.loads.hold(request, sequence, result)
+            return
         stop = sequence.start + sequence.count
         request.num_in_flight -= stop - request.num_computed
         request.num_computed = stop
-        if request.state is not RequestStatus.RUNNING:
-            if not request.num_in_flight:
+        is_running = request.state is RequestStatus.RUNNING
+        if not is_running or request.has_wrong_kv:
+            if not is_running and not request.num_in_flight:
                 self._outputs.complete(request)
             return
         self.blocks.publish(request)
+        if self._pool is not None and stop >= request.num_saved + self._pool.chunk_tokens:
+            self._pool.saves.offer(request)
         if result.prompt_logprobs:
             scores = result.prompt_logprobs.get(request.request_id, ())
             self._outputs.report_scores(request, sequence.start, scores)
         if sequence.is_sampling:
             request.num_output_placeholders -= 1
-            name = request.request_id
-            if name in result.grammar_failed:
-                reason = result.grammar_failed[name]
-                self._outputs.fail(request, reason, FinishReason.GRAMMAR)
-            elif name in result.failed:
-                self._outputs.fail(request, result.failed[name])
-            else:
-                self._outputs.append(request, result.tokens[name])
+            self._outputs.take_sampled(request, result)
             if sequence.num_draft_tokens:
                 self.speculation.complete(request, sequence, result)
         elif request.sends_kv:
@@ -390,7 +401,7 @@ class Scheduler:
         count = min(num_pending, step.budget)
         if not count or (num_output_placeholders and not self._may_run_ahead(request)):
             return
-        if request.state is not RequestStatus.RUNNING:
+        if request.state is not RequestStatus.RUNNING or request.has_wrong_kv:
             return
         while (growth := self.blocks.grow(request, start + count)) is None:
             if not self._preempt_for(request.group, step):
@@ -419,7 +430,7 @@ class Scheduler:
     def _count(self, request: Request, budget: int) -> int:
         """How many tokens of a request run next."""
         is_ready = not request.num_output_placeholders or self._may_run_ahead(request)
-        if not is_ready or request.state is not RequestStatus.RUNNING:
+        if not is_ready or request.state is not RequestStatus.RUNNING or request.has_wrong_kv:
             return 0
         return min(request.num_pending, budget)
 
@@ -429,12 +440,13 @@ class Scheduler:
         Async scheduling: the next step is planned with a placeholder, which the workers fill on the
         device with the token that the step in flight samples. Not without async scheduling, as the
         workers would not know the token either, nor after the token that is certainly the last."""
-        return self.limits.uses_async_scheduling and request.num_tokens < request.max_num_tokens
+        is_known = self.limits.uses_async_scheduling and not request.is_unproven
+        return is_known and request.num_tokens < request.max_num_tokens
 
     def _preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Preempt a group, which no step in flight may run: else plan nothing until all of them
         have completed, and return False."""
-        if self._in_flight:
+        if self._is_unsettled:
             self._waits_for_steps = True
             return False
         self._preemption.preempt_for(group, step)
@@ -524,7 +536,7 @@ class Scheduler:
             if request.shares_first_token:  # its siblings waited without it while it was swapped
                 self._queues.follow_leader(request)
             self._run(request, step)
-        elif not self._queues.running and not self._in_flight:
+        elif not self._queues.running and not self._is_unsettled:
             self._preemption.recompute(self._queues.ready.lowest_priority() or request)
         else:
             return False
@@ -539,6 +551,10 @@ class Scheduler:
             return self._preemption.resume(request, step, reserve)
         if not may_start or not self._budget.may_begin(request, step.budget):
             return False
+        if self._pool is not None and self._pool.loads.has_hit(request):
+            turn = self._pool.loads.take_turn(request, reserve) if self._may_write() else None
+            if turn is not Turn.COMPUTE:
+                return turn is Turn.LOADS
         if not self._allocate(request, reserve, step):
             return False
         self._delay.note_prefill()
@@ -579,13 +595,3 @@ class Scheduler:
         self._queues.run(request)
         step.add_new_request(request)
         self._schedule_tokens(request, self._budget.chunk(request, step.budget), step)
-
-
-def _prefilling(request: Request) -> Request | None:
-    """A sibling that is computing the prompt, and has not sampled from it."""
-    if not request.shares_first_token:
-        return None
-    for member in request.group.members:
-        if member.state is RequestStatus.RUNNING and member.shares_first_token:
-            return member
-    return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from mooncake_engine.scheduling.request import Request
 from mooncake_kv.config import LoadFailurePolicy
 from mooncake_kv.params import KVTransferDict
+from mooncake_kv.pool.pool_costs import LoadCosts
+from mooncake_kv.pool.pool_events import ChunkSource, LoadRequest, PoolStats, SaveRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +99,53 @@ class KVConnector(Protocol):
 
     def cancel_send(self, request_id: str) -> None:
         """Stop holding or sending; ``Scheduler.release`` follows when nobody uses the blocks."""
+        ...
+
+
+class ChunkPool(Protocol):
+    """The KVCache pool. Calls return at once; what comes of them is told to the scheduler."""
+
+    chunk_tokens: int
+    """Tokens per chunk."""
+    chunk_bytes: int
+    """Bytes per chunk."""
+    num_layers: int
+    """Of the model."""
+    transfer_timeout_s: float
+    """Most seconds of a load."""
+    stats: PoolStats
+    """Counters."""
+    load_costs: LoadCosts
+    """What loads took."""
+
+    def keys(self, request: Request, num_chunks: int) -> list[bytes]:
+        """Names of a request's leading chunks, all of whose tokens it has."""
+        ...
+
+    def lookup(self, load_id: str, keys: Sequence[bytes]) -> Sequence[ChunkSource] | None:
+        """Where the leading ones of these are; None: ``ChunksFound`` follows."""
+        ...
+
+    def start_load(self, load: LoadRequest) -> None:
+        """Load; ``PoolLoadEnded`` follows, whatever happens, maybe ``LoadReleased`` before."""
+        ...
+
+    def cancel_load(self, load_id: str) -> None:
+        """A load is no longer wanted; ``PoolLoadEnded`` follows when it is drained."""
+        ...
+
+    def save(self, save: SaveRequest) -> bool:
+        """Save; ``ChunksCopied`` follows. False: it does not, nothing is saved."""
+        ...
+
+    def end_save(self, save_id: str, *, is_right: bool) -> None:
+        """Whether the blocks that were copied are still what they were."""
+        ...
+
+    def stop(self) -> None:
+        """Begin nothing any more; before the ranks are closed. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Give the stores back; after the ranks are closed. Idempotent."""
         ...

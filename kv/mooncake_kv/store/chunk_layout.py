@@ -66,12 +66,15 @@ class ChunkTransfer:
         offsets: where each lies in the arena: ``offset`` of its handle, bytes.
         local_blocks: the sequence's block table, from token 0, in the rank's block size.
         layers: half-open range of global layer numbers; None is all that the rank has.
+        skipped_tokens: so many of the first chunk's tokens are not moved: the rank has them, in
+            blocks that others read, too.
     """
 
     first_chunk: int
     offsets: Sequence[int]
     local_blocks: Sequence[int]
     layers: tuple[int, int] | None = None
+    skipped_tokens: int = 0
 
 
 def plan_chunks(
@@ -93,9 +96,8 @@ def plan_chunks(
     """
     size, first = stored.layout.block_size, transfer.first_chunk
     blocks = [0] * first + [offset // GRANULE for offset in transfer.offsets]
-    movement = BlockTransfer(
-        transfer.local_blocks, blocks, (first * size, len(blocks) * size), transfer.layers
-    )
+    tokens = (first * size + transfer.skipped_tokens, len(blocks) * size)
+    movement = BlockTransfer(transfer.local_blocks, blocks, tokens, transfer.layers)
     plans = plan_transfer(geometry, local, [stored], movement)
     if not plans:
         nothing = np.empty(0, np.uint64)

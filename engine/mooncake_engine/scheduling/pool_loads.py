@@ -1,0 +1,441 @@
+"""Prompts whose beginning the KVCache pool has: look it up, choose, load, run while it comes in.
+
+A prompt that comes in is looked up. What is found is loaded when the prompt's turn comes, or before
+if there are blocks that nobody more urgent waits for; the rest of the prompt is computed. A step
+may begin before all layers are there: ranks wait for each layer of a load before they read it. What
+such a step brings is *unproven* until the load has ended well: nobody is told, nobody shares the
+blocks. If it does not end well, the request starts over and computes its prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import count
+
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.scheduling.output_processor import OutputProcessor
+from mooncake_engine.scheduling.request import Request, RequestStatus
+from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
+from mooncake_engine.scheduling.scheduler_interface import ChunkPool
+from mooncake_engine.scheduling.step_plan import ScheduledSequence, StepResult
+from mooncake_kv.pool.pool_costs import (
+    LoadChoice,
+    PrefillCosts,
+    PromptToLoad,
+    choose_load,
+    layers_before_release,
+)
+from mooncake_kv.pool.pool_events import (
+    ChunksFound,
+    ChunkSource,
+    LoadReleased,
+    LoadRequest,
+    PoolLoadEnded,
+)
+from mooncake_kv.store.chunk_keys import num_loadable_chunks
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADS = 16
+"""Under way at once: more would only share what a link carries."""
+MIN_PATIENCE_S = 2.0
+PATIENCE = 4.0
+"""A load may take so many times what it, or computing instead, was estimated to take."""
+GRACE_S = 0.5
+"""Ranks end a load themselves at its deadline; so much later the scheduler does."""
+
+
+class Turn(Enum):
+    """What becomes of a request whose turn has come."""
+
+    COMPUTE = auto()
+    """It is computed: nothing is worth loading."""
+    LOADS = auto()
+    """It has blocks now, and loads; or it waits for another one's load."""
+    NO_ROOM = auto()
+    """There are no blocks for it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Hit:
+    """What the pool has of a request's prompt.
+
+    Args:
+        request: whose.
+        keys: of its leading chunks.
+        sources: of those that were found.
+    """
+
+    request: Request
+    keys: Sequence[bytes]
+    sources: Sequence[ChunkSource]
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load under way.
+
+    Args:
+        request: whose.
+        load_id: unique.
+        keys: of the chunks that the request will have.
+        estimated_end: when it should be over.
+        patience_end: when it is given up.
+        held: steps that ran on it, and what came of them.
+    """
+
+    request: Request
+    load_id: str
+    keys: Sequence[bytes]
+    estimated_end: float
+    patience_end: float
+    held: list[tuple[ScheduledSequence, StepResult]] = field(default_factory=list)
+
+
+class PoolLoads:
+    """See the module.
+
+    Args:
+        queues: where requests stand.
+        blocks: their tables.
+        outputs: what they have got.
+        pool: moves chunks.
+        prefill: what computing costs.
+        max_step_tokens: that a prompt gets in one step.
+
+    Attributes:
+        num_unproven: requests that steps run although their load has not ended.
+    """
+
+    def __init__(
+        self,
+        queues: RequestQueues,
+        blocks: BlockManager,
+        outputs: OutputProcessor,
+        pool: ChunkPool,
+        prefill: PrefillCosts,
+        *,
+        max_step_tokens: int,
+    ) -> None:
+        self._max_step_tokens = max_step_tokens
+        self._queues = queues
+        self._blocks = blocks
+        self._outputs = outputs
+        self._pool = pool
+        self._prefill = prefill
+        self._ids = count()
+        self._asked: dict[str, Request] = {}
+        self._hits: dict[str, _Hit] = {}
+        self._loads: dict[str, _Load] = {}
+        self._parked: dict[str, tuple[_Load, _Hit]] = {}
+        self.num_unproven = 0
+
+    # -- looking up -----------------------------------------------------------------------------
+
+    def look_up(self, request: Request) -> bool:
+        """Ask the pool for the beginning of a new request's prompt; True: it waits for the answer,
+        in a queue of its own."""
+        if request.awaits_scores or not request.has_verified_kv:
+            return False
+        num_keys = num_loadable_chunks(request.num_prompt_tokens, self._pool.chunk_tokens)
+        num_cached = self._blocks.count_cached(request, request.num_prompt_tokens - 1)
+        if num_keys * self._pool.chunk_tokens <= num_cached:
+            return False
+        keys = self._pool.keys(request, num_keys)
+        load_id = f"{request.request_id}#{next(self._ids)}"
+        found = self._pool.lookup(load_id, keys)
+        if found is not None:
+            self._note(request, keys, found)
+            return False
+        self._asked[load_id] = request
+        request.deadline = self._queues.now + MIN_PATIENCE_S
+        self._queues.look_up(request)
+        return True
+
+    def found(self, event: ChunksFound) -> None:
+        """The pool answers."""
+        request = self._asked.pop(event.load_id, None)
+        if request is None or request.state is not RequestStatus.LOOKING_UP:
+            return
+        num_keys = num_loadable_chunks(request.num_prompt_tokens, self._pool.chunk_tokens)
+        self._note(request, self._pool.keys(request, num_keys), event.sources)
+        self._end_look_up(request)
+
+    def _note(
+        self, request: Request, keys: Sequence[bytes], sources: Sequence[ChunkSource]
+    ) -> None:
+        if sources:
+            self._hits[request.request_id] = _Hit(request, keys, sources)
+
+    def _end_look_up(self, request: Request) -> None:
+        request.deadline = None
+        self._queues.dequeue(request)
+        self._queues.wait(request)
+
+    # -- beginning ------------------------------------------------------------------------------
+
+    def has_hit(self, request: Request) -> bool:
+        """Whether the pool has something of its prompt, and nothing was decided about that."""
+        hit = self._hits.get(request.request_id)
+        return hit is not None and hit.request is request
+
+    def take_turn(self, request: Request, reserve: int) -> Turn:
+        """The request is the most urgent one that waits: load, or leave it to be computed.
+
+        Args:
+            request: has a hit.
+            reserve: blocks that must stay free.
+        """
+        hit = self._hits[request.request_id]
+        if request.shares_prompt and request.group.find_prompt() is not None:
+            del self._hits[request.request_id]
+            return Turn.COMPUTE
+        choice, num_cached = self._choose(hit)
+        if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
+            num_found = len(hit.sources) - num_cached // self._pool.chunk_tokens
+            self._pool.stats.num_recomputed_chunks += max(num_found, 0)
+            del self._hits[request.request_id]
+            return Turn.COMPUTE
+        if leader := self._same_load(hit, choice, num_cached):
+            self._wait_for(leader, hit)
+            return Turn.LOADS
+        if len(self._loads) >= MAX_LOADS:
+            return Turn.NO_ROOM
+        num_tokens = request.num_prompt_tokens
+        if not self._blocks.allocate(
+            request, num_tokens, cacheable=num_tokens - 1, reserve=reserve
+        ):
+            return Turn.NO_ROOM
+        del self._hits[request.request_id]
+        self._begin(request, hit, choice)
+        return Turn.LOADS
+
+    def start_early(self, reserve: int) -> None:
+        """Begin loads of requests whose turn has not come, with blocks that are left.
+
+        Args:
+            reserve: blocks that must stay free besides those that more urgent requests wait for.
+        """
+        if not self._hits:
+            return
+        hits = sorted(self._hits.values(), key=lambda hit: priority_key(hit.request))
+        others = sorted(
+            (priority_key(request), self._blocks.blocks_for(len(request.token_ids)))
+            for request in self._queues.waiting
+            if request.request_id not in self._hits
+        )
+        for hit in hits:
+            request = hit.request
+            if self._queues.requests.get(request.request_id) is not request:
+                del self._hits[request.request_id]  # it has ended
+                continue
+            if request not in self._queues.waiting:
+                continue
+            ahead = sum(blocks for key, blocks in others if key < priority_key(request))
+            if self.take_turn(request, reserve + ahead) is Turn.NO_ROOM:
+                return
+
+    def _choose(self, hit: _Hit) -> tuple[LoadChoice, int]:
+        """What is best, and how many tokens the device has."""
+        request, pool = hit.request, self._pool
+        num_cached = self._blocks.count_cached(request, request.num_prompt_tokens - 1)
+        prompt = PromptToLoad(
+            request.num_prompt_tokens,
+            num_cached,
+            pool.chunk_tokens,
+            pool.chunk_bytes,
+            hit.sources,
+            pool.num_layers,
+        )
+        return choose_load(prompt, self._prefill, pool.load_costs, self._queues.now), num_cached
+
+    def _same_load(self, hit: _Hit, choice: LoadChoice, num_cached: int) -> _Load | None:
+        """A load under way that brings what this request would load, sooner than it could itself
+        (single flight)."""
+        first = num_cached // self._pool.chunk_tokens
+        for load in self._loads.values():
+            # late already: it may take as long again
+            remaining_s = abs(load.estimated_end - self._queues.now)
+            if _num_equal(load.keys, hit.keys[: choice.num_chunks]) <= first:
+                continue
+            # loading it twice would slow both down: it costs the link's time, too
+            if remaining_s + choice.compute_s <= choice.total_s + choice.load_s:
+                return load
+        return None
+
+    def _wait_for(self, load: _Load, hit: _Hit) -> None:
+        request = hit.request
+        self._pool.stats.num_waits += 1
+        del self._hits[request.request_id]
+        self._queues.dequeue(request)
+        self._queues.look_up(request)
+        request.deadline = load.patience_end
+        self._parked[request.request_id] = (load, hit)
+
+    def _begin(self, request: Request, hit: _Hit, choice: LoadChoice) -> None:
+        pool, now = self._pool, self._queues.now
+        load_id = f"{request.request_id}#{next(self._ids)}"
+        first = request.num_computed // pool.chunk_tokens
+        recompute_s = self._prefill.seconds(request.num_computed, request.num_prompt_tokens, now)
+        patience_s = PATIENCE * max(choice.load_s, recompute_s)
+        patience_s = min(max(patience_s, MIN_PATIENCE_S), pool.transfer_timeout_s)
+        is_alone = len(request.group.members) == 1 and not request.sends_kv
+        loaded = choice.num_chunks * pool.chunk_tokens
+        stop = min(loaded + self._max_step_tokens, request.num_prompt_tokens)
+        step_s = self._prefill.seconds(loaded, stop, now)
+        layers = layers_before_release(pool.num_layers, choice.load_s, step_s)
+        keys = hit.keys[: choice.num_chunks]
+        self._loads[load_id] = _Load(
+            request, load_id, keys, now + choice.load_s, now + patience_s + GRACE_S
+        )
+        request.pool_load = load_id
+        self._queues.dequeue(request)
+        self._queues.transfer(request)
+        num_blocks = self._blocks.blocks_for(choice.num_chunks * pool.chunk_tokens)
+        pool.start_load(
+            LoadRequest(
+                load_id,
+                request.request_id,
+                keys,
+                hit.sources[: choice.num_chunks],
+                first,
+                request.num_computed - first * pool.chunk_tokens,
+                tuple(request.block_ids[:num_blocks]),
+                patience_s,
+                layers if is_alone else 0,
+                step_s,
+            )
+        )
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def released(self, event: LoadReleased) -> None:
+        """Steps may run the request from now on; ranks wait for its layers."""
+        load = self._loads.get(event.load_id)
+        if load is None or not self._is_loading(load):
+            return
+        self.num_unproven += 1
+        load.request.is_unproven = True
+        self._join_in(load.request, event.num_chunks)
+
+    def hold(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
+        """A step ran an unproven request: what came of it waits for the load."""
+        assert request.pool_load is not None, "an unproven request has a load"
+        self._loads[request.pool_load].held.append((sequence, result))
+
+    def ended(
+        self, event: PoolLoadEnded
+    ) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
+        """A load is over and drained.
+
+        Returns:
+            What came of steps that ran on it, to be taken in now.
+        """
+        load = self._loads.pop(event.load_id, None)
+        if load is None:
+            return ()
+        request = load.request
+        was_loading = self._is_loading(load)
+        if request.pool_load == load.load_id:
+            request.pool_load = None
+        self._unpark(load)
+        if self._outputs.is_draining(load.load_id):
+            self._outputs.end_drain(load.load_id)
+            self._end_unproven(request)
+        elif request.is_unproven:
+            return self._prove(load, event)
+        elif was_loading:
+            if event.error is not None:
+                logger.info("request %s: from the pool: %s", request.request_id, event.error)
+            self._join_in(request, event.num_chunks)
+            self._blocks.publish(request, shares=False)
+        return ()
+
+    def expire(self) -> None:
+        """Give up look-ups and loads that take too long."""
+        now = self._queues.now
+        for request in list(self._queues.looking_up):
+            if request.deadline is not None and now > request.deadline:
+                self._parked.pop(request.request_id, None)
+                self._end_look_up(request)
+        for load in list(self._loads.values()):
+            if now > load.patience_end and self._is_loading(load):
+                self._give_up(load)
+
+    def recompute(self, request: Request) -> None:
+        """Its load has failed, and no step in flight runs it: its prompt is computed."""
+        request.has_wrong_kv = False
+        request.num_output_placeholders = request.num_saved = 0
+        self._queues.release_followers(request)
+        self._queues.dequeue(request)
+        self._queues.forget(request)
+        self._blocks.release(request)
+        self._queues.wait(request)
+
+    def _is_loading(self, load: _Load) -> bool:
+        request = load.request
+        is_its = request.pool_load == load.load_id
+        return is_its and request.state is RequestStatus.TRANSFERRING
+
+    def _join_in(self, request: Request, num_chunks: int) -> None:
+        """It goes on from what is there: what the device had, at least."""
+        self._queues.dequeue(request)
+        num_loaded = num_chunks * self._pool.chunk_tokens
+        request.num_computed = max(request.num_computed, num_loaded)
+        request.num_cached_tokens = request.num_saved = request.num_computed
+        request.loaded = self._queues.now
+        self._queues.wait(request)
+
+    def _prove(
+        self, load: _Load, event: PoolLoadEnded
+    ) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
+        request = load.request
+        self._end_unproven(request)
+        if request.state is not RequestStatus.FINISHED:
+            if event.error is None:
+                self._blocks.publish(request)
+            else:
+                name = request.request_id
+                logger.info("request %s: from the pool: %s; computing it", name, event.error)
+                request.has_wrong_kv = True
+                if request.state is not RequestStatus.RUNNING:
+                    self.recompute(request)
+        return [(request, sequence, result) for sequence, result in load.held]
+
+    def _end_unproven(self, request: Request) -> None:
+        self.num_unproven -= request.is_unproven
+        request.is_unproven = False
+
+    def _give_up(self, load: _Load) -> None:
+        request = load.request
+        logger.info("request %s: the pool is too slow; computing its prompt", request.request_id)
+        self._pool.cancel_load(load.load_id)
+        self._queues.release_followers(request)
+        self._queues.dequeue(request)
+        self._outputs.drain(request, load.load_id)
+        request.pool_load = None
+        self._queues.wait(request)
+
+    def _unpark(self, load: _Load) -> None:
+        """Who waited for this load looks again at what the device has, and what is missing."""
+        waiting = [name for name, (other, _) in self._parked.items() if other is load]
+        for name in waiting:
+            _, hit = self._parked.pop(name)
+            if hit.request.state is RequestStatus.LOOKING_UP:
+                self._hits[name] = hit
+                self._end_look_up(hit.request)
+
+
+def _num_equal(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """How many leading keys two sequences share. Keys are chained: the last equal one says it."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[middle - 1] == second[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

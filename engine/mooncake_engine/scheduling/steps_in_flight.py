@@ -1,0 +1,83 @@
+"""Steps that are planned and not over, and the blocks that they may still work on."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.step_plan import StepPlan
+
+
+class InFlightStep(NamedTuple):
+    """A step in flight: its plan, who takes part, siblings behind their leaders, and when it was
+    planned."""
+
+    plan: StepPlan
+    requests: list[Request]
+    planned: float
+
+
+class StepsInFlight:
+    """In the order in which the device runs them.
+
+    Args:
+        blocks: the block tables.
+        is_pipeline: whether each step passes through several stages.
+    """
+
+    def __init__(self, blocks: BlockManager, *, is_pipeline: bool) -> None:
+        self._blocks = blocks
+        self._is_pipeline = is_pipeline
+        self._steps: deque[InFlightStep] = deque()
+        self._last_end = 0.0
+        self._newest_over = -1
+        self._replaced: deque[tuple[int, list[int]]] = deque()  # step that may still read them
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def reach_freed_blocks(self) -> bool:
+        """Whether a plan works on blocks that may have been given up since."""
+        return any(self._reaches_freed(step.plan) for step in self._steps)
+
+    @property
+    def replaced_tables(self) -> list[list[int]]:
+        """Blocks that were replaced by equal ones, but for which steps are in flight."""
+        untaken = [self._blocks.replaced] if self._blocks.replaced else []
+        return [*(block_ids for _, block_ids in self._replaced), *untaken]
+
+    def push(self, plan: StepPlan, requests: list[Request], now: float) -> None:
+        """A step is planned."""
+        self._steps.append(InFlightStep(plan, requests, now))
+
+    def pop(self, plan: StepPlan, now: float | None) -> tuple[InFlightStep, float | None]:
+        """The oldest step is over.
+
+        Returns:
+            The step, and what it took, if ``now`` is known: a step behind another one began when
+            that was over, but in a pipeline, where a token has all stages before it.
+        """
+        step = self._steps.popleft()
+        assert step.plan is plan, f"step {plan.step} is over before {step.plan.step}"
+        self._newest_over = plan.step
+        if now is None:
+            return step, None
+        begun = step.planned if self._is_pipeline else max(step.planned, self._last_end)
+        self._last_end = now
+        return step, now - begun
+
+    def release_replaced(self) -> None:
+        """Give blocks back for which equal ones were found, once the last step that was planned
+        with them is over."""
+        if replaced := self._blocks.take_replaced():
+            newest = self._steps[-1].plan.step if self._steps else self._newest_over
+            self._replaced.append((newest, replaced))
+        while self._replaced and self._replaced[0][0] <= self._newest_over:
+            self._blocks.pool.release(self._replaced.popleft()[1])
+
+    def _reaches_freed(self, plan: StepPlan) -> bool:
+        references = self._blocks.pool.references
+        return plan.reads_freed_blocks or not all(map(references, plan.received_blocks))

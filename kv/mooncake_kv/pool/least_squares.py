@@ -1,0 +1,97 @@
+"""Costs in seconds, learnt from what things took: linear models that forget.
+
+Each sample is (features, seconds). Its weight halves with time, so that what a link or a model cost
+under last minute's load fades; prior samples don't fade, so that without news an estimate returns
+to the prior and what had looked too slow is tried again. Pure: the clock is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+HALF_LIFE_S = 60.0
+
+
+class FadingLeastSquares:
+    """``seconds = weights . features``, none of the weights negative.
+
+    Args:
+        prior: samples that are believed until there are others: features and seconds.
+        prior_weight: how many real samples each of them counts as.
+        half_life_s: after so long a sample counts half.
+    """
+
+    def __init__(
+        self,
+        prior: Sequence[tuple[Sequence[float], float]],
+        *,
+        prior_weight: float = 0.01,
+        half_life_s: float = HALF_LIFE_S,
+    ) -> None:
+        width = len(prior[0][0])
+        self._prior = (np.zeros((width, width)), np.zeros(width))
+        self._learnt = (np.zeros((width, width)), np.zeros(width))
+        self._half_life_s = half_life_s
+        self._newest: float | None = None
+        self._weights: np.ndarray | None = None
+        for features, seconds in prior:
+            self._add(self._prior, features, seconds, prior_weight)
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether there was any sample but the prior's."""
+        return self._newest is not None
+
+    def learn(self, features: Sequence[float], seconds: float, now: float) -> None:
+        """Take in a sample. Large and small ones count alike: their relative error does."""
+        if self._newest is not None:
+            self._fade(now)
+        self._newest = now
+        self._add(self._learnt, features, seconds, 1.0)
+        self._weights = None
+
+    def estimate(self, features: Sequence[float], now: float) -> float:
+        """Seconds that something of these features takes, at least 0."""
+        if self._newest is not None and now - self._newest > self._half_life_s / 8:
+            self._fade(now)
+            self._newest = now
+            self._weights = None
+        if self._weights is None:
+            self._weights = self._solve()
+        return float(np.dot(self._weights, features))
+
+    def _fade(self, now: float) -> None:
+        assert self._newest is not None, "what was never learnt does not fade"
+        factor = 0.5 ** (max(now - self._newest, 0.0) / self._half_life_s)
+        for array in self._learnt:
+            array *= factor
+
+    @staticmethod
+    def _add(
+        sums: tuple[np.ndarray, np.ndarray],
+        features: Sequence[float],
+        seconds: float,
+        weight: float,
+    ) -> None:
+        row = np.asarray(features, np.float64)
+        weight /= max(seconds, 1e-6) ** 2  # so that residuals are relative
+        sums[0][...] += weight * np.outer(row, row)
+        sums[1][...] += weight * seconds * row
+
+    def _solve(self) -> np.ndarray:
+        """Least squares over the features whose weights come out positive."""
+        matrix = self._prior[0] + self._learnt[0]
+        vector = self._prior[1] + self._learnt[1]
+        weights = np.zeros(len(vector))
+        active = np.arange(len(vector))
+        while len(active):
+            scale = 1.0 / np.sqrt(np.maximum(matrix[active, active], 1e-300))
+            scaled = matrix[np.ix_(active, active)] * np.outer(scale, scale)
+            found = np.linalg.lstsq(scaled, vector[active] * scale, rcond=1e-9)[0] * scale
+            if (found >= 0).all():
+                weights[active] = found
+                break
+            active = np.delete(active, found.argmin())
+        return weights

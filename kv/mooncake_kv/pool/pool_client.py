@@ -1,0 +1,515 @@
+"""An instance's use of the pool, beside its scheduler: look-ups, loads and saves over all ranks.
+
+    look-up   probe every store                                     -> ChunksFound
+    load      pin, have all ranks read, release: was it right?      -> LoadReleased, PoolLoadEnded
+    save      reserve, have all ranks write                         -> ChunksCopied
+              were the blocks what they are said to be? commit or abort
+
+Its calls return at once; what takes time is on its own thread. Whatever goes wrong there is a miss:
+a load that ends with fewer chunks, a save that is not stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from mooncake_hal.kv.geometry import KVGeometry
+from mooncake_kv.errors import ConnectorDead, KVConfigError
+from mooncake_kv.io_loop import IoLoop
+from mooncake_kv.pool.pool_costs import LoadCosts
+from mooncake_kv.pool.pool_events import (
+    ChunksCopied,
+    ChunksFound,
+    ChunkSource,
+    LoadReleased,
+    LoadRequest,
+    PoolLoadEnded,
+    PoolStats,
+    PostPoolEvent,
+    SaveRequest,
+)
+from mooncake_kv.pool.pool_messages import (
+    CancelRuns,
+    ChunkRun,
+    ConnectStore,
+    ForgetStore,
+    LayersLoaded,
+    LoadRuns,
+    PoolRankReady,
+    RunsEnded,
+    SaveRuns,
+    ToRank,
+    decode_from_rank,
+    encode,
+)
+from mooncake_kv.pool.pool_stores import PoolStores
+from mooncake_kv.ranks import SendToRank
+from mooncake_kv.store.chunk_layout import chunk_bytes
+from mooncake_kv.store.chunk_store import (
+    ArenaInfo,
+    Chunk,
+    ChunkStore,
+    ReadHandle,
+    Residence,
+    Tier,
+    WriteHandle,
+)
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+LEASE_MARGIN_S = 5.0
+"""Handles last so much longer than what moves under them."""
+VERDICT_TIMEOUT_S = 30.0
+"""How long a save waits for the engine's core."""
+MAX_SAVES = 64
+"""Saves under way or queued; what comes beyond is not saved."""
+SAVES_AT_ONCE = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    """What all ranks are to carry out."""
+
+    ended: asyncio.Future[list[RunsEnded]]
+    reports: dict[int, RunsEnded] = field(default_factory=dict)
+    num_released: int = 0
+    on_release: Callable[[], None] | None = None
+
+
+class PoolClient:
+    """See the module. ``lookup``, ``start_load``, ``cancel_load``, ``save`` and ``end_save`` are
+    called by one thread, the others by any.
+
+    Args:
+        stores: what to use; closed with this object.
+        geometry: of the model's KV.
+        chunk_tokens: tokens per chunk.
+        transfer_timeout_s: of one load or save.
+        num_ranks: of the instance.
+    """
+
+    def __init__(
+        self,
+        stores: PoolStores,
+        geometry: KVGeometry,
+        chunk_tokens: int,
+        transfer_timeout_s: float,
+        num_ranks: int,
+    ) -> None:
+        self.stats = PoolStats()
+        self.load_costs = LoadCosts()
+        self._stores = stores
+        self._chunk_tokens = chunk_tokens
+        self.chunk_bytes = chunk_bytes(geometry, chunk_tokens)
+        self._timeout_s = transfer_timeout_s
+        self._num_ranks = num_ranks
+        self._num_ready = 0
+        self._ranks_ready = threading.Event()
+        self._orders: dict[str, _Order] = {}
+        self._verdicts: dict[str, asyncio.Future[bool]] = {}
+        self._active: set[str] = set()  # loads
+        self._cancelled: set[str] = set()  # of these
+        self._known_epochs: dict[int, str] = {}
+        self._num_saves = 0
+        self._save_slots = asyncio.Semaphore(SAVES_AT_ONCE)
+        self._send: SendToRank | None = None
+
+    def start(
+        self, send: SendToRank, post: PostPoolEvent, fail: Callable[[ConnectorDead], None]
+    ) -> None:
+        """Wait for the ranks, and begin.
+
+        Args:
+            send: carries a message to a rank's worker.
+            post: takes events, from any thread.
+            fail: takes what ends the engine.
+
+        Raises:
+            KVConfigError: a rank did not come up.
+        """
+        if not self._ranks_ready.wait(START_TIMEOUT_S):
+            raise KVConfigError(
+                f"{self._num_ready} of {self._num_ranks} ranks opened their transports for the "
+                f"pool within {START_TIMEOUT_S:g} s"
+            )
+        self._send, self._post = send, post
+        self._loop = IoLoop("kv-pool", self._give_up, fail)
+
+    def on_rank_message(self, rank: int, message: bytes) -> None:
+        """A rank's worker sent this, maybe before ``start``. Any thread."""
+        decoded = decode_from_rank(message)
+        if isinstance(decoded, PoolRankReady):
+            self._num_ready += 1
+            if self._num_ready == self._num_ranks:
+                self._ranks_ready.set()
+        elif isinstance(decoded, RunsEnded):
+            self._loop.call(decoded.order_id, self._take_report, rank, decoded)
+        elif isinstance(decoded, LayersLoaded):
+            self._loop.call(decoded.load_id, self._take_release, decoded)
+
+    def stop(self) -> None:
+        """Begin nothing any more; before the ranks are closed. Idempotent."""
+        if self._send is not None:
+            self._send = None
+            self._loop.close()
+
+    def close(self) -> None:
+        """Give the stores back; after the ranks, which read and write them. Idempotent."""
+        self.stop()
+        self._stores.close()
+
+    # -- for the core ---------------------------------------------------------------------------
+
+    def lookup(self, load_id: str, keys: Sequence[bytes]) -> Sequence[ChunkSource] | None:
+        """Where the leading ones of these chunks are; None: ``ChunksFound`` follows."""
+        self.stats.num_lookups += 1
+        self.stats.num_queried_chunks += len(keys)
+        probes = [store.probe(keys) for store in self._stores.all]
+        if all(probe.done() for probe in probes):
+            return self._found(probes)
+        self._spawn(self._look_up(load_id, probes), load_id)
+        return None
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """A prompt was served from the device: these chunks were of use."""
+        if keys:
+            self._stores.home.touch(keys)
+
+    def start_load(self, load: LoadRequest) -> None:
+        """Load; ``PoolLoadEnded`` follows, whatever happens."""
+        self.stats.num_loads += 1
+        self.stats.loads_under_way += 1
+        self._loop.call(load.load_id, self._begin_load, load)
+
+    def cancel_load(self, load_id: str) -> None:
+        """A load is no longer wanted; ``PoolLoadEnded`` follows when it is drained. Idempotent."""
+        self._loop.call(load_id, self._cancel, load_id)
+
+    def save(self, save: SaveRequest) -> bool:
+        """Save; ``ChunksCopied`` follows. False: it does not, as too much is under way, or there is
+        no store."""
+        if self._num_saves >= MAX_SAVES or self._stores.home.arena is None:
+            return False
+        self._num_saves += 1
+        self._spawn(self._save(save), save.save_id)
+        return True
+
+    def end_save(self, save_id: str, *, is_right: bool) -> None:
+        """What was copied is, or is not, the KV of the chunks' tokens."""
+        self._loop.call(save_id, self._judge, save_id, is_right)
+
+    # -- loop thread ----------------------------------------------------------------------------
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], order_id: str) -> None:
+        def spawn() -> None:
+            self._loop.spawn(coroutine, order_id)
+
+        self._loop.call(order_id, spawn)
+
+    def _begin_load(self, load: LoadRequest) -> None:
+        self._active.add(load.load_id)
+        self._loop.spawn(self._load(load), load.load_id)
+
+    def _give_up(self, order_id: str, exc: Exception) -> None:
+        """Something was raised that nobody thought of. Loads and saves report all the same."""
+        logger.warning("the pool failed in %s: %r", order_id, exc)
+
+    async def _look_up(self, load_id: str, probes: Sequence[Future[list[Residence]]]) -> None:
+        for probe in probes:
+            await asyncio.wrap_future(probe)
+        self._post(ChunksFound(load_id, self._found(probes)))
+
+    def _found(self, probes: Sequence[Future[list[Residence]]]) -> list[ChunkSource]:
+        """Of each leading chunk, the number of the nearest store that has it, and the tier."""
+        found: list[ChunkSource] = []
+        for places in zip(*(probe.result() for probe in probes), strict=True):
+            by_tier = [
+                (wanted is Residence.SSD, number)
+                for wanted in (Residence.DRAM, Residence.SSD)
+                for number, place in enumerate(places)
+                if place is wanted
+            ]
+            if not by_tier:
+                break
+            is_ssd, number = min(by_tier)
+            source = ChunkSource(number, Tier.SSD if is_ssd else Tier.DRAM)
+            found.append(source)
+            counts = self.stats.num_found_chunks
+            counts[source.name] = counts.get(source.name, 0) + 1
+        return found
+
+    async def _load(self, load: LoadRequest) -> None:
+        began = time.monotonic()
+        num_right, error = load.first_chunk, "the pool failed"
+        pinned: list[tuple[ChunkStore, list[ReadHandle]]] = []
+        try:
+            runs, pinned = await self._pin(load)
+            num_chunks = load.first_chunk + sum(len(run.offsets) for run in runs)
+            if not runs:
+                error = "its chunks are gone"
+                return
+            failure = await self._read(load, runs, num_chunks, began)
+            are_right = await self._release(pinned)
+            pinned = []
+            if failure is None and are_right:
+                num_right = num_chunks
+            error = failure or ("" if are_right else "the store took its chunks back")
+        finally:
+            if pinned:
+                await self._release(pinned)
+            self._active.discard(load.load_id)
+            self._cancelled.discard(load.load_id)
+            self.stats.loads_under_way -= 1
+            self.stats.num_failed_loads += bool(error)
+            self.stats.num_loaded_chunks += num_right - load.first_chunk
+            self._post(PoolLoadEnded(load.load_id, num_right, error or None))
+
+    async def _pin(
+        self, load: LoadRequest
+    ) -> tuple[list[ChunkRun], list[tuple[ChunkStore, list[ReadHandle]]]]:
+        """Permission to read the leading ones of the chunks; as many as there still are."""
+        wanted: dict[int, list[int]] = {}
+        for position in range(load.first_chunk, len(load.keys)):
+            wanted.setdefault(load.sources[position].store, []).append(position)
+        lease_s = load.timeout_s + LEASE_MARGIN_S
+        asked = [
+            (number, at, self._stores.all[number].pin([load.keys[p] for p in at], lease_s=lease_s))
+            for number, at in wanted.items()
+        ]
+        handles: dict[int, tuple[int, ReadHandle]] = {}
+        for number, positions, future in asked:
+            for position, handle in zip(positions, await asyncio.wrap_future(future), strict=True):
+                if handle is not None:
+                    handles[position] = (number, handle)
+        pinned = [
+            (self._stores.all[number], [h for n, h in handles.values() if n == number])
+            for number in wanted
+        ]
+        runs: list[ChunkRun] = []
+        for position in range(load.first_chunk, len(load.keys)):
+            if position not in handles:
+                break
+            number, handle = handles[position]
+            epoch = self._introduce(number)
+            if epoch is None:
+                break
+            skipped = load.skipped_tokens if position == load.first_chunk else 0
+            if runs and runs[-1].epoch == epoch:
+                last = runs.pop()
+                offsets = (*last.offsets, handle.offset)
+                runs.append(ChunkRun(epoch, last.first_chunk, offsets, last.skipped_tokens))
+            else:
+                runs.append(ChunkRun(epoch, position, (handle.offset,), skipped))
+        return runs, pinned
+
+    async def _read(
+        self, load: LoadRequest, runs: Sequence[ChunkRun], num_chunks: int, began: float
+    ) -> str | None:
+        """Have all ranks read; why it failed, None if it did not."""
+        if load.load_id in self._cancelled:
+            return "nobody wants it any more"
+        exposed: list[float] = []
+
+        def released() -> None:
+            exposed.append(time.monotonic() - began)
+            self._post(LoadReleased(load.load_id, num_chunks))
+
+        order = LoadRuns(
+            load.load_id,
+            load.request_id,
+            tuple(runs),
+            tuple(load.block_ids),
+            load.timeout_s,
+            load.release_layers,
+        )
+        reports = await self._order(load.load_id, order, released if load.release_layers else None)
+        failure = next((r.error for r in reports if r.error is not None), None)
+        now = time.monotonic()
+        if failure is None:
+            nbytes = sum(report.nbytes for report in reports)
+            self._learn(load, num_chunks, nbytes, now - began, now)
+            stats = self.stats
+            stats.loaded_bytes += nbytes
+            stats.load_seconds += now - began
+            stats.exposed_seconds += exposed[0] if exposed else now - began
+            stats.stalled_seconds += max(report.stalled_s for report in reports)
+            stats.hideable_seconds += min(load.compute_s, now - began)
+        return failure
+
+    def _learn(
+        self, load: LoadRequest, num_chunks: int, nbytes: int, seconds: float, now: float
+    ) -> None:
+        """What a load from one place took, says what that place costs."""
+        sources = set(load.sources[load.first_chunk : num_chunks])
+        if len(sources) == 1:
+            self.load_costs.learn(sources.pop(), nbytes, seconds, now)
+
+    async def _release(self, pinned: Sequence[tuple[ChunkStore, list[ReadHandle]]]) -> bool:
+        """End reading; whether all handles were in force until now."""
+        futures = [store.release(handles) for store, handles in pinned if handles]
+        answers = [await asyncio.wrap_future(future) for future in futures]
+        return all(is_valid for answer in answers for is_valid in answer)
+
+    async def _save(self, save: SaveRequest) -> None:
+        self.stats.saves_under_way += 1
+        handles: list[WriteHandle] = []
+        was_asked = is_right = False
+        try:
+            async with self._save_slots:
+                handles, runs = await self._reserve(save)
+                if runs:
+                    order = SaveRuns(save.save_id, runs, tuple(save.block_ids), self._timeout_s)
+                    reports = await self._order(save.save_id, order)
+                    failure = next((r.error for r in reports if r.error is not None), None)
+                    if failure is None:
+                        was_asked = True
+                        is_right = await self._ask_core(save.save_id)
+                        self._refuse("reused", 0 if is_right else len(handles))
+                    else:
+                        logger.info("%s was not saved: %s", save.save_id, failure)
+                        self._refuse("failed", len(handles))
+        finally:
+            self._num_saves -= 1
+            self.stats.saves_under_way -= 1
+            if not was_asked:
+                self._post(ChunksCopied(save.save_id, is_complete=False))
+            if handles:
+                await self._end_writes(handles, is_right=is_right)
+
+    async def _end_writes(self, handles: Sequence[WriteHandle], *, is_right: bool) -> None:
+        home = self._stores.home
+        ended = await asyncio.wrap_future((home.commit if is_right else home.abort)(handles))
+        if is_right:
+            num_stored = ended.count(True)
+            self.stats.num_saves += num_stored > 0
+            self.stats.num_saved_chunks += num_stored
+            self.stats.saved_bytes += num_stored * self.chunk_bytes
+            self._refuse("late", len(handles) - num_stored)
+
+    async def _reserve(self, save: SaveRequest) -> tuple[list[WriteHandle], tuple[ChunkRun, ...]]:
+        """Memory for those chunks that no store has; none where the ones before it found none."""
+        keys, positions = save.keys, range(save.first_chunk, len(save.keys))
+        elsewhere = await self._held_elsewhere([keys[position] for position in positions])
+        missing = [p for p in positions if keys[p] not in elsewhere]
+        self._refuse("elsewhere", len(elsewhere))
+        if not missing:
+            return [], ()
+        chunks = [
+            Chunk(
+                keys[position],
+                keys[position - 1] if position else None,
+                position,
+                self.chunk_bytes,
+                self._chunk_tokens,
+                save.tenant,
+            )
+            for position in missing
+        ]
+        future = self._stores.home.reserve(chunks, lease_s=self._timeout_s + LEASE_MARGIN_S)
+        grants = await asyncio.wrap_future(future)
+        epoch = self._introduce(0)
+        handles, runs = [], []
+        for position, grant in zip(missing, grants, strict=True):
+            if isinstance(grant, WriteHandle):
+                handles.append(grant)
+                if epoch is not None:
+                    runs.append(ChunkRun(epoch, position, (grant.offset,)))
+            else:
+                self._refuse(grant.value, 1)
+        return handles, tuple(runs)
+
+    async def _held_elsewhere(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those that another store has, or is being given: one copy serves all."""
+        probes = [store.probe(keys) for store in self._stores.all[1:]]
+        found: set[bytes] = set()
+        for probe in probes:
+            places = await asyncio.wrap_future(probe)
+            found |= {k for k, p in zip(keys, places, strict=True) if p is not Residence.ABSENT}
+        return found
+
+    async def _ask_core(self, save_id: str) -> bool:
+        """Whether the blocks that were copied are what they were."""
+        verdict = self._verdicts[save_id] = asyncio.get_running_loop().create_future()
+        self._post(ChunksCopied(save_id))
+        try:
+            done, _ = await asyncio.wait({verdict}, timeout=VERDICT_TIMEOUT_S)
+            return bool(done) and verdict.result()
+        finally:
+            del self._verdicts[save_id]
+
+    def _judge(self, save_id: str, is_right: bool) -> None:
+        verdict = self._verdicts.get(save_id)
+        if verdict is not None and not verdict.done():
+            verdict.set_result(is_right)
+
+    def _cancel(self, load_id: str) -> None:
+        if load_id in self._active:
+            self._cancelled.add(load_id)
+        if load_id in self._orders:
+            self._broadcast(CancelRuns(load_id))
+
+    async def _order(
+        self, order_id: str, message: ToRank, on_release: Callable[[], None] | None = None
+    ) -> list[RunsEnded]:
+        """Have every rank carry an order out; their reports, once all are drained."""
+        order = _Order(asyncio.get_running_loop().create_future(), on_release=on_release)
+        self._orders[order_id] = order
+        try:
+            self._broadcast(message)
+            return await order.ended
+        finally:
+            del self._orders[order_id]
+
+    def _take_report(self, rank: int, report: RunsEnded) -> None:
+        order = self._orders.get(report.order_id)
+        if order is None:
+            return
+        order.reports[rank] = report
+        if len(order.reports) == self._num_ranks and not order.ended.done():
+            order.ended.set_result(list(order.reports.values()))
+
+    def _take_release(self, message: LayersLoaded) -> None:
+        order = self._orders.get(message.load_id)
+        if order is None:
+            return
+        order.num_released += 1
+        if order.num_released == self._num_ranks and order.on_release is not None:
+            order.on_release()
+
+    def _introduce(self, number: int) -> str | None:
+        """The epoch of a store that the ranks know; None if it can't be reached."""
+        arena = self._stores.all[number].arena
+        if arena is None:
+            return None
+        known = self._known_epochs.get(number)
+        if known != arena.epoch:
+            if known is not None:
+                self._broadcast(ForgetStore(known))
+            self._known_epochs[number] = arena.epoch
+            self._broadcast(self._description(arena))
+        return arena.epoch
+
+    def _description(self, arena: ArenaInfo) -> ConnectStore:
+        return ConnectStore(
+            arena.epoch, arena.address, arena.nbytes, dict(arena.endpoints), self._chunk_tokens
+        )
+
+    def _broadcast(self, message: ToRank) -> None:
+        if self._send is None:
+            return  # it closes
+        encoded = encode(message)
+        for rank in range(self._num_ranks):
+            self._send(rank, encoded)
+
+    def _refuse(self, reason: str, count: int) -> None:
+        if count:
+            refusals = self.stats.num_save_refusals
+            refusals[reason] = refusals.get(reason, 0) + count

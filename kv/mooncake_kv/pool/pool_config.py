@@ -1,0 +1,127 @@
+"""``--kv-pool``: which node stores an instance saves to and loads from."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mooncake_hal.options import byte_count, positive_int
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.chunk_keys import DEFAULT_CHUNK_TOKENS
+from mooncake_kv.store.node_store import NodeStoreConfig
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig, ssd_directory
+from mooncake_kv.store.ssd_tier import SsdConfig
+
+MIN_QUARANTINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVPoolConfig:
+    """The pool, as one instance uses it.
+
+    The first store is where it saves: its own if it has one, else the first that it connects to.
+
+    Args:
+        dram_bytes: memory of a store in this instance; 0: it has none.
+        ssd: directories of that store, and how much of each to use, bytes.
+        port: where that store listens for other instances; 0 takes a free port, None: nowhere.
+        connect: host and port of stores in other processes.
+        chunk_tokens: tokens per chunk, a multiple of the block size; the same for all who share KV.
+        network: addresses, secret, transports and deadlines.
+
+    Raises:
+        KVConfigError: there is no store in it, or one of another kind than its options.
+    """
+
+    dram_bytes: int = 0
+    ssd: tuple[tuple[Path, int], ...] = ()
+    port: int | None = None
+    connect: tuple[tuple[str, int], ...] = ()
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    network: KVTransferConfig = field(default_factory=KVTransferConfig)
+
+    def __post_init__(self) -> None:
+        if not self.dram_bytes and not self.connect:
+            raise KVConfigError(
+                "--kv-pool names no store: give this instance one (dram=4GiB), or name one that "
+                "runs (connect=127.0.0.1:7701)"
+            )
+        if not self.dram_bytes and (self.ssd or self.port is not None):
+            raise KVConfigError(
+                "--kv-pool: ssd and port are of a store in this instance; give it memory, too: "
+                "dram=4GiB"
+            )
+
+    def with_network(self, network: KVTransferConfig) -> KVPoolConfig:
+        """The same over another network."""
+        return replace(self, network=network)
+
+    def store_config(self) -> NodeStoreConfig:
+        """The store in this instance."""
+        directories = tuple(SsdDirectoryConfig(path, size) for path, size in self.ssd)
+        return NodeStoreConfig(
+            self.dram_bytes,
+            quarantine_s=max(MIN_QUARANTINE_S, self.network.transfer_timeout_s),
+            ssd=SsdConfig(directories) if directories else None,
+        )
+
+
+def read_kv_pool(text: str) -> KVPoolConfig:
+    """``--kv-pool``: settings with commas between them; ``ssd`` and ``connect`` may be repeated.
+
+        dram=4GiB
+        dram=4GiB,ssd=/ssd0/kv:200GiB,port=7701,connect=10.0.0.2:7701
+        connect=127.0.0.1:7701
+
+    Raises:
+        KVConfigError: a setting that is not known, or that can't be.
+    """
+    found: dict[str, Any] = {}
+    for setting in text.split(","):
+        name, sign, value = setting.strip().partition("=")
+        if not sign or name not in _SETTINGS:
+            raise KVConfigError(
+                f"--kv-pool: wanted {', '.join(f'{known}=...' for known in _SETTINGS)} with commas "
+                f"between them, got {setting!r}"
+            )
+        field_name, parse, is_repeated = _SETTINGS[name]
+        try:
+            parsed = parse(value)
+        except (ValueError, argparse.ArgumentTypeError) as exc:
+            raise KVConfigError(f"--kv-pool: {name}: {exc}") from exc
+        if is_repeated:
+            parsed = (*found.get(field_name, ()), parsed)
+        elif field_name in found:
+            raise KVConfigError(f"--kv-pool has {name} twice")
+        found[field_name] = parsed
+    return KVPoolConfig(**found)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host:
+        raise ValueError(f"wanted HOST:PORT such as 127.0.0.1:7701, got {text!r}")
+    number = _port(port)
+    if not number:
+        raise ValueError(f"port 0 of {text!r} is nobody's")
+    return host.removeprefix("[").removesuffix("]"), number
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65_535:
+        raise ValueError(f"wanted a port, 0 to 65535, got {text!r}")
+    return int(text)
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
+    "dram": ("dram_bytes", byte_count, False),
+    "ssd": ("ssd", ssd_directory, True),
+    "port": ("port", _port, False),
+    "connect": ("connect", _address, True),
+    "chunk": ("chunk_tokens", positive_int, False),
+}
+"""By name: the field, what reads it, and whether it may be repeated."""

@@ -1,0 +1,122 @@
+"""Messages between an instance's pool client and its ranks."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ConnectStore(msgspec.Struct, frozen=True, tag=True):
+    """To the ranks: where a store's memory is, before any order that names its epoch.
+
+    Args:
+        epoch: of the store.
+        address, nbytes: its arena, in its own addresses.
+        endpoints: opaque address by transport.
+        chunk_tokens: tokens per chunk.
+    """
+
+    epoch: str
+    address: int
+    nbytes: int
+    endpoints: dict[str, bytes]
+    chunk_tokens: int
+
+
+class ForgetStore(msgspec.Struct, frozen=True, tag=True):
+    """To the ranks: that epoch is over; drop the connections to it."""
+
+    epoch: str
+
+
+class ChunkRun(msgspec.Struct, frozen=True):
+    """Consecutive chunks of a sequence in one store.
+
+    Args:
+        epoch: of the store.
+        first_chunk: position of the first one in the sequence.
+        offsets: where each lies in the arena, bytes.
+        skipped_tokens: so many of the first chunk's are not moved.
+    """
+
+    epoch: str
+    first_chunk: int
+    offsets: tuple[int, ...]
+    skipped_tokens: int = 0
+
+
+class LoadRuns(msgspec.Struct, frozen=True, tag=True):
+    """To the ranks: read these chunks, layer by layer.
+
+    Args:
+        load_id: unique.
+        request_id: whose; steps that run it wait for each layer until the load has ended.
+        runs: what to read, in the order of the sequence.
+        block_ids: the request's block table, from token 0.
+        timeout_s: for all of it.
+        release_layers: how many of the model's layers are to be there before a step may begin; 0:
+            no step begins before the end.
+    """
+
+    load_id: str
+    request_id: str
+    runs: tuple[ChunkRun, ...]
+    block_ids: tuple[int, ...]
+    timeout_s: float
+    release_layers: int = 0
+
+
+class CancelRuns(msgspec.Struct, frozen=True, tag=True):
+    """To the ranks: end that load, drain it, and report as usual."""
+
+    load_id: str
+
+
+class SaveRuns(msgspec.Struct, frozen=True, tag=True):
+    """To the ranks: write these chunks.
+
+    Args:
+        save_id: unique.
+        runs: where to.
+        block_ids: the request's block table, from token 0.
+        timeout_s: for all of it.
+    """
+
+    save_id: str
+    runs: tuple[ChunkRun, ...]
+    block_ids: tuple[int, ...]
+    timeout_s: float
+
+
+class PoolRankReady(msgspec.Struct, frozen=True, tag=True):
+    """From a rank, once: its transports are open."""
+
+
+class LayersLoaded(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: as many layers are there as the load was to be released after."""
+
+    load_id: str
+
+
+class RunsEnded(msgspec.Struct, frozen=True, tag=True):
+    """From a rank, once per order: nothing of it moves any more.
+
+    Args:
+        order_id: of the load or save.
+        error: None if every byte has arrived.
+        nbytes, seconds: what was moved, and how long it took from order to report.
+        stalled_s: how long steps waited for its layers.
+    """
+
+    order_id: str
+    error: str | None
+    nbytes: int
+    seconds: float
+    stalled_s: float = 0.0
+
+
+ToRank = ConnectStore | ForgetStore | LoadRuns | CancelRuns | SaveRuns
+FromRank = PoolRankReady | LayersLoaded | RunsEnded
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode

@@ -1,0 +1,102 @@
+"""The node stores that an instance uses: its own, and those that it connects to."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+from mooncake_hal.errors import HalError
+from mooncake_hal.negotiation import AUTO, Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.pool.pool_config import KVPoolConfig
+from mooncake_kv.store.chunk_store import ChunkStore
+from mooncake_kv.store.node_store import NodeStore
+from mooncake_kv.store.store_client import StoreClient
+from mooncake_kv.store.store_service import StoreAddress, StoreService
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+"""How long the start of an instance waits for each store; one that comes later is found then."""
+
+
+class PoolStores:
+    """Opened in the order of the configuration.
+
+    Args:
+        config: which.
+        registry: of transports.
+        name: of this instance, for the stores' logs.
+
+    Raises:
+        KVConfigError: the store in this instance can't be had as asked.
+    """
+
+    def __init__(self, config: KVPoolConfig, registry: Registry, name: str) -> None:
+        self._undo = ExitStack()
+        self.all: list[ChunkStore] = []
+        """Where KV is loaded from; the first is ``home``."""
+        with ExitStack() as undo:
+            if config.dram_bytes:
+                self.all.append(self._open_own(config, registry, undo))
+            secret = config.network.secret.encode()
+            clients = [
+                StoreClient(StoreAddress(host, port, secret), name) for host, port in config.connect
+            ]
+            for client, (host, port) in zip(clients, config.connect, strict=True):
+                undo.callback(client.close)
+                self.all.append(client)
+                if not client.await_store(CONNECT_S):
+                    logger.warning(
+                        "no store replies at %s port %d: nothing is loaded from there until one "
+                        "does",
+                        host,
+                        port,
+                    )
+            self._undo = undo.pop_all()
+
+    @property
+    def home(self) -> ChunkStore:
+        """Where KV is saved."""
+        return self.all[0]
+
+    def close(self) -> None:
+        """Leave all stores; the own one ends. Idempotent."""
+        self._undo.close()
+
+    def _open_own(self, config: KVPoolConfig, registry: Registry, undo: ExitStack) -> ChunkStore:
+        network = config.network
+        secret = network.secret.encode()
+        store = NodeStore(config.store_config())
+        undo.callback(store.close)
+        forced = network.transports
+        try:
+            transports = Transports.open(
+                registry,
+                EndpointOptions(
+                    host=network.host,
+                    advertise_host=network.advertise_host or None,
+                    port_range=network.port_range,
+                    secret=secret,
+                    allow_no_secret=network.allow_no_secret,
+                ),
+                wanted=forced[0] if len(forced) == 1 else AUTO,
+                allowed=forced or None,
+            )
+            undo.callback(transports.close)
+            if config.port is None:
+                store.offer(transports)
+            else:
+                address = StoreAddress(network.host, config.port, secret)
+                service = StoreService.start(store, transports, address)
+                undo.callback(service.close)
+                logger.info("the store of this instance listens on port %d", service.port)
+        except (HalError, ValueError, OSError) as exc:
+            raise KVConfigError(
+                f"--kv-pool: this instance's store can't be reached: {exc}"
+            ) from exc
+        user = store.open_user()
+        undo.callback(user.close)
+        return user

@@ -1,0 +1,380 @@
+"""A rank's half of the pool: moves chunks between its KV memory and stores' arenas.
+
+Loads and saves have threads and connections of their own, so that neither waits for the other, and
+steps wait for nothing but the layers of loads that they run on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from mooncake_hal.errors import HalError, TransferCancelled, TransferError, TransferTimeout
+from mooncake_hal.kv.geometry import KVShard
+from mooncake_hal.kv.transfer_plan import KVShardSpec
+from mooncake_hal.transport import Transfer
+from mooncake_kv.connector_worker import LayerDone, RankContext, RankTransports
+from mooncake_kv.errors import ConnectorDead, Fatal
+from mooncake_kv.pool.pool_messages import (
+    CancelRuns,
+    ChunkRun,
+    ConnectStore,
+    ForgetStore,
+    LayersLoaded,
+    LoadRuns,
+    PoolRankReady,
+    RunsEnded,
+    SaveRuns,
+    decode_to_rank,
+    encode,
+)
+from mooncake_kv.store.chunk_layout import (
+    ChunkTransfer,
+    plan_chunks,
+    stored_layout,
+    writes_for_its_replicas,
+)
+
+logger = logging.getLogger(__name__)
+
+LOAD_THREADS = 4
+GROUP_BYTES = 2 << 20
+"""Layers are loaded in groups of about this size, so that a group costs more than to ask for it."""
+LOADING, SAVING = 0, 1
+"""Numbers of a store's connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """A store as this rank sees it."""
+
+    layout: KVShardSpec
+    endpoints: dict[str, bytes]
+
+
+class PoolWorker:
+    """One rank's moves. ``begin_step`` belongs to the step's thread, the rest to any.
+
+    Args:
+        context: the rank's memory, and its way to the pool client.
+
+    Raises:
+        KVConfigError: the transports that were asked for can't be used here.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        memory = context.memory
+        self._local = KVShardSpec(memory.shard, memory.layout)
+        self._transports = RankTransports(context.config, memory, context.registry)
+        self._stores: dict[str, _Store] = {}
+        self._loads: dict[str, _RunningLoad] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        bind = context.bind_thread
+        self._loading = ThreadPoolExecutor(
+            LOAD_THREADS, f"pool-load-{context.rank}", initializer=bind
+        )
+        self._saving = ThreadPoolExecutor(1, f"pool-save-{context.rank}", initializer=bind)
+        self._ending = ThreadPoolExecutor(1, f"pool-end-{context.rank}")
+        context.emit(encode(PoolRankReady()))
+
+    def receive(self, message: bytes) -> None:
+        """Take an order; long work goes to threads."""
+        order = decode_to_rank(message)
+        with self._lock:
+            if self._is_closed:
+                return
+            if isinstance(order, LoadRuns):
+                load = _RunningLoad(order, self._context.memory.shard.layer_start)
+                self._loads[order.load_id] = load
+                self._loading.submit(self._load, load)
+            elif isinstance(order, SaveRuns):
+                self._saving.submit(self._save, order, time.monotonic() + order.timeout_s)
+            elif isinstance(order, CancelRuns):
+                if (running := self._loads.get(order.load_id)) is not None:
+                    self._ending.submit(running.cancel)
+            elif isinstance(order, ConnectStore):
+                self._stores[order.epoch] = self._describe(order)
+            elif isinstance(order, ForgetStore):
+                self._stores.pop(order.epoch, None)
+                self._ending.submit(self._transports.forget, order.epoch)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether any load is under way."""
+        return bool(self._loads)
+
+    def begin_step(self, request_ids: Collection[str]) -> LayerDone | None:
+        """A step is about to run these requests.
+
+        Returns:
+            To be called in the step's thread before each layer reads KV; blocks until that layer of
+            their loads is there, or the load has failed. None if no load is under way.
+        """
+        with self._lock:
+            loads = [load for load in self._loads.values() if load.order.request_id in request_ids]
+        if not loads:
+            return None
+
+        def wait_for(layer: int) -> None:
+            for load in loads:
+                load.wait_for(layer)
+
+        return wait_for
+
+    def close(self) -> None:
+        """Stop all threads and withdraw the memory. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            loads = list(self._loads.values())
+        for load in loads:
+            load.cancel()
+        for threads in (self._loading, self._saving, self._ending):
+            threads.shutdown(wait=True, cancel_futures=True)
+        self._transports.close()
+
+    def _describe(self, order: ConnectStore) -> _Store:
+        geometry = self._context.memory.geometry
+        layout = stored_layout(geometry, order.chunk_tokens, order.address, order.nbytes)
+        return _Store(layout, order.endpoints)
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def _load(self, load: _RunningLoad) -> None:
+        """Top of a pool thread: the load is reported once, drained, whatever happens."""
+        self._report(load.order.load_id, lambda: self._read(load), load)
+
+    def _read(self, load: _RunningLoad) -> None:
+        """Read group after group of layers; while one is on its way, the next is planned."""
+        order, moving = load.order, deque[tuple[int, list[Transfer]]]()
+        release_after = self._own_layers(order.release_layers)
+        try:
+            for start, stop in self._groups(order):
+                transfers = self._start(
+                    order.runs, order.block_ids, (start, stop), load, is_read=True
+                )
+                moving.append((stop, transfers))
+                if len(moving) > 1:
+                    self._finish(load, *moving.popleft(), release_after)
+            while moving:
+                self._finish(load, *moving.popleft(), release_after)
+        except BaseException as exc:
+            load.drain()
+            self._forget_broken(order.runs, exc)
+            raise
+
+    def _finish(
+        self, load: _RunningLoad, stop: int, transfers: list[Transfer], release_after: int
+    ) -> None:
+        load.wait(transfers)
+        first = self._local.shard.layer_start
+        was, now = load.num_loaded, stop - first
+        load.arrived(stop)
+        if release_after and was < release_after <= now:
+            self._context.emit(encode(LayersLoaded(load.order.load_id)))
+
+    def _own_layers(self, release_layers: int) -> int:
+        """This rank's share of the layers that are to be there first; 0 stays 0."""
+        shard, num_layers = self._local.shard, self._context.memory.geometry.layers
+        return -(-release_layers * shard.layers // num_layers)
+
+    def _groups(self, order: LoadRuns) -> Iterator[tuple[int, int]]:
+        """Ranges of this rank's layers: the first one alone, then by GROUP_BYTES."""
+        shard, geometry = self._local.shard, self._context.memory.geometry
+        num_tokens = sum(len(run.offsets) for run in order.runs) * self._chunk_tokens(order.runs)
+        layer_bytes = max(num_tokens * geometry.token_bytes // geometry.layers, 1)
+        size = max(GROUP_BYTES // layer_bytes, 1)
+        start = shard.layer_start
+        stop = start + 1
+        while start < shard.layer_stop:
+            yield start, stop
+            start, stop = stop, min(stop + size, shard.layer_stop)
+
+    def _chunk_tokens(self, runs: Sequence[ChunkRun]) -> int:
+        return self._store(runs[0].epoch).layout.layout.block_size
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def _save(self, order: SaveRuns, deadline: float) -> None:
+        """Top of the saving thread."""
+        moves = _Moves(deadline)
+        self._report(order.save_id, lambda: self._write(order, moves), moves)
+
+    def _write(self, order: SaveRuns, moves: _Moves) -> None:
+        shard = self._local.shard
+        for run in order.runs:
+            mine = [run] if shard.replicas == 1 else list(_shared_out(run, shard))
+            try:
+                moves.wait(self._start(mine, order.block_ids, None, moves, is_read=False))
+            except BaseException as exc:
+                moves.drain()
+                self._forget_broken(order.runs, exc)
+                raise
+
+    # -- both -----------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        runs: Sequence[ChunkRun],
+        block_ids: Sequence[int],
+        layers: tuple[int, int] | None,
+        moves: _Moves,
+        *,
+        is_read: bool,
+    ) -> list[Transfer]:
+        """Begin to move runs of chunks."""
+        started = []
+        for run in runs:
+            store = self._store(run.epoch)
+            movement = ChunkTransfer(
+                run.first_chunk, run.offsets, block_ids, layers, run.skipped_tokens
+            )
+            spans = plan_chunks(self._context.memory.geometry, self._local, store.layout, movement)
+            if not len(spans):
+                continue
+            lane = LOADING if is_read else SAVING
+            timeout_s = moves.time_left()
+            peer = self._transports.peer(run.epoch, lane, store.endpoints, timeout_s=timeout_s)
+            move = peer.read if is_read else peer.write
+            transfer = move(spans, timeout=moves.time_left())
+            moves.add(transfer, spans.total_bytes)
+            started.append(transfer)
+        return started
+
+    def _store(self, epoch: str) -> _Store:
+        store = self._stores.get(epoch)
+        if store is None:
+            raise TransferError(f"the store of epoch {epoch} is gone")
+        return store
+
+    def _forget_broken(self, runs: Sequence[ChunkRun], exc: BaseException) -> None:
+        """A connection that failed is made anew; one that was cancelled on is sound."""
+        if isinstance(exc, TransferError) and not isinstance(exc, TransferCancelled):
+            for epoch in {run.epoch for run in runs}:
+                self._transports.forget(epoch)
+
+    def _report(self, order_id: str, work: Callable[[], None], moves: _Moves) -> None:
+        started, error = time.monotonic(), None
+        try:
+            work()
+        except HalError as exc:
+            error = f"{type(exc).__name__}: {exc}"
+        except ConnectorDead as exc:  # not reported: its memory stays reserved
+            self._context.fail(exc)
+            return
+        except Exception as exc:
+            logger.exception("moving the chunks of %s failed", order_id)
+            error = f"it failed: {exc!r}"
+        if isinstance(moves, _RunningLoad):
+            moves.end()
+            with self._lock:
+                self._loads.pop(order_id, None)
+        seconds = time.monotonic() - started
+        ended = RunsEnded(order_id, error, moves.nbytes, seconds, moves.stalled_s)
+        self._context.emit(encode(ended))
+
+
+def _shared_out(run: ChunkRun, shard: KVShard) -> Iterator[ChunkRun]:
+    """Those of the chunks that this rank writes for all ranks that hold the same."""
+    for position, offset in enumerate(run.offsets, run.first_chunk):
+        if writes_for_its_replicas(shard, position):
+            yield ChunkRun(run.epoch, position, (offset,))
+
+
+class _Moves:
+    """Transfers of one order, which end together.
+
+    Args:
+        deadline: of all of them, by ``time.monotonic``.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self.nbytes = 0
+        self.stalled_s = 0.0
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._transfers: list[Transfer] = []
+        self._is_cancelled = False
+
+    def time_left(self) -> float:
+        """Seconds until the deadline; raises TransferTimeout if there are none."""
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TransferTimeout("its time was up before all of it had begun to move")
+        return left_s
+
+    def add(self, transfer: Transfer, nbytes: int) -> None:
+        """Note one in flight; ends it at once if the order is cancelled."""
+        with self._lock:
+            self._transfers.append(transfer)
+            self.nbytes += nbytes
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            transfer.cancel()
+
+    def wait(self, transfers: Sequence[Transfer]) -> None:
+        """Block until these are done; raises TransferError."""
+        for transfer in transfers:
+            transfer.wait()
+        if self._is_cancelled:
+            raise TransferCancelled("nobody wants it any more")
+
+    def cancel(self) -> None:
+        """End and drain what is in flight, and whatever is started later."""
+        with self._lock:
+            self._is_cancelled = True
+            transfers = list(self._transfers)
+        for transfer in transfers:
+            transfer.cancel()
+
+    def drain(self) -> None:
+        """``cancel``, where nothing less will do; raises ConnectorDead if something may move."""
+        try:
+            self.cancel()
+        except Exception as exc:
+            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
+
+
+class _RunningLoad(_Moves):
+    """A load, layer by layer.
+
+    Args:
+        order: what to load.
+        first_layer: of this rank.
+    """
+
+    def __init__(self, order: LoadRuns, first_layer: int) -> None:
+        super().__init__(time.monotonic() + order.timeout_s)
+        self.order = order
+        self.num_loaded = 0
+        self._first_layer = first_layer
+        self._has_ended = False
+        self._changed = threading.Condition()
+
+    def arrived(self, stop: int) -> None:
+        """All layers before ``stop`` are there."""
+        with self._changed:
+            self.num_loaded = stop - self._first_layer
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No step waits for it any more, whatever has come of it."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, layer: int) -> None:
+        """Block until a layer is there, or the load has ended: it does within its deadline."""
+        wanted = layer + 1 - self._first_layer
+        if self.num_loaded >= wanted or self._has_ended:
+            return
+        began = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self.num_loaded >= wanted or self._has_ended)
+        self.stalled_s += time.monotonic() - began

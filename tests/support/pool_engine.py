@@ -1,0 +1,73 @@
+"""An engine with the KVCache pool, turn after turn, and the same engine without it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.core_runs import random_prompt, serve_all
+
+from mooncake_engine.assembly import build_engine
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.core import EngineCore
+from mooncake_engine.messages import EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.pool.pool_config import read_kv_pool
+
+CHUNK = 32
+POOL = f"dram=32M,chunk={CHUNK}"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SETTLE_S = 30.0
+Tokens = tuple[int, ...]
+
+
+@contextmanager
+def engine(model: Path, pool: str | None = POOL, **options: Any) -> Iterator[EngineCore]:
+    """An engine in this process; ``options`` are fields of ``EngineConfig``."""
+    options = {"dtype": "float32", "threads": 1, "num_kv_blocks": 64, **options}
+    config = EngineConfig(model, kv_pool=None if pool is None else read_kv_pool(pool), **options)
+    core = build_engine(config).core
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+def ask(core: EngineCore, prompts: Sequence[Tokens], sampling: SamplingParams = GREEDY, n: int = 1):
+    """Serve prompts at once, each ``n`` times; their answers, and prompt tokens that were there."""
+    requests = [
+        EngineRequest(f"p{i}-{j}", prompt, sampling, group=f"p{i}" if n > 1 else None)
+        for i, prompt in enumerate(prompts)
+        for j in range(n)
+    ]
+    outcome = serve_all(core, requests)
+    settle(core)
+    cached = [max(u.num_cached_tokens for u in outcome.updates[r.request_id]) for r in requests]
+    return [outcome.answers[r.request_id] for r in requests], cached
+
+
+def settle(core: EngineCore) -> None:
+    """Step until all that is being saved is."""
+    deadline = time.monotonic() + SETTLE_S
+    while (pool := core.stats().kv_pool) is not None and pool.saves_under_way:
+        core.step()
+        assert time.monotonic() < deadline, f"saves don't end: {pool}"
+
+
+def forget(core: EngineCore) -> None:
+    """The device has nothing any more; the pool still has."""
+    assert core.reset_prefix_cache()
+
+
+def two_turns(core: EngineCore, length: int = 200, seed: int = 1, **options: Any):
+    """A prompt, then the conversation's next turn, which only the pool remembers; all tokens, and
+    how many of the second prompt were there."""
+    first = random_prompt(seed, length)
+    (answer, *others), _ = ask(core, [first], **options)
+    forget(core)
+    second = (*first, *answer, *random_prompt(seed + 1, 30))
+    answers, cached = ask(core, [second], **options)
+    return [answer, *others, *answers], cached[0]

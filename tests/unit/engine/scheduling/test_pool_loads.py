@@ -1,0 +1,430 @@
+"""Prompts from the KVCache pool: a pool of this process whose chunks say what they were computed
+from, so that a load of the wrong ones, or one that is believed although it failed, is noticed."""
+
+import itertools
+import random
+
+import pytest
+from support.scheduling import Bench, token_of
+
+from mooncake_engine.scheduling.request import RequestStatus
+from mooncake_kv.pool.pool_costs import LoadCosts
+from mooncake_kv.pool.pool_events import (
+    ChunksCopied,
+    ChunksFound,
+    ChunkSource,
+    LoadReleased,
+    PoolLoadEnded,
+    PoolStats,
+)
+from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
+from mooncake_kv.store.chunk_store import Tier
+
+CHUNK = 8
+HOME = ChunkSource(0, Tier.DRAM)
+IDENTITY = KVIdentity("model", "float32", CHUNK)
+
+
+class Pool:
+    """A ``ChunkPool``; the test says when what happens."""
+
+    def __init__(self, answers_at_once=True):
+        self.chunk_tokens, self.chunk_bytes, self.num_layers = CHUNK, 1000, 4
+        self.transfer_timeout_s = 30.0
+        self.stats = PoolStats()
+        self.load_costs = LoadCosts()
+        self.stored = set()
+        self.answers_at_once = answers_at_once
+        self.asked, self.loads, self.saves = {}, {}, {}
+        self.cancelled = set()
+
+    def keys(self, request, num_chunks):
+        tokens = request.token_ids[: num_chunks * CHUNK]
+        return chunk_keys(IDENTITY, tokens, tenant_salt=request.spec.cache_salt)
+
+    def find(self, keys):
+        return [HOME for _ in itertools.takewhile(self.stored.__contains__, keys)]
+
+    def lookup(self, load_id, keys):
+        if self.answers_at_once:
+            return self.find(keys)
+        self.asked[load_id] = keys
+        return None
+
+    def start_load(self, load):
+        self.loads[load.load_id] = load
+
+    def cancel_load(self, load_id):
+        self.cancelled.add(load_id)
+
+    def save(self, save):
+        self.saves[save.save_id] = save
+        return True
+
+    def end_save(self, save_id, *, is_right):
+        save = self.saves.pop(save_id)
+        if is_right:
+            self.stored.update(save.keys)
+
+
+class PoolBench(Bench):
+    """A bench with a pool."""
+
+    def __init__(self, *, answers_at_once=True, **options):
+        self.pool = Pool(answers_at_once)
+        super().__init__(pool=self.pool, **options)
+        self.tokens = {}
+
+    def add(self, name, prompt, **options):
+        request = super().add(name, prompt, **options)
+        self.tokens[name] = request
+        return request
+
+    def save_all(self):
+        for save_id in list(self.pool.saves):
+            self.scheduler.take_pool_event(ChunksCopied(save_id))
+
+    def answer(self, load_id):
+        keys = self.pool.asked.pop(load_id)
+        self.scheduler.take_pool_event(ChunksFound(load_id, self.pool.find(keys)))
+
+    def bring(self, load):
+        """The chunks' KV comes in."""
+        prompt = self.tokens[load.request_id].token_ids[: len(load.keys) * CHUNK]
+        start = load.first_chunk * CHUNK + load.skipped_tokens
+        self.worker.load(load.block_ids, prompt, start)
+
+    def release(self, load_id):
+        load = self.pool.loads[load_id]
+        self.bring(load)
+        self.scheduler.take_pool_event(LoadReleased(load_id, len(load.keys)))
+
+    def end(self, load_id, error=None):
+        load = self.pool.loads.pop(load_id)
+        if error is None:
+            self.bring(load)
+        num_right = load.first_chunk if error else len(load.keys)
+        self.scheduler.take_pool_event(PoolLoadEnded(load_id, num_right, error))
+        self.scheduler.check_integrity()
+
+
+def prompt_of(length, seed=0):
+    return [random.Random(f"{seed}/{i // 3}").randrange(3, 40) for i in range(length)]
+
+
+def filled(bench, prompt, name="first"):
+    """Have the pool hold a prompt's chunks, and the device forget them."""
+    bench.add(name, prompt, max_tokens=2)
+    bench.run()
+    bench.save_all()
+    assert bench.scheduler.reset_prefix_cache()
+    bench.worker.num_computed = 0
+
+
+def the_load(bench):
+    (load_id,) = bench.pool.loads
+    return load_id
+
+
+def test_a_second_turn_loads_what_the_first_one_left():
+    bench = PoolBench(token=None)
+    prompt = prompt_of(19)
+    request = bench.add("first", prompt, max_tokens=8)
+    bench.run()
+    bench.save_all()
+    turn = [*request.token_ids, *prompt_of(5, seed=9)]
+    bench.scheduler.reset_prefix_cache()
+    bench.worker.num_computed = 0
+    second = bench.add("second", turn, max_tokens=3)
+    bench.step()
+    load_id = the_load(bench)
+    assert second.state is RequestStatus.TRANSFERRING
+    bench.end(load_id)
+    answers = bench.run()
+    num_loaded = (len(turn) - 1) // CHUNK * CHUNK
+    assert second.num_cached_tokens == num_loaded >= 24
+    assert bench.worker.num_computed == len(turn) - num_loaded + 2
+    assert answers["second"] == [token_of("second", i) for i in range(3)]
+
+
+@pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1])
+def test_the_last_token_of_a_prompt_is_never_loaded(length):
+    bench = PoolBench()
+    prompt = prompt_of(length)
+    filled(bench, prompt)
+    bench.add("again", prompt)
+    bench.step()
+    loaded = [len(load.keys) for load in bench.pool.loads.values()]
+    assert loaded == [(length - 1) // CHUNK] * (length > CHUNK)
+
+
+def test_what_the_device_has_is_not_loaded():
+    bench = PoolBench(block_size=4)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("on device", prompt[:12] + prompt_of(3, seed=5), max_tokens=1)
+    bench.step()
+    bench.end(the_load(bench), "lost")
+    bench.run()
+    bench.add("again", prompt)
+    bench.step()
+    (load,) = bench.pool.loads.values()
+    assert (load.first_chunk, load.skipped_tokens, len(load.keys)) == (1, 4, 3)
+    bench.end(load.load_id)
+    bench.run()
+
+
+def test_a_load_that_fails_is_computed():
+    bench = PoolBench()
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("again", prompt, max_tokens=2)
+    bench.step()
+    bench.end(the_load(bench), "the store is gone")
+    assert len(bench.run()["again"]) == 2
+    assert bench.worker.num_computed == 31
+    assert bench.pool.loads == {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_run_before_the_load_has_ended_and_nobody_is_told(depth):
+    bench = PoolBench(depth=depth, uses_async_scheduling=depth > 1)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    request = bench.add("again", prompt, max_tokens=3)
+    bench.step()
+    load_id = the_load(bench)
+    bench.release(load_id)
+    for _ in range(4):
+        assert bench.step()[1] == []
+    assert request.is_unproven
+    bench.end(load_id)
+    assert len(bench.run()["again"]) == 3
+    assert bench.worker.num_computed == 30 - 24 + 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_steps_on_a_load_that_fails_are_done_again(depth, num_steps):
+    bench = PoolBench(depth=depth, uses_async_scheduling=depth > 1)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    request = bench.add("again", prompt, max_tokens=3)
+    bench.step()
+    load_id = the_load(bench)
+    bench.release(load_id)
+    for _ in range(num_steps):
+        assert bench.step()[1] == []
+    bench.end(load_id, "it was taken back")
+    assert len(bench.run()["again"]) == 3
+    assert not request.has_wrong_kv
+    assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("is_released", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_blocks_of_an_aborted_request_are_kept_until_its_load_is_drained(
+    depth, is_released, num_steps
+):
+    bench = PoolBench(depth=depth, uses_async_scheduling=depth > 1)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("again", prompt)
+    bench.step()
+    load_id = the_load(bench)
+    if is_released:
+        bench.release(load_id)
+    for _ in range(num_steps):
+        bench.step()
+    bench.scheduler.abort("again")
+    while bench.in_flight:
+        bench.land()
+    bench.scheduler.check_integrity()
+    assert bench.pool.cancelled == {load_id}
+    assert bench.num_free < bench.scheduler.blocks.pool.num_blocks
+    bench.end(load_id, "cancelled")
+    bench.run()
+    assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
+
+
+def test_a_request_waits_for_the_answer_of_the_pool_but_not_for_ever():
+    bench = PoolBench(answers_at_once=False)
+    prompt = prompt_of(30)
+    bench.add("slow", prompt, max_tokens=1)
+    assert bench.step()[0].is_empty
+    bench.scheduler.expire(100.0)
+    assert bench.run() == {"slow": [7]}
+    bench.answer(next(iter(bench.pool.asked)))
+
+
+def test_one_load_serves_all_who_want_the_same():
+    bench = PoolBench(num_blocks=32)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    for name in ("a", "b", "c"):
+        bench.add(name, prompt, max_tokens=1)
+        bench.step()
+    load_id = the_load(bench)
+    assert bench.pool.stats.num_waits == 2
+    bench.end(load_id)
+    assert set(bench.run()) == {"a", "b", "c"}
+    assert bench.pool.loads == {}
+    assert bench.worker.num_computed <= 3 * 6
+
+
+def test_who_waits_for_a_load_that_fails_looks_again():
+    bench = PoolBench(num_blocks=32)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    for name in ("a", "b"):
+        bench.add(name, prompt, max_tokens=1)
+        bench.step()
+    bench.end(the_load(bench), "lost")
+    for _ in range(20):
+        bench.step()
+        for load_id in list(bench.pool.loads):
+            bench.end(load_id)
+    assert not bench.scheduler.has_work
+
+
+def test_siblings_share_what_one_of_them_loads():
+    bench = PoolBench(num_blocks=32)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    for index in range(3):
+        bench.add(f"n{index}", prompt, max_tokens=2, group="n")
+    bench.step()
+    (load,) = bench.pool.loads.values()
+    assert load.release_layers == 0
+    bench.end(load.load_id)
+    assert len(bench.run()) == 3
+
+
+def test_a_load_that_takes_too_long_is_given_up():
+    bench = PoolBench()
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("again", prompt, max_tokens=1)
+    bench.step()
+    load_id = the_load(bench)
+    bench.scheduler.expire(100.0)
+    assert bench.pool.cancelled == {load_id}
+    assert len(bench.run()["again"]) == 1
+    assert bench.num_free < bench.scheduler.blocks.pool.num_blocks
+    bench.end(load_id, "cancelled")
+    assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
+
+
+def test_what_was_copied_from_blocks_that_went_to_others_is_not_stored():
+    bench = PoolBench(num_blocks=8, prefix_caching=False)
+    bench.add("first", prompt_of(16), max_tokens=1)
+    bench.run()
+    bench.add("second", prompt_of(30, seed=4), max_tokens=1)
+    bench.run()
+    first, second = bench.pool.saves
+    bench.scheduler.take_pool_event(ChunksCopied(first))
+    assert bench.pool.stored == set()
+    bench.scheduler.take_pool_event(ChunksCopied(second))
+    assert len(bench.pool.stored) == 3
+
+
+def test_nobody_is_preempted_while_a_step_has_run_on_a_load():
+    bench = PoolBench(num_blocks=14, block_size=4)
+    prompt = prompt_of(26)
+    filled(bench, prompt)
+    bench.add("other", prompt_of(12, seed=3), max_tokens=20)
+    bench.step()
+    bench.add("again", prompt, max_tokens=3)
+    bench.step()
+    load_id = the_load(bench)
+    bench.release(load_id)
+    for _ in range(25):
+        bench.step()
+    bench.end(load_id, "lost")
+    assert len(bench.run()["again"]) == 3
+
+
+class RandomRun:
+    """Requests that come, go, load and save in any order.
+
+    Args:
+        seed: of the dice.
+    """
+
+    def __init__(self, seed):
+        self.dice = dice = random.Random(seed)
+        depth = dice.choice([1, 2])
+        self.bench = PoolBench(
+            num_blocks=dice.choice([16, 28]),
+            num_host_blocks=dice.choice([0, 12]),
+            token=None,
+            depth=depth,
+            uses_async_scheduling=depth > 1,
+            answers_at_once=dice.random() < 0.5,
+            max_num_batched_tokens=dice.choice([12, 64]),
+        )
+        self.answers, self.live = {}, set()
+        self.now, self.num_groups = 0.0, 0
+
+    def come_and_go(self):
+        dice = self.dice
+        if dice.random() < 0.25 and len(self.live) < 6:
+            self.num_groups += 1
+            size = dice.choice([1, 1, 1, 2])
+            prompt = prompt_of(dice.randrange(4, 44), dice.choice([0, 1]))
+            for index in range(size):
+                name, group = f"g{self.num_groups}-{index}", f"g{self.num_groups}"
+                options = {"group": group if size > 1 else None, "arrival": self.now}
+                self.bench.add(name, prompt, max_tokens=dice.randrange(1, 9), **options)
+                self.live.add(name)
+        if self.live and dice.random() < 0.03:
+            self.bench.scheduler.abort(dice.choice(sorted(self.live)))
+
+    def move(self):
+        bench, dice = self.bench, self.dice
+        if dice.random() < 0.3:
+            bench.save_all()
+        for load_id in [load_id for load_id in bench.pool.asked if dice.random() < 0.4]:
+            bench.answer(load_id)
+        for load_id, load in list(bench.pool.loads.items()):
+            draw, is_gone = dice.random(), load_id in bench.pool.cancelled
+            is_awaited = bench.tokens[load.request_id].pool_load == load_id
+            if draw < 0.15 and load.release_layers and is_awaited and not is_gone:
+                bench.release(load_id)
+            elif 0.15 < draw < 0.35:
+                bench.end(load_id, "lost" if is_gone or dice.random() < 0.3 else None)
+
+    def step(self):
+        self.now += 0.01
+        self.bench.scheduler.expire(self.now)
+        for update in self.bench.step()[1]:
+            self.answers.setdefault(update.request_id, []).extend(update.token_ids)
+            if update.finish is not None:
+                self.live.discard(update.request_id)
+
+    def finish(self):
+        bench = self.bench
+        for _ in range(400):
+            for load_id in list(bench.pool.asked):
+                bench.answer(load_id)
+            for load_id in list(bench.pool.loads):
+                bench.end(load_id, "lost" if load_id in bench.pool.cancelled else None)
+            self.step()
+            if not bench.scheduler.has_work and not bench.pool.loads:
+                return
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_orders(seed):
+    """Tokens are those of no pool, whatever loads and saves do, and every block comes back."""
+    run = RandomRun(seed)
+    for _ in range(300):
+        run.come_and_go()
+        run.move()
+        run.step()
+    run.finish()
+    assert not run.live
+    assert run.bench.num_free == run.bench.scheduler.blocks.pool.num_blocks
+    for name, found in run.answers.items():
+        assert found == [token_of(name, index) for index in range(len(found))]
