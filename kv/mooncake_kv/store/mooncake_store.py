@@ -1,0 +1,418 @@
+"""Mooncake Store in place of a node store: a ``ChunkStore`` over its own client and its master.
+
+    store = MooncakeChunkStore(MooncakeStoreConfig(master="10.0.0.1:50051"))
+    store.offer(transports)              # ranks reach staging memory as they do a store's arena
+
+Written against mooncake-transfer-engine 0.3.13. Its client copies whole objects between segments
+and registered memory, so chunks pass through staging memory here: a writer fills a slot, ``commit``
+puts it; ``pin`` gets an object into a slot, which is the reader's until ``release``. Slots are a
+``ChunkTable``'s, with its deadlines and its quarantine.
+
+What is different from a node store: eviction, replicas and leases are the master's, there are no
+quotas, no events and no index in shared memory; a probe renews leases; terms of copies are passed
+over. Each call ends by itself after ``PATIENCE_S``, as a miss, if the master does not reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any, TypeVar
+
+from mooncake_hal.negotiation import Transports
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.arena_memory import ArenaMemory
+from mooncake_kv.store.chunk_store import (
+    DEFAULT_LEASE_S,
+    ArenaInfo,
+    Chunk,
+    CopyTerms,
+    PutRefusal,
+    ReadHandle,
+    Residence,
+    StoreStats,
+    WriteHandle,
+)
+from mooncake_kv.store.chunk_table import ChunkTable, TableSettings
+from mooncake_kv.store.eviction import LRU
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+NUM_THREADS = 4
+PATIENCE_S = 15.0
+MAX_WAITING = 1024
+"""Calls that may wait for the master; more are misses at once."""
+TICK_S = 0.25
+USER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeStoreConfig:
+    """A client of a Mooncake Store.
+
+    Args:
+        master: HOST:PORT of ``mooncake_master``.
+        host: of this client, as its peers reach it.
+        metadata: URL of its metadata server, or ``P2PHANDSHAKE`` for none.
+        segment_bytes: of this host's memory that the pool gets; 0 for none.
+        staging_bytes: for what is on its way.
+        protocol: ``tcp`` or ``rdma``.
+        devices: comma-separated NICs for rdma; empty takes all.
+        quarantine_s: how long a slot rests after its reader vanished; at least the users' transfer
+            timeout.
+    """
+
+    master: str
+    host: str = "127.0.0.1"
+    metadata: str = "P2PHANDSHAKE"
+    segment_bytes: int = 1 << 30
+    staging_bytes: int = 256 << 20
+    protocol: str = "tcp"
+    devices: str = ""
+    quarantine_s: float = 30.0
+
+
+class MooncakeChunkStore:
+    """``ChunkStore`` over a Mooncake Store.
+
+    Args:
+        config: see there.
+
+    Raises:
+        KVConfigError: the package is not installed, or the master can't be reached.
+    """
+
+    def __init__(self, config: MooncakeStoreConfig) -> None:
+        package = _package()
+        self._memory = ArenaMemory(config.staging_bytes)
+        self._table = ChunkTable(config.staging_bytes, TableSettings(LRU, config.quarantine_s))
+        self._lock = threading.Lock()
+        self._arena = ArenaInfo(secrets.token_hex(8), self._memory.address, self._memory.nbytes)
+        self._staging: dict[bytes, int] = {}  # keys that are being written, and by which handle
+        self._chunks: dict[int, Chunk] = {}  # what a write handle is for
+        self._waiting: dict[Future[Any], tuple[float, Any]] = {}
+        self._is_closed = False
+        self._client = package.MooncakeDistributedStore()
+        status = self._client.setup(
+            config.host,
+            config.metadata,
+            config.segment_bytes,
+            16 << 20,
+            config.protocol,
+            config.devices,
+            config.master,
+        ) or self._client.register_buffer(self._memory.address, self._memory.nbytes)
+        if status:
+            self._memory.close()
+            raise KVConfigError(
+                f"Mooncake Store does not take this client (status {status}): is `mooncake_master` "
+                f"running at {config.master}, and {config.host} an address of this host?"
+            )
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "mooncake-store")
+        self._stop = threading.Event()
+        self._timer = threading.Thread(target=self._keep_time, name="mooncake-time", daemon=True)
+        self._timer.start()
+
+    def offer(self, transports: Transports) -> None:
+        """Let ranks reach the staging memory; to be closed before the store.
+
+        Raises:
+            TransportUnavailable: none of them takes host memory.
+        """
+        transports.register(self._memory.region)
+        self._arena = replace(self._arena, endpoints=dict(transports.addresses))
+
+    @property
+    def arena(self) -> ArenaInfo | None:
+        return self._arena
+
+    def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
+        return self._ask(lambda: self._look(keys), [Residence.ABSENT] * len(keys))
+
+    def pin(
+        self, keys: Sequence[bytes], *, lease_s: float = DEFAULT_LEASE_S
+    ) -> Future[list[ReadHandle | None]]:
+        miss: list[ReadHandle | None] = [None] * len(keys)
+        return self._ask(lambda: self._load(keys, lease_s), miss, self._forget)
+
+    def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
+        return _done([self._end_read(handle.handle_id) for handle in handles])
+
+    def reserve(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        copy: CopyTerms | None = None,
+    ) -> Future[list[WriteHandle | PutRefusal]]:
+        miss: list[WriteHandle | PutRefusal] = [PutRefusal.UNREACHABLE] * len(chunks)
+        return self._ask(lambda: self._reserve(chunks, lease_s), miss, self._abort)
+
+    def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        return self._ask(lambda: self._put(handles), [False] * len(handles))
+
+    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
+        return _done(self._abort(handles))
+
+    def touch(self, keys: Sequence[bytes]) -> Future[None]:
+        def look() -> None:
+            self._look(keys)
+
+        return self._ask(look, None)
+
+    def drop(self, keys: Sequence[bytes]) -> Future[int]:
+        return self._ask(lambda: sum(self._client.remove(_name(key), True) == 0 for key in keys), 0)
+
+    def stats(self) -> Future[StoreStats | None]:
+        """Counters of this client, and levels of its staging memory."""
+        with self._lock:
+            self._table.expire(time.monotonic())
+            found = replace(self._table.stats, num_evicted={})  # slots are, and chunks are not
+            self._table.fill_levels(found)
+        return _done(found)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stop.set()
+        self._timer.join()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for future, (_, miss) in list(self._waiting.items()):
+            if not future.done():
+                future.set_result(miss)
+        self._client.unregister_buffer(self._memory.address)
+        self._client.close()
+        self._memory.close()
+
+    # -- on the threads of the pool --------------------------------------------------------------
+
+    def _look(self, keys: Sequence[bytes]) -> list[Residence]:
+        found = self._client.batch_is_exist([_name(key) for key in keys]) if keys else []
+        where = []
+        for key, is_there in zip(keys, _each(found, keys), strict=True):
+            away = Residence.STAGING if key in self._staging else Residence.ABSENT
+            where.append(Residence.DRAM if is_there == 1 else away)
+        return where
+
+    def _reserve(self, chunks: Sequence[Chunk], lease_s: float) -> list[WriteHandle | PutRefusal]:
+        there = self._client.batch_is_exist([_name(chunk.key) for chunk in chunks])
+        grants: list[WriteHandle | PutRefusal] = []
+        for chunk, is_there in zip(chunks, _each(there, chunks), strict=True):
+            if is_there < 0:
+                grants.append(PutRefusal.UNREACHABLE)
+                continue
+            with self._lock:
+                holder = self._staging.get(chunk.key)
+                now = time.monotonic()
+                if is_there:
+                    grants.append(PutRefusal.PRESENT)
+                elif holder is not None and self._table.is_held(holder, now):
+                    grants.append(PutRefusal.STAGING)
+                else:
+                    grants.append(self._slot(chunk, lease_s, now))
+        return grants
+
+    def _slot(self, chunk: Chunk, lease_s: float, now: float) -> WriteHandle | PutRefusal:
+        """Staging memory under a name of its own: a key may be on its way several times."""
+        slot = replace(chunk, key=secrets.token_bytes(16), parent=None, tenant="")
+        (grant,) = self._table.reserve([slot], USER, lease_s, now)
+        if isinstance(grant, WriteHandle):
+            self._staging[chunk.key] = grant.handle_id
+            self._chunks[grant.handle_id] = replace(chunk, key=slot.key)
+            return replace(grant, key=chunk.key)
+        return grant
+
+    def _put(self, handles: Sequence[WriteHandle]) -> list[bool]:
+        with self._lock:
+            now = time.monotonic()
+            held = [
+                h for h in handles if self._is_mine(h) and self._table.is_held(h.handle_id, now)
+            ]
+        put = {}
+        if held:
+            status = self._client.batch_put_from(
+                [_name(handle.key) for handle in held],
+                [self._memory.address + handle.offset for handle in held],
+                [handle.nbytes for handle in held],
+            )
+            put = {h.handle_id: s == 0 for h, s in zip(held, _each(status, held), strict=True)}
+        return [self._end_write(handle, put.get(handle.handle_id, False)) for handle in handles]
+
+    def _load(self, keys: Sequence[bytes], lease_s: float) -> list[ReadHandle | None]:
+        sizes = [self._client.get_size(_name(key)) for key in keys]
+        with self._lock:
+            self._table.stats.num_misses += sum(nbytes <= 0 for nbytes in sizes)
+        slots: list[WriteHandle | None] = []
+        for key, nbytes in zip(keys, sizes, strict=True):
+            slots.append(self._landing(key, nbytes, lease_s) if nbytes > 0 else None)
+        wanted = [slot for slot in slots if slot is not None]
+        status = []
+        if wanted:
+            status = self._client.batch_get_into(
+                [_name(slot.key) for slot in wanted],
+                [self._memory.address + slot.offset for slot in wanted],
+                [slot.nbytes for slot in wanted],
+            )
+        got = dict(zip((slot.handle_id for slot in wanted), _each(status, wanted), strict=True))
+        return [
+            None if slot is None else self._landed(slot, got[slot.handle_id], lease_s)
+            for slot in slots
+        ]
+
+    def _landing(self, key: bytes, nbytes: int, lease_s: float) -> WriteHandle | None:
+        slot = Chunk(secrets.token_bytes(16), None, 0, nbytes, 1)
+        with self._lock:
+            now = time.monotonic()
+            (grant,) = self._table.reserve([slot], USER, PATIENCE_S + lease_s, now)
+            if not isinstance(grant, WriteHandle):
+                return None
+            self._chunks[grant.handle_id] = slot
+        return replace(grant, key=key)
+
+    def _landed(self, slot: WriteHandle, got: int, lease_s: float) -> ReadHandle | None:
+        with self._lock:
+            now, chunk = time.monotonic(), self._chunks.pop(slot.handle_id)
+            stats = self._table.stats
+            if got != slot.nbytes:
+                self._table.abort([slot.handle_id], USER, now)
+                stats.num_misses += 1
+                return None
+            self._table.commit([slot.handle_id], USER, now)
+            (handle,) = self._table.pin([chunk.key], USER, lease_s, now)
+            stats.num_puts -= 1  # of slots, not of chunks
+            stats.num_dram_hits += 1
+            if handle is not None:
+                self._chunks[handle.handle_id] = chunk
+                return replace(handle, key=slot.key)
+        return None
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _is_mine(self, handle: WriteHandle) -> bool:
+        return self._staging.get(handle.key) == handle.handle_id
+
+    def _end_write(self, handle: WriteHandle, is_put: bool) -> bool:
+        """Free a writer's slot; whether it was in time, and put if it should be."""
+        with self._lock:
+            now, chunk = time.monotonic(), self._chunks.pop(handle.handle_id, None)
+            if chunk is None:
+                return False
+            if self._is_mine(handle):
+                del self._staging[handle.key]
+            if not is_put:
+                self._table.abort([handle.handle_id], USER, now)
+                return False
+            (in_time,) = self._table.commit([handle.handle_id], USER, now)
+            self._table.drop([chunk.key], now)
+        return in_time
+
+    def _abort(self, grants: Sequence[WriteHandle | PutRefusal]) -> list[bool]:
+        ended = []
+        for grant in grants:
+            with self._lock:
+                is_held = (
+                    isinstance(grant, WriteHandle)
+                    and self._is_mine(grant)
+                    and self._table.is_held(grant.handle_id, time.monotonic())
+                )
+            if isinstance(grant, WriteHandle):
+                self._end_write(grant, False)
+            ended.append(is_held)
+        return ended
+
+    def _end_read(self, handle_id: int) -> bool:
+        with self._lock:
+            now, chunk = time.monotonic(), self._chunks.pop(handle_id, None)
+            if chunk is None:
+                return False
+            (is_valid,) = self._table.release([handle_id], USER, now)
+            self._table.drop([chunk.key], now)
+        return is_valid
+
+    def _forget(self, handles: Sequence[ReadHandle | None]) -> None:
+        """Nobody waits for these any more."""
+        for handle in handles:
+            if handle is not None:
+                self._end_read(handle.handle_id)
+
+    def _ask(
+        self,
+        call: Callable[[], Result],
+        miss: Result,
+        undo: Callable[[Result], object] = lambda _: None,
+    ) -> Future[Result]:
+        """A future of a call's result, or of ``miss``; ``undo`` what came too late."""
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
+        if self._is_closed or len(self._waiting) >= MAX_WAITING:
+            future.set_result(miss)
+            return future
+
+        def run() -> None:
+            try:
+                result = call()
+            except Exception:  # thread top: a miss, for the one who asked
+                logger.exception("a call of Mooncake Store's client failed")
+                result = miss
+            with self._lock:
+                is_late = self._waiting.pop(future, None) is None
+            if is_late:
+                undo(result)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            self._waiting[future] = (time.monotonic() + PATIENCE_S, miss)
+        self._pool.submit(run)
+        return future
+
+    def _keep_time(self) -> None:
+        while not self._stop.wait(TICK_S):
+            now = time.monotonic()
+            with self._lock:
+                late = [(f, m) for f, (deadline, m) in self._waiting.items() if deadline <= now]
+                for future, _ in late:
+                    del self._waiting[future]
+            for future, miss in late:
+                logger.warning("the master of a Mooncake Store does not reply")
+                future.set_result(miss)
+
+
+def _package() -> ModuleType:
+    try:
+        import mooncake.store
+    except ModuleNotFoundError as exc:
+        if exc.name not in ("mooncake", "mooncake.store"):
+            raise
+        raise KVConfigError(
+            "Mooncake Store needs its client: pip install 'mooncake-hal[mooncake]'"
+        ) from exc
+    except ImportError as exc:
+        raise KVConfigError(f"Mooncake Store's client does not import: {exc}") from exc
+    package: ModuleType = mooncake.store
+    return package
+
+
+def _name(key: bytes) -> str:
+    """An object's name; other things in the pool have others."""
+    return f"mooncake-kv/1/{key.hex()}"
+
+
+def _each(status: Sequence[int], asked: Sequence[Any]) -> Sequence[int]:
+    """One status for each: a call that fails as a whole returns one, or none."""
+    return status if len(status) == len(asked) else [-1] * len(asked)
+
+
+def _done(result: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future

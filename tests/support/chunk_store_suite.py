@@ -1,0 +1,260 @@
+"""What every ``ChunkStore`` promises, as test cases: for a store of this process, of another one,
+and for those that others wrote.
+
+A subclass gives ``pool``: a fixture of an ``OpenedPool``.
+"""
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
+from mooncake_kv.store.chunk_store import (
+    Chunk,
+    ChunkStore,
+    PutRefusal,
+    ReadHandle,
+    Residence,
+    WriteHandle,
+)
+
+WAIT_S = 60
+NBYTES = 64 << 10
+SECRET = b"secret"
+
+
+class Rank:
+    """Memory that is read from a store and written to it, over shm."""
+
+    def __init__(self, store):
+        self.store = store
+        self.transports = Transports.open(
+            Registry.discover(), EndpointOptions(secret=SECRET), wanted="shm"
+        )
+        self.memory = np.zeros(NBYTES, np.uint8)
+        self.transports.register(MemoryRegion(self.memory.ctypes.data, NBYTES))
+        self.peer = self.transports.connect(store.arena.endpoints, timeout=30).peer
+
+    def _spans(self, handle):
+        rows = (self.memory.ctypes.data, self.store.arena.address + handle.offset, handle.nbytes)
+        return Spans(*(np.array([value], np.uint64) for value in rows))
+
+    def write(self, handle, content):
+        self.memory[: handle.nbytes] = content
+        self.peer.write(self._spans(handle), timeout=30).wait()
+
+    def read(self, handle):
+        self.memory[:] = 0
+        self.peer.read(self._spans(handle), timeout=30).wait()
+        return self.memory[: handle.nbytes].copy()
+
+    def close(self):
+        self.transports.close()
+
+
+@dataclass
+class OpenedPool:
+    """Two users of one pool; ``nbytes`` is about what it holds."""
+
+    store: ChunkStore
+    other: ChunkStore
+    nbytes: int
+
+
+def chunk(number, nbytes=NBYTES):
+    return Chunk(number.to_bytes(16, "big"), None, 0, nbytes, 16)
+
+
+def content(number, nbytes=NBYTES):
+    return np.resize(np.frombuffer(b"<%d>" % number * 7, np.uint8), nbytes)
+
+
+def put(rank, *chunks):
+    """Whether each was stored; what is there already was."""
+    grants = rank.store.reserve(chunks).result(WAIT_S)
+    stored = [grant is PutRefusal.PRESENT for grant in grants]
+    for index, grant in enumerate(grants):
+        if isinstance(grant, WriteHandle):
+            rank.write(grant, content(int.from_bytes(grant.key, "big"), grant.nbytes))
+            stored[index] = rank.store.commit([grant]).result(WAIT_S)[0]
+    return stored
+
+
+def get(rank, *keys):
+    """Whether each was a hit, whose bytes were right."""
+    handles = rank.store.pin(keys).result(WAIT_S)
+    hits = []
+    for key, handle in zip(keys, handles, strict=True):
+        found = rank.read(handle) if handle is not None else None
+        is_hit = handle is not None and rank.store.release([handle]).result(WAIT_S) == [True]
+        if is_hit:
+            right = content(int.from_bytes(key, "big"), handle.nbytes)
+            assert np.array_equal(found, right), "bytes of another key"
+        hits.append(is_hit)
+    return hits
+
+
+def absent(store, number):
+    return store.probe([chunk(number).key]).result(WAIT_S) == [Residence.ABSENT]
+
+
+class ChunkStoreSuite:
+    """The cases. Keys differ from case to case, for pools that outlive one."""
+
+    def ranks(self, pool):
+        return Rank(pool.store), Rank(pool.other)
+
+    def test_what_one_user_puts_another_gets(self, pool):
+        writer, reader = self.ranks(pool)
+        chunks = [chunk(1), chunk(2, NBYTES // 4)]
+        assert put(writer, *chunks) == [True, True]
+        assert get(reader, chunks[0].key, chunk(9).key, chunks[1].key) == [True, False, True]
+        found = pool.other.probe([chunk(1).key, chunk(9).key]).result(WAIT_S)
+        assert found == [Residence.DRAM, Residence.ABSENT]
+        for rank in (writer, reader):
+            rank.close()
+
+    def test_what_is_not_committed_is_not_found(self, pool):
+        (grant,) = pool.store.reserve([chunk(11)]).result(WAIT_S)
+        assert pool.other.pin([chunk(11).key]).result(WAIT_S) == [None]
+        assert pool.other.probe([chunk(11).key]).result(WAIT_S) != [Residence.DRAM]
+        assert pool.store.reserve([chunk(11)]).result(WAIT_S) == [PutRefusal.STAGING]
+        assert pool.store.abort([grant]).result(WAIT_S) == [True]
+        assert absent(pool.other, 11)
+
+    def test_what_was_aborted_can_be_put(self, pool):
+        rank = Rank(pool.store)
+        grants = pool.store.reserve([chunk(21)]).result(WAIT_S)
+        pool.store.abort(grants).result(WAIT_S)
+        assert put(rank, chunk(21)) == [True]
+        assert get(rank, chunk(21).key) == [True]
+        rank.close()
+
+    def test_what_is_there_is_not_written_again(self, pool):
+        rank = Rank(pool.store)
+        put(rank, chunk(31))
+        for store in (pool.store, pool.other):
+            assert store.reserve([chunk(31)]).result(WAIT_S) == [PutRefusal.PRESENT]
+        rank.close()
+
+    def test_a_handle_serves_once(self, pool):
+        rank = Rank(pool.store)
+        (grant,) = pool.store.reserve([chunk(41)]).result(WAIT_S)
+        rank.write(grant, content(41))
+        assert pool.store.commit([grant]).result(WAIT_S) == [True]
+        assert pool.store.commit([grant]).result(WAIT_S) == [False]
+        assert pool.store.abort([grant]).result(WAIT_S) == [False]
+        (handle,) = pool.store.pin([chunk(41).key]).result(WAIT_S)
+        assert pool.store.release([handle]).result(WAIT_S) == [True]
+        assert pool.store.release([handle]).result(WAIT_S) == [False]
+        rank.close()
+
+    def test_a_writer_past_its_deadline_can_not_commit(self, pool):
+        rank = Rank(pool.store)
+        (late,) = pool.store.reserve([chunk(51)], lease_s=0.01).result(WAIT_S)
+        time.sleep(0.05)
+        assert put(rank, chunk(51)) == [True], "another may begin anew"
+        rank.write(late, content(52))
+        assert pool.store.commit([late]).result(WAIT_S) == [False]
+        assert get(rank, chunk(51).key) == [True]
+        rank.close()
+
+    def test_a_reader_past_its_deadline_has_read_nothing(self, pool):
+        rank = Rank(pool.store)
+        put(rank, chunk(61))
+        (handle,) = pool.store.pin([chunk(61).key], lease_s=0.01).result(WAIT_S)
+        time.sleep(0.05)
+        assert pool.store.release([handle]).result(WAIT_S) == [False]
+        assert get(rank, chunk(61).key) == [True]
+        rank.close()
+
+    def test_what_is_dropped_is_gone(self, pool):
+        rank = Rank(pool.store)
+        put(rank, chunk(71), chunk(72))
+        assert pool.other.drop([chunk(71).key, chunk(79).key]).result(WAIT_S) == 1
+        assert get(rank, chunk(71).key, chunk(72).key) == [False, True]
+        rank.close()
+
+    def test_a_chunk_that_never_fits_is_refused(self, pool):
+        grants = pool.store.reserve([chunk(81, pool.nbytes * 4)]).result(WAIT_S)
+        assert grants == [PutRefusal.TOO_LARGE]
+
+    def test_nothing_asked_is_nothing_answered(self, pool):
+        assert pool.store.probe([]).result(WAIT_S) == []
+        assert pool.store.pin([]).result(WAIT_S) == []
+        assert pool.store.release([]).result(WAIT_S) == []
+        assert pool.store.drop([]).result(WAIT_S) == 0
+
+    def test_more_than_it_holds_costs_hits_only(self, pool):
+        writer, reader = self.ranks(pool)
+        count = 3 * pool.nbytes // NBYTES
+        for number in range(1000, 1000 + count):
+            put(writer, chunk(number))
+        hits = [get(reader, chunk(n).key)[0] for n in range(1000, 1000 + count)]
+        assert 0 < sum(hits) < count
+        for rank in (writer, reader):
+            rank.close()
+
+    def test_many_at_once_get_right_bytes(self, pool):
+        errors, hits = [], []
+
+        def run(seed):
+            rank, draw = Rank((pool.store, pool.other)[seed % 2]), random.Random(seed)
+            try:
+                for _ in range(60):
+                    number = draw.randrange(2000, 2012)
+                    if draw.random() < 0.4:
+                        put(rank, chunk(number))
+                    elif draw.random() < 0.1:
+                        rank.store.drop([chunk(number).key]).result(WAIT_S)
+                    else:
+                        hits.extend(get(rank, chunk(number).key))
+            except BaseException as exc:  # thread top
+                errors.append(exc)
+            finally:
+                rank.close()
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not errors, errors
+        assert any(hits)
+
+    def test_it_counts(self, pool):
+        rank = Rank(pool.store)
+        before = pool.store.stats().result(WAIT_S)
+        put(rank, chunk(91))
+        get(rank, chunk(91).key, chunk(99).key)
+        found = pool.store.stats().result(WAIT_S)
+        assert found.num_puts - before.num_puts == 1
+        assert found.num_dram_hits - before.num_dram_hits == 1
+        assert found.num_misses - before.num_misses == 1
+        assert (found.num_pins, found.num_staging) == (0, 0)
+        rank.close()
+
+    def test_what_a_user_leaves_is_given_up(self, pool):
+        (grant,) = pool.other.reserve([chunk(101)]).result(WAIT_S)
+        assert isinstance(grant, WriteHandle)
+        pool.other.close()
+        pool.other.close()
+        rank = Rank(pool.store)
+        assert put(rank, chunk(101)) == [True]
+        assert get(rank, chunk(101).key) == [True]
+        rank.close()
+
+    def test_handles_say_what_they_are_of(self, pool):
+        rank = Rank(pool.store)
+        put(rank, chunk(111))
+        (handle,) = pool.store.pin([chunk(111).key], lease_s=5).result(WAIT_S)
+        assert isinstance(handle, ReadHandle)
+        assert (handle.key, handle.nbytes, handle.lease_s) == (chunk(111).key, NBYTES, 5)
+        assert handle.offset % 4096 == 0
+        pool.store.release([handle]).result(WAIT_S)
+        rank.close()
