@@ -9,7 +9,7 @@ PYTHON_IN_VENV = .venv/bin/python
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
     test-faults test-pool-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm \
-    bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor check-deploy \
+    bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
 
@@ -111,9 +111,13 @@ bench-proxy:  ## the proxy beside the field's routers
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_proxy.py $(ARGS)
 
-bench-conductor:  ## decisions of the conductor, its index, and how fast it is
+bench-conductor:  ## decisions of the conductor, and its index beside NVIDIA Dynamo's
 	@ci/install dev
-	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/conductor $(ARGS)
+	@$(PYTHON_IN_VENV) ci/bench_conductor.py $(ARGS)
+
+test-replays:  ## policies on Mooncake's traces over a grid of clusters; ARGS=FOLDER with the traces
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/replay_grid.py $(ARGS)
 
 check-deploy:  ## every deployment file by its own validator
 	@ci/install dev

@@ -24,6 +24,8 @@ from mooncake_conductor.index.holder_sets import (
 _NUM_SHARDS = 256
 """Growing one dict of ten million entries would stop the caller for half a second."""
 
+_FEW = 8
+
 Counts = NDArray[np.int64]
 
 
@@ -80,6 +82,7 @@ class ChunkIndex:
         self.num_slots = num_slots
         self._num_bytes = (num_slots + 7) // 8
         self._shards: list[dict[int, HolderSet]] = [{} for _ in range(_NUM_SHARDS)]
+        self._get = [shard.get for shard in self._shards]
         self._sets = HolderSets()
         self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
         self._unhealthy = 0
@@ -92,19 +95,25 @@ class ChunkIndex:
 
     def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
         """An instance says that it holds these chunks now."""
-        digest, seen, wanted = self._digests[slot][tier], NO_HOLDERS, NO_HOLDERS
+        shards, digest = self._shards, self._digests[slot][tier]
+        seen, wanted, added, is_new = None, NO_HOLDERS, 0, False
         for key in keys:
-            shard = self._shards[key & 255]
+            shard = shards[key & 255]
             held = shard.get(key, NO_HOLDERS)
-            if held is not seen or wanted is NO_HOLDERS:
-                seen, wanted = held, self._sets.including(held, slot, tier)
-            if wanted.masks == held.masks:
-                continue
-            shard[key] = wanted
-            wanted.num_chunks += 1
-            digest.toggle(key, 1)
-            if held is not NO_HOLDERS:
-                self._leave(held)
+            if held is not seen:
+                wanted.num_chunks += added
+                digest.num_chunks += added
+                seen, added = held, 0
+                wanted = self._sets.including(held, slot, tier)
+                is_new = wanted.masks != held.masks
+            if is_new:
+                shard[key] = wanted
+                added += 1
+                digest.xor ^= key
+                if held is not NO_HOLDERS:
+                    self._leave(held)
+        wanted.num_chunks += added
+        digest.num_chunks += added
 
     def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
         """An instance says that it no longer holds these chunks in that tier."""
@@ -173,8 +182,8 @@ class ChunkIndex:
 
     def match(self, keys: Sequence[int], now: float) -> PrefixMatches:
         """Who holds how much of a prompt with these chunks, in order."""
-        shards = self._shards
-        found = [shards[key & 255].get(key, NO_HOLDERS) for key in keys]
+        get = self._get
+        found = [get[key & 255](key, NO_HOLDERS) for key in keys]
         runs = [(held, len(list(same))) for held, same in groupby(found)]
         trusted = ~self._unhealthy
         hinted = self._lengths([(held.union, length) for held, length in runs])
@@ -191,7 +200,8 @@ class ChunkIndex:
             local,
             predicted,
             ready_at,
-            self._held(pool_runs),
+            # With one run, what an instance holds of it is what it has of the prompt.
+            local if len(pool_runs) <= 1 else self._held(pool_runs),
             sum(length for length, _ in pool_runs),
             pool_runs,
             hinted,
@@ -214,13 +224,22 @@ class ChunkIndex:
         for mask, length in runs:
             left = alive & mask
             if position and left != alive:
-                lengths[self._bits(alive ^ left)] = position
+                self._set(lengths, alive ^ left, position)
             alive, position = left, position + length
             if not alive:
                 return lengths
         if position:
-            lengths[self._bits(alive)] = position
+            self._set(lengths, alive, position)
         return lengths
+
+    def _set(self, lengths: Counts, mask: int, length: int) -> None:
+        """Few slots one by one, many at once."""
+        if mask.bit_count() > _FEW:
+            lengths[self._bits(mask)] = length
+            return
+        while mask:
+            lengths[(mask & -mask).bit_length() - 1] = length
+            mask &= mask - 1
 
     def _upper_tiers(
         self, runs: list[tuple[HolderSet, int]], trusted: int, local: Counts
@@ -277,6 +296,8 @@ class _Predictions:
 
     def remove(self, slot: int, keys: Iterable[int]) -> None:
         ready, masks, others = self._ready[slot], self._masks, ~(1 << slot)
+        if not ready:
+            return
         for key in keys:
             if ready.pop(key, None) is None:
                 continue

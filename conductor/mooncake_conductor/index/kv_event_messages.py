@@ -146,14 +146,20 @@ def normalise_key(value: Any) -> int:
     return value & KEY_MASK
 
 
+def _keys(values: Any) -> tuple[int, ...]:
+    """All keys of an event; most publishers send unsigned numbers, which are taken as they are."""
+    if values and set(map(type, values)) == {int} and min(values) >= 0:
+        return tuple(values)
+    return tuple(normalise_key(value) for value in values)
+
+
 def _event(raw: Any) -> KVEvent | None:
     """One event; None if its type is not known."""
     tag, fields = _fields(raw)
     if tag == "BlockStored":
         return _stored(fields)
     if tag == "BlockRemoved":
-        keys = tuple(normalise_key(key) for key in fields["block_hashes"])
-        return BlocksRemoved(keys, _tier(fields), fields.get("group_idx"))
+        return BlocksRemoved(_keys(fields["block_hashes"]), _tier(fields), fields.get("group_idx"))
     return AllCleared() if tag == "AllBlocksCleared" else None
 
 
@@ -176,7 +182,7 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
     if not isinstance(block_size, int) or block_size < 1:
         raise MalformedEvent(f"block_size is a positive number, found {_shown(block_size)}")
     return BlocksStored(
-        tuple(normalise_key(key) for key in fields["block_hashes"]),
+        _keys(fields["block_hashes"]),
         None if parent is None else normalise_key(parent),
         block_size,
         _tier(fields),
