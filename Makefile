@@ -7,7 +7,7 @@ UP_vllm = .venv/bin/python ci/up_vllm.py
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
-    test-faults test-pool-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
+    test-faults test-mixed test-pool-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
@@ -54,6 +54,10 @@ test-adapters:  ## the transports mooncake and nixl over their engines, in an en
 test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_grid.py $(ARGS)
+
+test-mixed:  ## emulated GPUs and NPUs and CPUs in one deployment, each as P and as D; ARGS: --short --pair --tp
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_mixed.py $(ARGS)
 
 test-faults:  ## fault injection and soak; prints requests, faults, wrong answers, leaks, hangs
 	@ci/install dev

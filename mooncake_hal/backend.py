@@ -66,6 +66,8 @@ class Capabilities:
             ``ScaledKVOps``.
         native_latents: whether ``ops`` are also ``mooncake_hal.latents.NativeLatentOps``.
         max_graphs: how many a process may hold; None: as many as there is memory for.
+        rounding: how its ops round where the contract leaves it open, as (what, how) in words;
+            instances that exchange KV compare them, and say what differs.
     """
 
     dtypes: tuple[str, ...]
@@ -79,6 +81,7 @@ class Capabilities:
     kv_dtypes: tuple[str, ...] = ()
     native_latents: bool = False
     max_graphs: int | None = None
+    rounding: tuple[tuple[str, str], ...] = ()
 
 
 class Event(Protocol):

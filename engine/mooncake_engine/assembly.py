@@ -42,7 +42,7 @@ from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.step_watchdog import StepWatch
 from mooncake_engine.text.tokenizer import same_tokens, tokenizer_fingerprint
-from mooncake_hal.backend import Backend
+from mooncake_hal.backend import Backend, Capabilities
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import count_ports, reserved_ports
@@ -55,6 +55,7 @@ from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_events import KVEventEndpoints, KVEventLog, KVEventPublisher
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
+from mooncake_kv.numerics import Numerics
 from mooncake_kv.store.chunk_keys import KVIdentity
 
 logger = logging.getLogger(__name__)
@@ -213,6 +214,9 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
         plan.block_size.tokens,
         Hardware(backend.name, device.generation),
         model_settings=model.settings,
+        numerics=Numerics(
+            plan.kv_meaning, _rounding(config, backend.capabilities, device.generation)
+        ),
     )
 
 
@@ -246,6 +250,12 @@ def _open_pool(plan: EnginePlan, registry: Registry, engine_id: str) -> Schedule
         num_ranks=config.num_ranks,
         name=engine_id,
     )
+
+
+def _rounding(config: EngineConfig, found: Capabilities, generation: str) -> dict[str, str]:
+    """What may make its KV differ from others' in the last bits."""
+    ranks = f"tensor-parallel size {config.tp_size}"
+    return {"kernels": generation, "sums over ranks": ranks, **dict(found.rounding)}
 
 
 def _block_bytes(plan: EnginePlan) -> int:

@@ -84,6 +84,7 @@ class Topology(msgspec.Struct, frozen=True):
         transports: those that all ranks have open, with what each asks of both ends.
         must_match: facts that instances which exchange KV have alike, by name.
         pulls_early: KV can be pulled while it is computed, into blocks that were reserved before.
+        rounding: how its KV was rounded, by name; may differ.
     """
 
     engine_id: str
@@ -98,6 +99,7 @@ class Topology(msgspec.Struct, frozen=True):
     transports: dict[str, TransportConstraints]
     must_match: dict[str, str] = {}
     pulls_early: bool = False
+    rounding: dict[str, str] = {}
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ from mooncake_kv.connector import (
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.io_loop import IoLoop, Spawn, raise_descriptor_limit
+from mooncake_kv.numerics import RoundingDifferences
 from mooncake_kv.params import InstanceAddress
 from mooncake_kv.peers import Handshake, PeerTable
 from mooncake_kv.protocol import AnyMessage
@@ -62,6 +63,7 @@ class ConnectorContext:
         can_revoke: whether a write ends with its writer, by every transport of this instance.
         landing_s: how long one may outlast its writer where it does not end with it.
         incompatible: the peers whose handshake was refused, by either end.
+        rounding: the peers whose KV is rounded otherwise.
         has_stalled: whether the engine does not step.
     """
 
@@ -73,6 +75,7 @@ class ConnectorContext:
     can_revoke: bool = True
     landing_s: float = 0.0
     incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
+    rounding: RoundingDifferences = field(default_factory=RoundingDifferences)
     has_stalled: HasStalled = never_stalls
 
 
@@ -106,6 +109,7 @@ class ConnectorScheduler(ABC):
         self._num_ranks = num_ranks
         self._check_compatible = check_compatible
         self._incompatible = IncompatiblePeers()
+        self._rounding = RoundingDifferences()
         self._readiness: dict[int, RankReady] = {}
         self._ranks_ready = threading.Event()
         self._is_started = False
@@ -178,6 +182,7 @@ class ConnectorScheduler(ABC):
             can_revoke=can_revoke,
             landing_s=self._config.transfer_timeout_s,
             incompatible=self._incompatible,
+            rounding=self._rounding,
             has_stalled=has_stalled,
         )
         try:
@@ -212,6 +217,7 @@ class ConnectorScheduler(ABC):
             instance.transports,
             instance.must_match,
             self.pulls_early,
+            instance.numerics.rounding,
         )
 
     async def _open(self, context: ConnectorContext) -> None:
@@ -219,10 +225,9 @@ class ConnectorScheduler(ABC):
         secret = config.secret.encode()
         server = await SideChannelServer.listen(config.host, _ports(config), secret, self._handle)
         self._server = server
-        self._peers = PeerTable(
-            secret,
-            Handshake(self._instance, self._ranks, self._check_compatible, self._incompatible),
-        )
+        check = self._rounding.noting(self._check_compatible)
+        handshake = Handshake(self._instance, self._ranks, check, self._incompatible)
+        self._peers = PeerTable(secret, handshake)
         self._address = InstanceAddress(
             self._instance.engine_id,
             config.advertise_host or config.host,

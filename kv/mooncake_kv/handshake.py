@@ -19,6 +19,7 @@ from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.kv.transfer_plan import KVShardSpec, elect_sources
 from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.errors import HandshakeRefused
+from mooncake_kv.numerics import Numerics, differences
 
 
 class RankMetadata(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
         host: the kernel and network namespace that its side channel is in; empty if that is not
             known.
         transports: those that all ranks have open, with what each asks of both ends.
+        numerics: what the numbers of its KV mean, and how they were rounded.
     """
 
     engine_id: str
@@ -67,6 +69,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     host: str = ""
     model_settings: dict[str, str] = {}
     transports: dict[str, TransportConstraints] = {}
+    numerics: Numerics = Numerics()
 
     @property
     def pp_size(self) -> int:
@@ -82,6 +85,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     def must_match(self) -> dict[str, str]:
         """What ``check_compatible`` wants to be equal, for those who pair instances beforehand."""
         facts = {f"the model's {name}": value for name, value in self.model_settings.items()}
+        facts |= {f"KV's {name}": value for name, value in self.numerics.meaning.items()}
         facts |= {"model": self.model_fingerprint, "KV geometry": str(self.geometry)}
         if self.tokenizer_fingerprint:
             facts["tokenizer"] = self.tokenizer_fingerprint
@@ -112,6 +116,11 @@ class _Check:
     decode: object
     remedy: str = "serve the same model with the same dtype"
 
+
+_SAME_NUMBERS = (
+    "one would read other numbers than the other wrote: give both the same --kv-cache-dtype, and "
+    "run engines that keep this model's KV alike"
+)
 
 CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], "tuple[str, ...]"]
 """``check_decode_peer`` or ``check_prefill_peer``: takes our metadata and the peer's, returns the
@@ -154,7 +163,11 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
     if prefill.tokenizer_fingerprint and decode.tokenizer_fingerprint:
         # Where one of the two gets token ids from elsewhere, requests' prompt_digest has to do.
         yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
+    yield _Check("the type of KV", prefill.geometry.dtype, decode.geometry.dtype, _SAME_NUMBERS)
     yield _Check("KV geometry", prefill.geometry, decode.geometry)
+    meant = differences(prefill.numerics.meaning, decode.numerics.meaning)
+    for name, (ours, theirs) in meant.items():
+        yield _Check(f"KV's {name}", ours, theirs, _SAME_NUMBERS)
 
 
 def check_decode_peer(own: InstanceMetadata, peer: InstanceMetadata) -> tuple[str, ...]:

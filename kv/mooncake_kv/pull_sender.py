@@ -75,7 +75,8 @@ class PullSender:
         ticket = message.ticket
         if isinstance(message, Hello):
             own, incompatible = self._context.instance, self._context.incompatible
-            return welcome(message, own, check_decode_peer, incompatible)
+            check = self._context.rounding.noting(check_decode_peer)
+            return welcome(message, own, check, incompatible)
         if isinstance(message, Renew):
             return Renewed(ticket, self._leases.renew(message.request_ids, self._context.clock()))
         if isinstance(message, Done):

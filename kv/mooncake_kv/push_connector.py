@@ -86,6 +86,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             "load_failures": float(received.failures),
             "refused_loads": float(received.refused),
             "refused_peers": float(self._incompatible.num_peers),
+            "peers_rounding_otherwise": float(self._rounding.num_peers),
             "bytes_received": float(received.nbytes),
             "load_seconds": received.seconds,
         }

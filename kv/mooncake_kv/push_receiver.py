@@ -143,7 +143,8 @@ class PushReceiver:
 
     def _welcome(self, hello: Hello) -> Welcome:
         own, incompatible = self._context.instance, self._context.incompatible
-        reply = welcome(hello, own, check_prefill_peer, incompatible)
+        check = self._context.rounding.noting(check_prefill_peer)
+        reply = welcome(hello, own, check, incompatible)
         self._writers[hello.instance.engine_id] = hello.instance
         if len(self._writers) > REMEMBERED_WRITERS:
             self._writers.popitem(last=False)

@@ -28,6 +28,7 @@ from mooncake_hal.errors import BackendUnavailable, CapabilityError, DeviceError
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.registry import Registry
 from mooncake_hal.testing.backends_experts import ExpertsSuite
+from mooncake_hal.testing.backends_host_copies import HostCopiesSuite
 from mooncake_hal.testing.backends_latent import LatentSuite
 from mooncake_hal.testing.backends_native_latents import NativeLatentsSuite
 from mooncake_hal.testing.backends_ops import OpsSuite
@@ -248,6 +249,7 @@ class BackendConformance(
     NativeLatentsSuite,
     SamplingSuite,
     ScaledKVSuite,
+    HostCopiesSuite,
     CommunicatorSuite,
 ):
     """All of it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ from mooncake_hal.transport import MemoryRegion
 from mooncake_hal.transports.staged.staged_transport import InnerTransport, StagedTransport
 from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 from mooncake_hal_cpu.cpu_backend import CpuBackend
+from mooncake_hal_cpu.cpu_device import CpuRuntime
+from mooncake_hal_cuda.cuda_backend import ROUNDING, TRANSPORTS
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import Tuning
 from mooncake_hal_cuda.libcuda import CudaDriver
@@ -42,19 +44,45 @@ INTERPRETED_PIECES = 256
 INTERPRETED_BYTES = 1 << 20
 
 
-def emulated_backend(processors: int = 132) -> CpuBackend:
+class EmulatedRuntime(CpuRuntime):
+    """One device, which computes where the host does."""
+
+    def devices(self) -> Sequence[DeviceInfo]:
+        return (DEVICE,)
+
+
+class EmulatedBackend(CpuBackend):
+    """Named as what it stands in for."""
+
+    name = "cuda"
+
+
+def emulated_backend(processors: int = 132) -> EmulatedBackend:
     """A CPU backend whose ops and memory are those of CUDA, launched as on an sm_90."""
-    repair()
-    backend = CpuBackend()
+    backend = device_without_kernels()
     tuning = Tuning(DEVICE.generation, processors)
     backend.ops = CudaOps(tuning)
-    backend.memory = emulated_memory()
     backend.capabilities = replace(
         backend.capabilities,
         dtypes=DTYPES,
-        graphs=False,  # the CPU's op recorder does not see interpreted kernels
         sampling=True,
         kv_dtypes=tuning.kv_dtypes,
+        rounding=ROUNDING,
+    )
+    return backend
+
+
+def device_without_kernels() -> EmulatedBackend:
+    """The same with the CPU's ops, which take milliseconds where interpreted kernels take minutes:
+    for tests of what crosses between devices."""
+    repair()
+    backend = EmulatedBackend()
+    backend.runtime = EmulatedRuntime()
+    backend.memory = emulated_memory()
+    backend.capabilities = replace(
+        backend.capabilities,
+        graphs=False,  # the CPU's op recorder does not see interpreted kernels
+        transports=TRANSPORTS,
     )
     return backend
 
@@ -120,13 +148,17 @@ def load_ipc() -> IpcTransport:
     return IpcTransport(emulated_sharing(), InterpretedCopier)
 
 
+def emulated_host_copies(index: int) -> CudaHostCopies:
+    """Copies between the emulated device's memory and the host's."""
+    repair()
+    return CudaHostCopies(emulated_driver(), index, InterpretedCopier)
+
+
 def load_staged() -> StagedTransport:
     """The ``staged`` transport of the emulated device."""
-    repair()
 
     def find_copies(device: str) -> CudaHostCopies:
-        index = int(device.removeprefix("cuda:"))
-        return CudaHostCopies(emulated_driver(), index, InterpretedCopier)
+        return emulated_host_copies(int(device.removeprefix("cuda:")))
 
     return StagedTransport(find_copies, {"tcp": InnerTransport(load_tcp(), 10)})
 

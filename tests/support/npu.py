@@ -56,15 +56,16 @@ async def cpu(model: Path) -> AsyncIterator[Instance]:
 
 async def clear_cases(on_cpu: Instance, lengths: Sequence[int] = LENGTHS) -> list[Case]:
     """A prompt of each length whose answer hangs on no near tie, which rounding may decide."""
-    return [await _clear_case(on_cpu, length) for length in lengths]
+    return [await clear_continuation(on_cpu, (), length) for length in lengths]
 
 
-async def _clear_case(on_cpu: Instance, length: int) -> Case:
+async def clear_continuation(on_cpu: Instance, prompt: tuple[int, ...], length: int) -> Case:
+    """The same for a prompt that begins so, and goes on for that many tokens."""
     for seed in count():
-        prompt = prompt_of(length, seed)
-        answer = await ask(on_cpu, prompt, replace(FEW, logprobs=2))
+        longer = (*prompt, *prompt_of(length, seed))
+        answer = await ask(on_cpu, longer, replace(FEW, logprobs=2))
         if _least_gap(answer) >= _CLEAR:
-            return Case(prompt, answer.tokens)
+            return Case(longer, answer.tokens)
     raise AssertionError("unreachable")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,9 +89,11 @@ def body_of(
 
 
 @contextmanager
-def serving(model: Path, role: str, *options: str) -> Iterator[Served]:
+def serving(
+    model: Path, role: str, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """An instance in a process of its own, on a free port."""
     argv = ["serve", "--model", str(model), "--role", role, "--port", "0", "--threads", "1"]
     argv += ["--num-kv-blocks", "128", *options]
-    with running("mooncake_engine.cli", *argv) as program:
+    with running("mooncake_engine.cli", *argv, environment=environment) as program:
         yield Served(program.wait_for("ready ").split()[1], program)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -24,9 +24,15 @@ class Program:
     Args:
         argv: module and arguments.
         log: takes standard error; without it ``errors`` does.
+        environment: variables beside those of this process.
     """
 
-    def __init__(self, argv: Sequence[str], log: Path | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         with nullcontext(subprocess.PIPE) if log is None else log.open("w") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *argv],
@@ -34,7 +40,7 @@ class Program:
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
             )
         self.lines: list[str] = []
         self.errors: list[str] = []
@@ -48,7 +54,11 @@ class Program:
     def wait_for(self, words: str, timeout_s: float = READY_S) -> str:
         """The next line of standard output that holds these words."""
         while True:
-            line = self._queue.get(timeout=timeout_s)
+            try:
+                line = self._queue.get(timeout=timeout_s)
+            except queue.Empty:
+                said = "".join(self.errors)
+                raise AssertionError(f"not {words!r} within {timeout_s:g} s: {said}") from None
             if line is None:
                 raise AssertionError(f"ended without {words!r}: {''.join(self.errors)}")
             if words in line:
@@ -113,9 +123,9 @@ def is_running(pid: int) -> bool:
 
 
 @contextmanager
-def running(*argv: str) -> Iterator[Program]:
+def running(*argv: str, environment: Mapping[str, str] | None = None) -> Iterator[Program]:
     """A program that is gone afterwards."""
-    program = Program(argv)
+    program = Program(argv, environment=environment)
     try:
         yield program
     finally:

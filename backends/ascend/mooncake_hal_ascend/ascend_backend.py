@@ -24,6 +24,11 @@ DTYPES = ("bfloat16", "float16")
 KV_LAYOUTS = ("LPBTH",)
 """Ops want K and V as tensors of their own: ``[blocks, tokens, heads, dim]``."""
 TRANSPORTS = ("hccs", "staged")
+ROUNDING = (
+    ("attention shares", "to the activations' type"),
+    ("sines of latent attention", "to the activations' type"),
+)
+"""The fused attention multiplies them on the cube unit, the fused write takes them so."""
 
 MAX_GRAPHS = 600
 """A graph holds one of the device's 2,048 streams, and two more with collectives in it (vLLM-Ascend
@@ -57,6 +62,7 @@ class AscendBackend:
             scheduler_resource="NPU",
             latent_dims=soc.latent_dims,
             native_latents=True,
+            rounding=ROUNDING,
         )
         self.ops = AscendOps(soc)
         self.memory = AscendMemory(self.runtime, soc.transfer_alignment)

@@ -42,8 +42,11 @@ def _join(store: Store, group: GroupSpec) -> ProcessGroup:
 # float16 stays out: no CPU of today multiplies it natively, so it is slower than both others
 DTYPES = ("bfloat16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
-TRANSPORTS = ("shm", "tcp", "rdma")
+TRANSPORTS = ("shm", "rdma", "tcp", "staged")
 KV_DTYPES = ("float8_e4m3fn",)
+ROUNDING = (
+    ("attention shares", "float32; to bfloat16 in prefills, where there are instructions for it"),
+)
 
 
 class CpuBackend:
@@ -60,6 +63,7 @@ class CpuBackend:
             graphs=isinstance(self.ops, NativeOps),
             transports=TRANSPORTS,
             kv_dtypes=KV_DTYPES,
+            rounding=ROUNDING,
         )
         self.runtime = CpuRuntime()
         self.memory = CpuMemory()

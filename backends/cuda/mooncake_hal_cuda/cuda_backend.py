@@ -26,6 +26,8 @@ from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
 TRANSPORTS = ("cuda_ipc", "rdma", "staged")
+ROUNDING = (("attention shares", "to the activations' type"),)
+"""The kernels multiply shares and values on tensor cores, which take one type for both."""
 
 
 class CudaBackend:
@@ -57,6 +59,7 @@ class CudaBackend:
             scheduler_resource="GPU",
             sampling=True,
             kv_dtypes=tuning.kv_dtypes,
+            rounding=ROUNDING,
         )
         self.memory = CudaMemory(DeviceSharing(CudaDriver()), devices)
         self._groups = GroupFactory(NcclCommunicator)

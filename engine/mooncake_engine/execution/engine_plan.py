@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +92,18 @@ class EnginePlan:
     def geometries(self) -> tuple[KVGeometry, ...]:
         """The KV of all models, whose blocks come and go together."""
         return (self.geometry,) if self.draft is None else (self.geometry, self.draft.geometry)
+
+    @property
+    def kv_meaning(self) -> dict[str, str]:
+        """What the numbers of this instance's KV mean, for ``mooncake_kv.numerics``: models whose
+        checkpoints rotate pairs are turned to halves as they are loaded."""
+        mla = self.model.mla
+        scale = self.model.head_dim**-0.5 if mla is None else mla.scale
+        meaning = {"rope order": "halves", "softmax scale": f"{scale:.6g}, on the scores"}
+        if self.kv_scales:
+            digest = hashlib.sha256(repr(self.kv_scales).encode()).hexdigest()[:12]
+            meaning["scales of narrow types"] = f"one per layer and plane, {digest}"
+        return meaning
 
     @property
     def num_scratch_blocks(self) -> int:

@@ -21,6 +21,7 @@ COUNTERS = {
     "load_failures": "Those whose KV did not come across.",
     "refused_loads": "Those of the failures whose peer can't exchange KV with this instance.",
     "refused_peers": "Instances whose handshake was refused.",
+    "peers_rounding_otherwise": "Instances whose KV is rounded otherwise.",
     "refused_requests": "Requests whose kv_transfer_params could not be honoured.",
     "bytes_received": "KV read from peers.",
     "load_seconds": "Time that loads took.",

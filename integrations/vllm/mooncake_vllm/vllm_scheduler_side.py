@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
     Connector,
@@ -25,6 +26,7 @@ from mooncake_kv.connector_worker import PushStep
 from mooncake_kv.errors import InvalidKVParams
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.model_fingerprint import ModelFingerprint
+from mooncake_kv.numerics import Numerics
 from mooncake_kv.params import (
     NO_KV_TRANSFER,
     FirstToken,
@@ -35,7 +37,7 @@ from mooncake_kv.params import (
     parse_remote_address,
 )
 from mooncake_vllm.errors import ConnectorDied
-from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
+from mooncake_vllm.rank_link import RankInfo, Ranks, ReportLoad, ReportSend
 from mooncake_vllm.remote_prompts import RemotePrompts
 from mooncake_vllm.vllm_interface import KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import expand_blocks
@@ -146,6 +148,7 @@ class SchedulerSide:
                 info.block_size,
                 info.hardware,
                 model_settings=self._instance.model.settings,
+                numerics=_numerics(info),
             ),
             send=self._ranks.send,
             post=self._on_event,
@@ -371,3 +374,10 @@ class SchedulerSide:
     def _on_death(self, reason: str) -> None:
         """A worker's thread has died. Any thread."""
         self._death = ConnectorDied(reason)
+
+
+def _numerics(info: RankInfo) -> Numerics:
+    """What vLLM's KV means where engines differ: it keeps the rope part of latents as pairs, which
+    it rotates; others turn the weights and keep halves. On Ascend, a vendor's op decides."""
+    is_known = info.geometry.kind is AttentionKind.MLA and info.hardware.backend != "ascend"
+    return Numerics({"rope order": "pairs"} if is_known else {})

@@ -166,9 +166,9 @@ class StagedPeer(CopyingPeer[HostCopier]):
             self._session.request(encode(call), seconds_left(deadline))
 
 
-def open_staging(session: Session) -> int:
-    """Have the peer allocate its staging buffers; returns their address there."""
-    return decode(session.request(encode(OpenStaging()), SETUP_SECONDS), StagingOpened).address
+def open_staging(session: Session) -> StagingOpened:
+    """Have the peer set up what a connection to it needs."""
+    return decode(session.request(encode(OpenStaging()), SETUP_SECONDS), StagingOpened)
 
 
 def joined(local: Addresses, remote: Addresses, nbytes: Addresses) -> Spans:

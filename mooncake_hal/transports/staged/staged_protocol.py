@@ -9,7 +9,7 @@ from mooncake_hal.session.authentication import UNREADABLE, decode
 from mooncake_hal.transports.staging import StagingLimits
 
 NAME = "staged"
-VERSION = 4
+VERSION = 5
 
 SLOTS = 2
 """Of a peer's staging on either side: one is packed or unpacked while the other one travels."""
@@ -23,15 +23,13 @@ class StagedEndpointInfo(msgspec.Struct, frozen=True, array_like=True, forbid_un
 
     Args:
         inner: addresses of its inner endpoints, by transport.
-        is_host: whether its regions are host memory, which the inner transport reaches itself.
     """
 
     inner: dict[str, bytes]
-    is_host: bool
 
 
 class OpenStaging(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields=True):
-    """Call: set staging memory up for this connection; its address is the answer."""
+    """Call: set up what this connection needs, once: staging memory, or host memory's reach."""
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather", forbid_unknown_fields=True):
@@ -51,9 +49,16 @@ class Scatter(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_fields=
 
 
 class StagingOpened(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Answer to OpenStaging."""
+    """Answer to OpenStaging.
 
-    address: int
+    Args:
+        address: of the staging memory; None if the regions are host memory, which the inner
+            transport reaches itself.
+        inner: addresses of those inner endpoints that could register what they have to.
+    """
+
+    address: int | None
+    inner: dict[str, bytes]
 
 
 def decode_call(payload: bytes) -> OpenStaging | Gather | Scatter:

@@ -4,7 +4,8 @@ Each side packs pieces of its device's memory into pinned memory, or unpacks the
 the host copies that its backend offers; between the two hosts an inner transport moves what is
 packed: rdma where both have it, else tcp. So an NPU, a GPU and a CPU exchange KV that nothing else
 carries between them. A side without a device needs no staging: the inner transport reaches its
-memory itself.
+memory itself. Such a side offers this transport beside others, which costs it open ports until a
+device connects: only then is its memory registered with the inner transport.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mooncake_hal.errors import (
     BackendUnavailable,
@@ -139,7 +141,13 @@ def load() -> StagedTransport:
             inner[RDMA] = InnerTransport(rdma_plugin.load(), rdma_plugin.PRIORITY)
         except TransportUnavailable as exc:
             logger.warning("%s goes over tcp: %s", NAME, exc)
-    return StagedTransport(lambda device: Registry.discover().host_copies(device), inner)
+    return StagedTransport(lambda device: _installed().host_copies(device), inner)
+
+
+@cache
+def _installed() -> Registry:
+    """What is installed, looked for once and not for every endpoint."""
+    return Registry.discover()
 
 
 class NothingToCopy:
@@ -156,6 +164,45 @@ class NothingToCopy:
 
     def close(self) -> None:
         pass
+
+
+class HostRegions:
+    """Regions of host memory, which inner endpoints get as soon as somebody is connected: to a NIC,
+    registered memory is pinned memory. Any thread.
+
+    Args:
+        inner: open endpoints.
+    """
+
+    def __init__(self, inner: Transports) -> None:
+        self._inner = inner
+        self._regions: dict[int, MemoryRegion] = {}
+        self._inner_keys: dict[int, dict[str, int]] = {}
+        self._is_exposed = False
+        self._lock = threading.Lock()
+
+    def add(self, key: int, region: MemoryRegion) -> None:
+        """A new region."""
+        with self._lock:
+            if self._is_exposed:
+                self._inner_keys[key] = self._inner.register(region)
+            self._regions[key] = region
+
+    def expose(self) -> None:
+        """Register all of them, and those that come. Idempotent."""
+        with self._lock:
+            for key, region in self._regions.items():
+                if key not in self._inner_keys:
+                    self._inner_keys[key] = self._inner.register(region)
+            self._is_exposed = True
+
+    def remove(self, key: int) -> None:
+        """Withdraw one; none of that key is no matter."""
+        with self._lock:
+            self._regions.pop(key, None)
+            inner_keys = self._inner_keys.pop(key, None)
+        if inner_keys is not None:
+            self._inner.revoke(inner_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +237,7 @@ class StagedDataPath:
         self._device = device
         self._local = local
         self._inner = inner
-        self._inner_keys: dict[int, dict[str, int]] = {}
+        self._host = HostRegions(inner)
         self._served: dict[Session, _Served] = {}
         self._peers: list[StagedPeer] = []
         self._lock = threading.Lock()
@@ -199,7 +246,7 @@ class StagedDataPath:
         )
 
     def info(self) -> bytes:
-        return encode(StagedEndpointInfo(self._inner.addresses, self._copies is None))
+        return encode(StagedEndpointInfo(self._inner.addresses))
 
     def unreachable_reason(self, info: bytes) -> str | None:
         theirs = set(decode_endpoint(info).inner)
@@ -208,13 +255,13 @@ class StagedDataPath:
         return f"inner transports are {self._inner.names} here, {sorted(theirs)} there"
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
-        """Host memory is the inner endpoints'."""
+        """Host memory is the inner endpoints', once somebody is connected."""
         if region.device != self._device:
             raise TransportUnavailable(
                 NAME, f"this endpoint was opened for {self._device}, not for {region.device}"
             )
         if self._copies is None:
-            self._inner_keys[key] = self._inner.register(region)
+            self._host.add(key, region)
         return b""
 
     def detach(self, key: int) -> None:
@@ -223,8 +270,7 @@ class StagedDataPath:
             peers = list(self._peers)
         for peer in peers:
             peer.withdraw(key)
-        if (inner_keys := self._inner_keys.pop(key, None)) is not None:
-            self._inner.revoke(inner_keys)
+        self._host.remove(key)
 
     def handle_request(self, session: Session, payload: bytes) -> bytes:
         """Packs and unpacks, in regions that are live at that moment."""
@@ -249,15 +295,13 @@ class StagedDataPath:
             served.staging.close()
 
     def connect(self, session: Session, info: bytes, timeout: float) -> StagedPeer:
-        theirs = decode_endpoint(info)
         with ExitStack() as undo:
-            inner = self._inner.connect(theirs.inner, timeout=timeout).peer
-            undo.callback(inner.close)
-            ours = None
-            if self._copies is not None:
-                ours = StagingBuffer.allocate(self._copies, self._inner)
+            ours = self._prepare()
+            if ours is not None:
                 undo.callback(ours.close)
-            path = StagedPath(inner, ours, None if theirs.is_host else open_staging(session))
+            theirs = open_staging(session)
+            inner = self._inner.connect(theirs.inner, timeout=timeout).peer
+            path = StagedPath(inner, ours, theirs.address)
             undo.pop_all()
         peer = StagedPeer(session, self._local, self._worker, path)
         with self._lock:
@@ -269,8 +313,22 @@ class StagedDataPath:
         self._inner.close()
 
     def _open(self, session: Session) -> bytes:
-        if self._copies is None or session in self._served:
-            raise TransferError(f"{NAME}: there is no staging to open, or it is open")
-        staging = StagingBuffer.allocate(self._copies, self._inner)
-        self._served[session] = _Served(staging, self._copies.copier())
-        return encode(StagingOpened(staging.address))
+        if session in self._served:
+            raise TransferError(f"{NAME}: staging is open")
+        if (staging := self._prepare()) is None or self._copies is None:
+            return encode(StagingOpened(None, self._inner.addresses))
+        with ExitStack() as undo:
+            undo.callback(staging.close)
+            self._served[session] = _Served(staging, self._copies.copier())
+            undo.pop_all()
+        return encode(StagingOpened(staging.address, self._inner.addresses))
+
+    def _prepare(self) -> StagingBuffer | None:
+        """What the inner transport moves on this side: fresh staging, or the host's regions.
+
+        Afterwards the inner endpoints are those that could register it.
+        """
+        if self._copies is not None:
+            return StagingBuffer.allocate(self._copies, self._inner)
+        self._host.expose()
+        return None

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.npu import FEW, ON_NPU, clear_cases, cpu, write_family
 from support.push import WAYS
 
-from mooncake_hal.testing.transports import MIB, TransportConformance, TransportKit
-from mooncake_hal.testing.transports_buffers import anonymous, random_pieces
+from mooncake_hal.testing.transports import TransportConformance
 from mooncake_hal.testing.transports_process import TransportProcessConformance
+from mooncake_hal.testing.transports_staged import StagedBetweenKinds
 from mooncake_hal.transport import EndpointOptions
 
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -42,33 +41,9 @@ class TestStagedOfNpus(TransportConformance, TransportProcessConformance):
         return replace(super().options(), device="npu:0")
 
 
-class TestStagedBetweenKinds(TransportKit):
-    """An NPU at one end, a host without one at the other."""
-
-    loader = "staged"
-    allocator = "mooncake_hal.testing.transports_device:first"
-
-    @pytest.mark.parametrize("piece", [5, 64, 16 << 10, 512 << 10])
-    @pytest.mark.parametrize("device", ["npu:0", "cpu"])
-    def test_pieces_in_any_order(self, device: str, piece: int) -> None:
-        npu, host = self.buffer(4 * MIB), anonymous(4 * MIB)
-        self.stack.callback(host.close)
-        host.put(self.rng.integers(0, 256, 4 * MIB, np.uint8))
-        here, there = (npu, host) if device == "npu:0" else (host, npu)
-        near = self.open(device=here.region.device)
-        far = self.open(device=there.region.device)
-        near.register(here.region)
-        far.register(there.region)
-        peer = near.connect(far.address, timeout=self.timeout)
-        pieces = random_pieces(self.rng, np.full(6, piece, np.int64), 4 * MIB)
-        spans = pieces.spans(here.region, there.region)
-        wanted = pieces.after_read(here.get(), there.get())
-        self.read(peer, spans)
-        assert (here.get() == wanted).all()
-        here.put(self.rng.integers(0, 256, 4 * MIB, np.uint8))
-        wanted = pieces.after_write(here.get(), there.get())
-        self.write(peer, spans)
-        assert (there.get() == wanted).all()
+class TestStagedBetweenKinds(StagedBetweenKinds):
+    device = "npu:0"
+    timeout = 60.0
 
 
 PAIRS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [

@@ -110,7 +110,7 @@ def test_another_tokenizer_is_refused_with_both_values() -> None:
 def test_another_dtype_is_refused_with_both_values() -> None:
     narrow = replace(GEOMETRY, dtype="bfloat16", element_bytes=2)
     words = refusal(facts(), msgspec.structs.replace(facts(), geometry=narrow))
-    assert "KV geometry differs" in words
+    assert "the type of KV differs" in words
     assert "float32" in words
     assert "bfloat16" in words
 

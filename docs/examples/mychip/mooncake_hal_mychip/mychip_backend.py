@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,15 +18,11 @@ from mooncake_hal.backend import (
 from mooncake_hal.backend_parts import (
     SingleRankCommunicator,
     SynchronousRuntime,
-    TensorAllocation,
-    require_device,
 )
-from mooncake_hal.errors import CapabilityError, OutOfMemory
+from mooncake_hal.errors import CapabilityError
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.reference import ReferenceOps
-from mooncake_hal.transport import MemoryRegion
-
-TOTAL_BYTES = 8 << 30
+from mooncake_hal_mychip.mychip_memory import TOTAL_BYTES, MyChipMemory
 
 
 class MyChipRuntime(SynchronousRuntime):
@@ -63,19 +58,6 @@ class MyChipOps(ReferenceOps):
         return (functional.silu(gate.float()) * up.float()).to(x.dtype)
 
 
-class MyChipMemory:
-    """Allocates; a chip whose network wants alignment aligns here."""
-
-    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
-        require_device("mychip", index)
-        if nbytes > TOTAL_BYTES:
-            raise OutOfMemory(
-                f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
-            )
-        tensor = torch.zeros(nbytes, dtype=torch.uint8)  # a real chip: on its device
-        return TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes), tensor)
-
-
 class MyChipBackend:
     """The parts put together, and what they can do."""
 
@@ -87,7 +69,8 @@ class MyChipBackend:
             block_sizes=(16, 32, 64, 128),
             kv_layouts=tuple(KV_LAYOUTS),
             graphs=False,
-            transports=("shm", "tcp"),
+            transports=("staged",),
+            rounding=(("attention shares", "float32"),),
         )
         self.runtime = MyChipRuntime()
         self.ops = MyChipOps()

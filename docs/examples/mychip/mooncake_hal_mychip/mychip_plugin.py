@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mooncake_hal.hookspecs import hookimpl
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
+    from mooncake_hal.host_copies import HostCopies
+    from mooncake_hal_mychip.mychip_memory import MyChipMemory
 
 DEVICE_FILE = Path("/dev/null")  # a real chip has /dev/mychip0
 
@@ -18,7 +21,15 @@ DEVICE_FILE = Path("/dev/null")  # a real chip has /dev/mychip0
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
     """Offer the chip. Below zero, ``auto`` never takes it; a real one says 90 or more."""
-    return BackendSpec(name="mychip", api_version=API_VERSION, priority=-1, probe=probe, load=load)
+    return BackendSpec(
+        name="mychip",
+        api_version=API_VERSION,
+        priority=-1,
+        probe=probe,
+        load=load,
+        device_type="mychip",
+        host_copies=load_host_copies,
+    )
 
 
 def probe() -> Availability:
@@ -30,8 +41,18 @@ def probe() -> Availability:
     return Availability(True, "one device that is the host")
 
 
+@cache
 def load() -> Backend:
     """Only here are torch and the vendor's library imported."""
     from mooncake_hal_mychip.mychip_backend import MyChipBackend
 
     return MyChipBackend()
+
+
+def load_host_copies(index: int) -> HostCopies:
+    """Copies of the memory that ``load()``'s backend allocates, which is one per process."""
+    from mooncake_hal_mychip.mychip_memory import MyChipHostCopies
+
+    backend = load()
+    backend.runtime.bind_thread(index)  # refuses what is not there
+    return MyChipHostCopies(cast("MyChipMemory", backend.memory))

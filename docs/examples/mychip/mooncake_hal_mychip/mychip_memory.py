@@ -1,0 +1,109 @@
+"""Memory of the chip, and its copies to and from the host: what PD with other hardware takes.
+
+With these copies the ``staged`` transport moves KV between this chip and any other device or host,
+through pinned memory of the host. A transport of the chip's own, between two of them, would be a
+``TransportSpec`` beside it, see ``docs/examples/mylink``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+
+import torch
+
+from mooncake_hal.backend_parts import TensorAllocation, require_device
+from mooncake_hal.errors import DeviceError, OutOfMemory
+from mooncake_hal.host_copies import Addresses
+from mooncake_hal.transport import MemoryRegion
+
+TOTAL_BYTES = 8 << 30
+DEVICE = "mychip:0"
+
+
+class MyChipMemory:
+    """Allocates; a chip whose network wants alignment aligns here.
+
+    Regions say that they are the chip's: no transport for host memory takes them.
+    """
+
+    def __init__(self) -> None:
+        self._allocations: dict[int, int] = {}
+
+    def allocate(self, nbytes: int, index: int) -> TensorAllocation:
+        require_device("mychip", index)
+        if nbytes > TOTAL_BYTES:
+            raise OutOfMemory(
+                f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
+            )
+        tensor = torch.zeros(nbytes, dtype=torch.uint8)  # a real chip: on its device
+        begin = tensor.data_ptr()
+        self._allocations[begin] = nbytes
+        region = MemoryRegion(begin, nbytes, DEVICE)
+        return TensorAllocation(region, tensor, lambda: self._allocations.pop(begin, None))
+
+    def require_allocated(self, addresses: Addresses, nbytes: Addresses) -> None:
+        """Refuse what is not the chip's; raises DeviceError. A real chip's driver does this."""
+        ends = addresses + nbytes
+        for begin, size in list(self._allocations.items()):
+            inside = (addresses >= begin) & (ends <= begin + size)
+            if inside.all():
+                return
+            addresses, ends = addresses[~inside], ends[~inside]
+        if len(addresses):
+            raise DeviceError(f"{addresses[0]:#x} is in no allocation of {DEVICE}")
+
+
+@dataclass
+class MyChipPinnedMemory:
+    """Host memory that the chip reaches. A real chip asks its driver for it."""
+
+    nbytes: int
+    _tensor: torch.Tensor | None = field(init=False)
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tensor = torch.empty(self.nbytes, dtype=torch.uint8)
+        self.address = self._tensor.data_ptr()  # torch aligns to 64 bytes, as is asked for
+
+    def close(self) -> None:
+        self._tensor = None
+
+
+class MyChipHostCopier:
+    """Copies piece by piece, at once. A real chip enqueues on a stream of its own, and packs small
+    pieces with a kernel: one copy command per token would take longer than the transfer."""
+
+    def __init__(self, memory: MyChipMemory) -> None:
+        self._memory = memory
+
+    def gather(self, addresses: Addresses, nbytes: Addresses, host: int) -> None:
+        self._memory.require_allocated(addresses, nbytes)
+        for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
+            ctypes.memmove(host, address, size)
+            host += size
+
+    def scatter(self, host: int, addresses: Addresses, nbytes: Addresses) -> None:
+        self._memory.require_allocated(addresses, nbytes)
+        for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
+            ctypes.memmove(address, host, size)
+            host += size
+
+    def drain(self) -> None:
+        pass  # a real chip: wait for the stream
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class MyChipHostCopies:
+    """Of the one device."""
+
+    memory: MyChipMemory
+
+    def allocate_pinned(self, nbytes: int) -> MyChipPinnedMemory:
+        return MyChipPinnedMemory(nbytes)
+
+    def copier(self) -> MyChipHostCopier:
+        return MyChipHostCopier(self.memory)

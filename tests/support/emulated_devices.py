@@ -1,0 +1,93 @@
+"""Devices that other processes can run on: each kind is an environment, and options of ``serve``.
+
+An emulated GPU and an emulated NPU can't both be in one process: each stands in for what torch
+itself would load.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
+MYCHIP = ROOT / "docs" / "examples" / "mychip"
+_NPU = SUPPORT / "npu_emulation"
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What an instance may run on.
+
+    Args:
+        backend: its name.
+        block_sizes: those that a fleet of several kinds is tried with.
+        folders: go to the front of PYTHONPATH.
+        variables: other environment.
+        options: of ``mooncake-engine serve``.
+    """
+
+    backend: str
+    block_sizes: tuple[int, ...]
+    folders: tuple[Path, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For its processes."""
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        path = os.pathsep.join([*map(str, self.folders), *filter(None, given)])
+        return {**self.variables, "PYTHONPATH": path}
+
+    def serve_options(self, block_size: int, tp_size: int = 1) -> Sequence[str]:
+        """Of an instance on it."""
+        sizes = ("--block-size", str(block_size), "--tp-size", str(tp_size))
+        return ("--backend", self.backend, *sizes, *self.options)
+
+
+KINDS: dict[str, DeviceKind] = {
+    "cpu": DeviceKind("cpu", (16, 128)),
+    "cuda": DeviceKind(
+        "cuda",
+        (16, 128),
+        (SUPPORT / "gpu_emulation", SUPPORT.parent),
+        {"TRITON_INTERPRET": "1", "MOONCAKE_HAL_BLOCK": "cuda"},
+    ),
+    "npu": DeviceKind(
+        "ascend",
+        (128,),
+        (_NPU,),
+        {"MOONCAKE_HAL_ASCEND_ROOT": str(_NPU / "machine"), "ASCEND_HOME_PATH": ""},
+        ("--piecewise-graph-max-tokens", "32"),  # 512 take half a second more to capture
+    ),
+}
+"""By the names that tables use."""
+
+
+def mychip(folder: Path) -> DeviceKind:
+    """The example of docs/hardware.md.
+
+    Args:
+        folder: becomes what pip would leave of its installation.
+    """
+    install_example(folder)
+    return DeviceKind("mychip", (16, 128), (folder, MYCHIP))
+
+
+def install_example(folder: Path) -> None:
+    """What pip would note of the example, for whoever has the folder on PYTHONPATH."""
+    [entry_points] = [
+        section
+        for section in (MYCHIP / "pyproject.toml").read_text().split("\n\n")
+        if section.startswith("[project.entry-points.mooncake_hal]")
+    ]
+    noted = folder / "mooncake_hal_mychip-0.1.0.dist-info"
+    noted.mkdir()
+    (noted / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: mooncake-hal-mychip\nVersion: 0.1.0\n"
+    )
+    lines = [line.replace('"', "") for line in entry_points.splitlines()[1:]]
+    (noted / "entry_points.txt").write_text("\n".join(["[mooncake_hal]", *lines, ""]))

@@ -1,0 +1,199 @@
+"""Instances on devices of different kinds, each in processes of its own, that hand KV over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from support.emulated_devices import KINDS, DeviceKind
+from support.metaserver import metaserver
+from support.npu import FEW, LATENT, Case, clear_cases, clear_continuation
+from support.pd import Instance, write_model
+from support.pd_grid import PULL
+from support.pd_processes import Served, body_of
+from support.programs import Program
+from support.push import LAYERWISE
+
+from mooncake_engine.models.catalog import kv_geometry, read_model_config
+from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.params import KVTransferDict
+
+CONNECTORS = {"pull": PULL, "push": LAYERWISE}
+_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 16, "hidden_size": 96}
+"""They can be divided by every number of ranks that is tried, 1 to 4."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _HEADS),
+    "moe": ("mixtral", _HEADS),
+    "mla": ("deepseek_v3", {**_HEADS, **LATENT}),
+}
+LENGTHS = (17, 300)
+LEASE_S = 5.0
+START_S = 300.0
+"""For all of them on a busy machine."""
+TOKENS_IN_POOL = 4096
+DEADLINE_S = 120.0
+FIRST = replace(FEW, max_tokens=1)
+
+_keys = itertools.count()
+
+
+@dataclass(frozen=True)
+class Side:
+    """One instance.
+
+    Args:
+        kind: of KINDS.
+        block_size: tokens per block.
+        tp_size: ranks.
+    """
+
+    kind: str
+    block_size: int
+    tp_size: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.block_size}"
+
+
+def write_mixed_model(folder: Path, family: str) -> Path:
+    """One of FAMILIES, in bfloat16, which all kinds take."""
+    name, shape = FAMILIES[family]
+    return write_model(folder / family, name, dtype="bfloat16", **shape)
+
+
+def serve_argv(model: Path, role: str, how: str, side: Side, kind: DeviceKind) -> list[str]:
+    """The command line of an instance; it chooses transports by itself."""
+    num_blocks = TOKENS_IN_POOL // side.block_size
+    return [
+        *("mooncake_engine.cli", "serve", "--model", str(model), "--role", role, "--port", "0"),
+        *("--threads", "1", "--num-kv-blocks", str(num_blocks)),
+        *("--kv-connector", CONNECTORS[how], "--lease-seconds", str(LEASE_S)),
+        *kind.serve_options(side.block_size, side.tp_size),
+    ]
+
+
+def start_all(
+    stack: ExitStack,
+    model: Path,
+    how: str,
+    wanted: Sequence[tuple[str, Side]],
+    kinds: dict[str, DeviceKind] = KINDS,
+    options: Sequence[str] = (),
+) -> list[Served]:
+    """Instances of these roles and sides, started side by side; the stack ends them."""
+    programs = []
+    for role, side in wanted:
+        kind = kinds[side.kind]
+        argv = [*serve_argv(model, role, how, side, kind), *options]
+        program = Program(argv, environment=kind.environment)
+        stack.callback(program.close)
+        programs.append(program)
+    return [Served(each.wait_for("ready ", START_S).split()[1], each) for each in programs]
+
+
+async def ask_across(
+    prefill: Served,
+    decode: Served,
+    how: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams = FEW,
+) -> list[int]:
+    """A prompt prefilled by one and continued by the other; the tokens."""
+    if how == "pull":
+        params = await prefill.prefill(prompt)
+        return tokens_of(await decode.complete(body_of(prompt, sampling, params)))
+
+    async def dispatch(key: str, pushed: KVTransferDict) -> None:
+        with contextlib.suppress(httpx.HTTPError):  # it is killed in some cases
+            await prefill.complete(body_of(prompt, FIRST, pushed))
+
+    async with metaserver(dispatch) as server:
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "metaserver": server.url(f"mixed-{next(_keys)}"),
+        }
+        return tokens_of(await decode.complete(body_of(prompt, sampling, params)))
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    """Of a completion."""
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+async def make_cases(on_cpu: Instance) -> list[Case]:
+    """Prompts with what the CPU says to them; the last begins as the one before it."""
+    cases = await clear_cases(on_cpu, LENGTHS)
+    return [*cases, await clear_continuation(on_cpu, cases[-1].prompt, 40)]
+
+
+async def check_cell(
+    model: Path, how: str, sides: tuple[Served, Side, Served, Side], cases: Sequence[Case]
+) -> None:
+    """The CPU's tokens, by KV that came across whole and once; everything is given back.
+
+    Raises:
+        AssertionError: it is not so.
+    """
+    prefill, _, decode, decode_side = sides
+    before = await decode.figure("mooncake:kv_transfer_bytes_received")
+    loads = await decode.figure("mooncake:kv_transfer_loads_total")
+    for case in cases:
+        found = await asyncio.wait_for(ask_across(prefill, decode, how, case.prompt), DEADLINE_S)
+        assert found == case.tokens, f"wrong tokens {found}, wanted {case.tokens}"
+    assert await decode.figure("mooncake:kv_transfer_load_failures") == 0, "a load failed"
+    assert await decode.figure("mooncake:kv_transfer_loads_total") == loads + len(cases)
+    received = await decode.figure("mooncake:kv_transfer_bytes_received") - before
+    wanted = kv_bytes(model, cases, decode_side)
+    assert received <= wanted, f"{received:.0f} bytes received, {wanted} are the KV"
+    await check_idle(prefill)
+    await check_idle(decode)
+
+
+def kv_bytes(model: Path, cases: Sequence[Case], decode: Side) -> int:
+    """The KV that has to cross: of whole prompts, less what D has cached of the last; of every rank
+    that keeps its own copy."""
+    import torch
+
+    geometry = kv_geometry(read_model_config(model), torch.bfloat16)
+    *others, extended = (len(case.prompt) for case in cases)
+    cached = others[-1] // decode.block_size * decode.block_size
+    copies = decode.tp_size if geometry.kv_heads == 1 else 1
+    return geometry.token_bytes * (sum(others) + extended - cached) * copies
+
+
+async def check_idle(served: Served, within_s: float = 2 * LEASE_S + 5.0) -> None:
+    """No block in use, and nothing held for anybody.
+
+    Raises:
+        AssertionError: there is still something after that time.
+    """
+    await served.wait_until_idle(within_s)
+    for name in ("leases_held", "reservations"):
+        with contextlib.suppress(IndexError):  # only pushed instances have reservations
+            held = await served.figure(f"mooncake:kv_transfer_{name}")
+            assert held == 0, f"{name}: {held}"
+
+
+def freeze(served: Served) -> None:
+    """Its process does nothing more until it is killed or thawed."""
+    served.program.process.send_signal(signal.SIGSTOP)
+
+
+def thaw(served: Served) -> None:
+    """It goes on."""
+    served.program.process.send_signal(signal.SIGCONT)
+
+
+def left_in_shared_memory() -> set[str]:
+    """Names of what lies in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
