@@ -141,6 +141,12 @@ class Conductor:
         self._estimators.pop(slot, None)
         return ended
 
+    def expect(self, slot: int, latency: LatencyModel) -> None:
+        """An instance's costs are believed to be these, until it is measured; one that was measured
+        keeps what was found."""
+        if slot not in self._estimators:
+            self.fleet.set_latency(slot, latency)
+
     def route(self, request: RoutingRequest, now: float) -> Decision:
         """Place a request, or refuse it; what an admitted one needs is reserved.
 

@@ -25,6 +25,7 @@ from mooncake_proxy.http1.http_request import HttpRequest
 from mooncake_proxy.http1.http_wire import header_lines
 from mooncake_proxy.ops.proxy_metrics import gauge_lines
 from mooncake_proxy.ops.proxy_process import ProxyProcess, live_page, live_view
+from mooncake_proxy.pool.device_classes import describe_device
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.pool.membership import MembershipChange
 
@@ -229,4 +230,5 @@ def instance_info(instance: Instance) -> dict[str, Any]:
         "running": instance.total_running,
         "prompt_tokens": instance.total_prompt_tokens,
         "source": instance.spec.source,
+        "device": describe_device(instance.topology),
     }

@@ -16,6 +16,7 @@ from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
+from mooncake_proxy.pool.device_classes import relative_speed
 from mooncake_proxy.pool.pair_topology import PairTopology, why_incompatible
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Instance:
         "num_elsewhere",
         "num_prompt_tokens",
         "num_running",
+        "relative_speed",
         "spec",
         "topology",
         "unfit_peers",
@@ -139,6 +141,8 @@ class Instance:
         self.compatibility = Compatibility()
         # As it publishes it; None: not known, or nothing is published.
         self.topology: PairTopology | None = None
+        # Of its devices, in that of one A100; for policies that compare loads.
+        self.relative_speed = 1.0
         # Engine ids whose topology does not go together with its own.
         self.unfit_peers: frozenset[str] = frozenset()
         self.warned: set[str] = set()
@@ -392,6 +396,7 @@ class InstancePool:
         """Note what an instance publishes; it is compared with all others before any request."""
         if instance.topology != topology:
             instance.topology = topology
+            instance.relative_speed = relative_speed(topology)
             self._refresh()
 
     def close(self) -> None:

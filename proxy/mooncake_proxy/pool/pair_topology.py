@@ -24,11 +24,17 @@ class PairTopology(Struct, frozen=True):
     # Of this start of the instance (epoch).
     engine_id: str = ""
     tp_size: int = 1
+    pp_size: int = 1
     backend: str = ""
     generation: str = ""
     transports: dict[str, TransportRules] = {}
     # Facts that must be equal on both ends, by name.
     must_match: dict[str, str] = {}
+
+    @property
+    def num_devices(self) -> int:
+        """Of all ranks."""
+        return max(self.tp_size * self.pp_size, 1)
 
 
 def why_incompatible(prefill: PairTopology, decode: PairTopology) -> str | None:

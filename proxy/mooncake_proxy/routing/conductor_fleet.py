@@ -28,6 +28,7 @@ from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_conductor.slo_admission import Verdict
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.pool.device_classes import device_of
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class ConductorFleet:
         for (name, role), instance in live.items():
             if name not in self._slots:
                 self._join(instance, role)
+            self._expect_costs(instance)
         self._names = {slot: seat.instance.name for slot, seat in self._seats.items()}
         for slot, seat in self._seats.items():
             endpoints = seat.instance.kv_events
@@ -308,6 +310,14 @@ class ConductorFleet:
         believed = ChunkCache(self._config.kv_tokens // CHUNK_TOKENS)
         self._seats[slot] = _Seat(instance, role, believed)
         self._slots[instance.name] = slot
+
+    def _expect_costs(self, instance: Instance) -> None:
+        """Those of its devices, once it has published what it runs on: a fleet may mix classes."""
+        slot, topology = self._slots.get(instance.name), instance.topology
+        model, named, _ = self._config.costs.split(":")
+        device = device_of(topology, named)
+        if slot is not None and topology is not None and device is not None:
+            self.conductor.expect(slot, cold_start(model, device, topology.num_devices))
 
     def _leave(self, slot: int, now: float) -> None:
         seat = self._seats.pop(slot)

@@ -28,6 +28,10 @@ class Candidate(Protocol):
     def total_prompt_tokens(self) -> int:
         """Their prompt tokens."""
 
+    @property
+    def relative_speed(self) -> float:
+        """Of its devices, beside others."""
+
 
 C = TypeVar("C", bound=Candidate)
 
@@ -58,7 +62,14 @@ def load(candidate: Candidate) -> int:
     return candidate.total_prompt_tokens + TOKENS_PER_RUNNING * candidate.total_running
 
 
-def _least(candidates: Sequence[C], cost: Callable[[C], int], rng: Random) -> C:
+def _time(candidate: Candidate, hint: RoutingHint, hit: int = 0) -> float:
+    """When it would be through with the request too, on its devices: an idle CPU is no match for a
+    busy GPU."""
+    prompt_tokens = max(hint.prompt_tokens, TOKENS_PER_RUNNING) - min(hit, hint.prompt_tokens)
+    return (load(candidate) + prompt_tokens) / candidate.relative_speed
+
+
+def _least(candidates: Sequence[C], cost: Callable[[C], float], rng: Random) -> C:
     """The cheapest one; equal ones take random turns."""
     if len(candidates) == 1:
         return candidates[0]
@@ -84,20 +95,20 @@ def random_choice(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
 
 
 def least_loaded(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """The least outstanding work."""
-    return _least(candidates, load, rng)
+    """The least outstanding work, in time of its devices."""
+    return _least(candidates, lambda candidate: _time(candidate, hint), rng)
 
 
 def power_of_two(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
     """The better of two random ones: nearly as good as least loaded, and no herd when several
     proxies use outdated loads (Mitzenmacher 2001)."""
     if len(candidates) <= 2:
-        return _least(candidates, load, rng)
+        return least_loaded(candidates, hint, rng)
     first = int(rng.random() * len(candidates))
     second = int(rng.random() * (len(candidates) - 1))
     if second >= first:
         second += 1
-    return _least((candidates[first], candidates[second]), load, rng)
+    return least_loaded((candidates[first], candidates[second]), hint, rng)
 
 
 def prefix_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
@@ -107,12 +118,7 @@ def prefix_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> 
     holder has that much more to do than another instance.
     """
     cached = hint.cached_tokens
-
-    def work(candidate: C) -> int:
-        hit = cached.get(candidate.name, 0)
-        return load(candidate) - min(hit, hint.prompt_tokens)
-
-    return _least(candidates, work, rng)
+    return _least(candidates, lambda c: _time(c, hint, cached.get(c.name, 0)), rng)
 
 
 def session_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:

@@ -19,6 +19,7 @@ class Stub:
     name: str
     total_running: int = 0
     total_prompt_tokens: int = 0
+    relative_speed: float = 1.0
 
 
 IDLE = [Stub("a"), Stub("b"), Stub("c")]
@@ -91,3 +92,18 @@ def test_an_overloaded_home_gives_its_session_away() -> None:
     home = POLICIES["session"](IDLE, hint, Random(0)).name
     busy = [Stub(c.name, 500 if c.name == home else 0) for c in IDLE]
     assert home not in picks("session", busy, hint)
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "power-of-two", "prefix"])
+def test_an_idle_slow_device_waits_until_the_fast_one_would_take_longer(policy: str) -> None:
+    hint = RoutingHint(prompt_tokens=1000)
+    gpu = Stub("gpu", total_prompt_tokens=40_000, relative_speed=3.0)
+    cpu = Stub("cpu", relative_speed=0.05)
+    assert picks(policy, [gpu, cpu], hint) == {"gpu": 300}
+    busy = Stub("gpu", total_prompt_tokens=80_000, relative_speed=3.0)
+    assert picks(policy, [busy, cpu], hint) == {"cpu": 300}
+
+
+def test_short_prompts_go_by_speed_too() -> None:
+    gpu, cpu = Stub("gpu", relative_speed=3.0), Stub("cpu", relative_speed=0.05)
+    assert picks("least-loaded", [gpu, cpu]) == {"gpu": 300}

@@ -1,0 +1,55 @@
+"""What an instance runs on, from what it publishes."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from mooncake_conductor.cost.latency_model import DEVICES
+from mooncake_proxy.pool.device_classes import (
+    CLASSES,
+    describe_device,
+    device_of,
+    relative_speed,
+)
+from mooncake_proxy.pool.pair_topology import PairTopology
+
+H100 = PairTopology("e", backend="cuda", generation="sm_90")
+
+
+@pytest.mark.parametrize(
+    ("backend", "generation", "device"),
+    [
+        ("cuda", "sm_80", "A100"),
+        ("ascend", "A2", "910B"),
+        ("ascend", "A3", "910C"),
+        ("cpu", "x86_64+avx512_bf16", "CPU"),
+        ("cuda", "sm_75", None),
+        ("mychip", "gen1", None),
+        ("", "", None),
+    ],
+)
+def test_device_of(backend: str, generation: str, device: str | None) -> None:
+    assert device_of(PairTopology("e", backend=backend, generation=generation)) == device
+
+
+def test_a_device_that_the_operator_names_stands_for_its_class_alone() -> None:
+    assert device_of(H100, "H200") == "H200"
+    assert device_of(H100, "910B") == "H100"
+
+
+def test_every_class_is_in_the_conductors_table() -> None:
+    assert {name for rows in CLASSES.values() for name in rows} <= set(DEVICES)
+
+
+def test_what_people_read() -> None:
+    assert describe_device(replace(H100, tp_size=4)) == "4x cuda sm_90"
+    assert describe_device(PairTopology("e")) == describe_device(None) == ""
+
+
+def test_speed_is_that_of_all_ranks_beside_one_a100() -> None:
+    two = PairTopology("e", tp_size=2, pp_size=1, backend="cuda", generation="sm_80")
+    assert relative_speed(two) == 2.0
+    assert relative_speed(H100) > 2.5
+    assert relative_speed(PairTopology("e", backend="cpu", generation="x")) < 0.01
+    assert relative_speed(None) == relative_speed(PairTopology("e", backend="mychip")) == 1.0
