@@ -6,7 +6,7 @@ conductor's table of devices. An instance that publishes nothing counts as one A
 
 from __future__ import annotations
 
-from mooncake_conductor.cost.latency_model import DEVICES
+from mooncake_conductor.cost.latency_model import DEVICES, LatencyModel, cold_start
 from mooncake_proxy.pool.pair_topology import PairTopology
 
 # Rows by backend and generation; the first one stands for the class unless the operator names
@@ -55,3 +55,17 @@ def relative_speed(topology: PairTopology | None) -> float:
 def _products(name: str) -> float:
     row = DEVICES[name]
     return row.tflops * row.linear_share
+
+
+def costs_of(costs: str, topology: PairTopology | None) -> LatencyModel | None:
+    """What an instance's prefills and steps take until they are measured; None: not known.
+
+    Args:
+        costs: as the operator gave it, MODEL:DEVICE:NUMBER.
+        topology: what the instance publishes.
+    """
+    model, _, rest = costs.partition(":")
+    device = device_of(topology, rest.partition(":")[0])
+    if device is None or topology is None:
+        return None
+    return cold_start(model, device, topology.num_devices)

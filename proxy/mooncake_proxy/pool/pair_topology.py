@@ -24,12 +24,12 @@ class PairTopology(Struct, frozen=True):
     # Of this start of the instance (epoch).
     engine_id: str = ""
     tp_size: int = 1
-    pp_size: int = 1
     backend: str = ""
     generation: str = ""
     transports: dict[str, TransportRules] = {}
     # Facts that must be equal on both ends, by name.
     must_match: dict[str, str] = {}
+    pp_size: int = 1
 
     @property
     def num_devices(self) -> int:

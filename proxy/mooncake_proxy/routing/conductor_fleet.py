@@ -28,7 +28,7 @@ from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_conductor.slo_admission import Verdict
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.pool.device_classes import device_of
+from mooncake_proxy.pool.device_classes import costs_of
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 
 if TYPE_CHECKING:
@@ -313,11 +313,12 @@ class ConductorFleet:
 
     def _expect_costs(self, instance: Instance) -> None:
         """Those of its devices, once it has published what it runs on: a fleet may mix classes."""
-        slot, topology = self._slots.get(instance.name), instance.topology
-        model, named, _ = self._config.costs.split(":")
-        device = device_of(topology, named)
-        if slot is not None and topology is not None and device is not None:
-            self.conductor.expect(slot, cold_start(model, device, topology.num_devices))
+        slot, costs = (
+            self._slots.get(instance.name),
+            costs_of(self._config.costs, instance.topology),
+        )
+        if slot is not None and costs is not None:
+            self.conductor.expect(slot, costs)
 
     def _leave(self, slot: int, now: float) -> None:
         seat = self._seats.pop(slot)

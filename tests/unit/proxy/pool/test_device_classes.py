@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from mooncake_conductor.cost.latency_model import DEVICES
+from mooncake_conductor.cost.latency_model import DEVICES, cold_start
 from mooncake_proxy.pool.device_classes import (
     CLASSES,
+    costs_of,
     describe_device,
     device_of,
     relative_speed,
@@ -53,3 +54,10 @@ def test_speed_is_that_of_all_ranks_beside_one_a100() -> None:
     assert relative_speed(H100) > 2.5
     assert relative_speed(PairTopology("e", backend="cpu", generation="x")) < 0.01
     assert relative_speed(None) == relative_speed(PairTopology("e", backend="mychip")) == 1.0
+
+
+def test_costs_begin_with_the_row_of_its_own_device() -> None:
+    npus = PairTopology("e", tp_size=8, backend="ascend", generation="A2")
+    assert costs_of("llama-3-8b:H100:1", npus) == cold_start("llama-3-8b", "910B", 8)
+    assert costs_of("llama-3-8b:H200:1", H100) == cold_start("llama-3-8b", "H200", 1)
+    assert costs_of("llama-3-8b:H100:1", PairTopology("e")) is None
