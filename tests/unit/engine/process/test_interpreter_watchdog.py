@@ -97,6 +97,20 @@ def test_the_watcher_ends_with_a_process_that_was_killed() -> None:
     assert is_gone(watcher)
 
 
+def test_a_stop_that_reaches_the_watcher_too_leaves_the_end_to_the_process() -> None:
+    """As a service manager's does, which signals every process."""
+    with start(WAITING) as process:
+        watcher = watcher_of(process)
+        time.sleep(LIMIT_S / 2)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(watcher, number)
+        time.sleep(LIMIT_S / 2)
+        assert watcher_of(process) == watcher
+        assert "Z" not in Path(f"/proc/{watcher}/stat").read_text().rpartition(")")[2].split()[0]
+        process.communicate(timeout=PATIENCE_S)
+    assert is_gone(watcher)
+
+
 def test_a_watcher_that_was_killed_is_missed() -> None:
     with start(WAITING) as process:
         os.kill(watcher_of(process), signal.SIGKILL)
