@@ -145,6 +145,23 @@ class Registry:
         _require_sound(row)
         return _load_backend(spec, plugin)
 
+    def device_type(self, name: str = "auto") -> str:
+        """What torch calls the devices of a backend, without loading it; empty where these are the
+        host, and where no such backend is there.
+
+        Args:
+            name: as ``select_backend`` takes it.
+        """
+        wanted = hal_env.backend_name() if name == "auto" else name
+        if wanted is None:
+            usable = (
+                row.name
+                for row in self.backend_table()
+                if row.status is PluginStatus.AVAILABLE and (row.priority or 0) >= 0
+            )
+            wanted = next(usable, "")
+        return self.backends[wanted][0].device_type if wanted in self.backends else ""
+
     def host_copies(self, device: str) -> HostCopies:
         """Copies between a device's memory and the host's.
 

@@ -69,14 +69,21 @@ class RunningEngine:
     info: EngineInfo
 
 
-def build_engine(config: EngineConfig, progress: ProgressHandler | None = None) -> RunningEngine:
+def build_engine(
+    config: EngineConfig, progress: ProgressHandler | None = None, watch: StepWatch | None = None
+) -> RunningEngine:
     """Plan an engine and start it.
+
+    Args:
+        config: what to load.
+        progress: told while weights are read.
+        watch: told when steps begin and end; None for one of its own.
 
     Raises:
         ConfigError, CheckpointError: what was asked for can't be set up; says what to change.
     """
     registry = Registry.discover()
-    return start_engine(plan_engine(config, registry), registry, progress)
+    return start_engine(plan_engine(config, registry), registry, progress, watch)
 
 
 def plan_engine(config: EngineConfig, registry: Registry) -> EnginePlan:
@@ -105,7 +112,10 @@ def plan_engine(config: EngineConfig, registry: Registry) -> EnginePlan:
 
 
 def start_engine(
-    plan: EnginePlan, registry: Registry, progress: ProgressHandler | None = None
+    plan: EnginePlan,
+    registry: Registry,
+    progress: ProgressHandler | None = None,
+    watch: StepWatch | None = None,
 ) -> RunningEngine:
     """Load the model on all ranks, connect the parts and begin to answer peers.
 
@@ -113,6 +123,7 @@ def start_engine(
         plan: of ``plan_engine``.
         registry: the one that it was planned with.
         progress: told while weights are read.
+        watch: told when steps begin and end; None for one of its own.
 
     Raises:
         ConfigError, CheckpointError: what was planned can't be had; says what to change.
@@ -137,7 +148,7 @@ def start_engine(
         executor = start_executor(plan, backend, options)
         cleanup.callback(executor.close)
         logger.info("KV blocks of %d tokens: %s", plan.block_size.tokens, plan.block_size.reason)
-        core = _make_core(plan, executor, connector, pool)
+        core = _make_core(plan, executor, connector, pool, watch)
         cleanup.callback(core.close)  # the connector before the ranks, whose memory it uses
         if connector is not None:
             connector.start(
@@ -150,18 +161,18 @@ def start_engine(
             pool.start(messages.sender(pool_number, executor.send), core.post)
         executor.warm_up()
         cleanup.pop_all()
-    info = executor.info
-    return RunningEngine(
-        core,
-        EngineInfo(
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            num_kv_blocks=info.num_blocks,
-            block_size=info.block_size,
-            engine_id=engine_id,
-            lends_kv=not info.has_native_latents,
-        ),
+    return RunningEngine(core, _engine_info(executor.info, engine_id))
+
+
+def _engine_info(info: ExecutorInfo, engine_id: str) -> EngineInfo:
+    return EngineInfo(
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        num_kv_blocks=info.num_blocks,
+        block_size=info.block_size,
+        engine_id=engine_id,
+        lends_kv=not info.has_native_latents,
     )
 
 
@@ -188,6 +199,7 @@ def _make_core(
     executor: Executor,
     connector: SchedulerConnector | None,
     pool: SchedulerPool | None,
+    watch: StepWatch | None,
 ) -> EngineCore:
     config = plan.config
     return EngineCore(
@@ -196,7 +208,7 @@ def _make_core(
         connector,
         steps_in_flight=config.steps_in_flight,
         seed=config.seed,
-        watch=StepWatch(config.step_timeout_s),
+        watch=watch or StepWatch(config.step_timeout_s),
         block_bytes=_block_bytes(plan),
     )
 

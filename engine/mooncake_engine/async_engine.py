@@ -1,13 +1,12 @@
-"""The engine for asyncio: a core on its own thread, and a stream of updates per request."""
+"""The engine for asyncio: a core on a thread or in a process of its own, and a stream of updates
+per request."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
-import sys
 import threading
-import traceback
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -15,21 +14,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mooncake_engine.admission import check_request
-from mooncake_engine.assembly import RunningEngine, build_engine
+from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import (
     AbortRequest,
     AddRequest,
     Command,
+    Core,
     PrepareGrammar,
     ResetPrefixCache,
     Wake,
 )
+from mooncake_engine.core_client import CoreClient
 from mooncake_engine.errors import EngineDead, EngineStalled, Overloaded
 from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.kv_connector import find_connector
 from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
 from mooncake_engine.step_watchdog import StepWatchdog
+from mooncake_hal.registry import Registry
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import TransferMode
@@ -51,16 +53,17 @@ class AsyncEngine:
     """Requests in, updates out; the core's steps and the caller's loop never wait for each other.
 
     Args:
-        engine: what ``build_engine`` made.
+        core: of this process or of another; it is closed with this object.
+        info: what is known about it.
         config: what it was made from.
     """
 
-    def __init__(self, engine: RunningEngine, config: EngineConfig) -> None:
+    def __init__(self, core: Core, info: EngineInfo, config: EngineConfig) -> None:
         self.config = config
         transfer = config.kv_transfer
         self._mode = find_connector(transfer.connector).mode if transfer else TransferMode.NONE
-        self._core = engine.core
-        self._info = engine.info
+        self._core = core
+        self._info = info
         self._streams: dict[str, _Stream] = {}
         self._asked: set[Future[bool]] = set()
         self._lock = threading.Lock()
@@ -88,7 +91,15 @@ class AsyncEngine:
             if on_progress is not None:
                 on_progress("loading weights", progress.fraction)
 
-        return cls(build_engine(config, report), config)
+        if not _is_core_apart(config):
+            engine = build_engine(config, report)
+            return cls(engine.core, engine.info, config)
+        core = CoreClient(config)
+        try:
+            return cls(core, core.wait_started(report), config)
+        except BaseException:
+            core.close()
+            raise
 
     @property
     def info(self) -> EngineInfo:
@@ -226,13 +237,7 @@ class AsyncEngine:
 
     def _give_up(self) -> None:
         """A step has not returned in time; the watchdog's thread."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        where = "".join(traceback.format_stack(frame)) if frame else "its thread is gone"
-        limit_s = self._core.watch.timeout_s
-        reason = f"a step did not return within {limit_s:g} s (--step-timeout-seconds)"
-        dead = self._core.abandon(reason)
-        logger.critical("%s; the core's thread is here:\n%s", dead, where)
-        self._fail(dead)
+        self._fail(self._core.abandon_step())
 
     def _publish(self, updates: list[TokenUpdate]) -> None:
         """Hand a step's updates to their streams, with one call per event loop."""
@@ -258,6 +263,13 @@ class AsyncEngine:
             answer.set_exception(EngineDead(str(failure)))
         for stream in streams:
             _call(stream.loop, [(stream, failure)])
+
+
+def _is_core_apart(config: EngineConfig) -> bool:
+    """A host that computes by itself has no cores to spare for a second interpreter."""
+    if config.core_process is not None:
+        return config.core_process
+    return bool(Registry.discover().device_type(config.backend))
 
 
 def _call(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.config_file import CONFIG_FILE, with_config
 from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
+from mooncake_engine.process.queued_stderr import LOG_FORMAT, queued_stderr
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_hal.command_line import DefaultsInHelp, load_development_module
 from mooncake_hal.errors import DevelopmentToolsMissing, HalError
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     logging.basicConfig(
         level=args.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMAT,
         stream=sys.stderr,
     )
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
@@ -262,7 +263,6 @@ def kv_transfer_config(args: argparse.Namespace) -> KVTransferConfig | None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from mooncake_engine.process.queued_stderr import queued_stderr
     from mooncake_engine.server.api_server import serve
 
     aliases = tuple(args.served_model_name[1:])
@@ -299,7 +299,6 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _up(args: argparse.Namespace) -> int:
     from mooncake_engine.process.local_deployment import LocalDeployment, up
-    from mooncake_engine.process.queued_stderr import queued_stderr
 
     engine_config(args, None)  # refuse what every instance would refuse
     options = from_arguments(ServerOptions, args)

@@ -373,6 +373,13 @@ class EngineConfig:
             "speculative decoding",
         ),
     )
+    core_process: bool | None = field(
+        default=None,
+        metadata=option(
+            help="run scheduler and model in a process of their own, apart from HTTP and text",
+            default_text="on where the device is not the host",
+        ),
+    )
     enforce_eager: bool = field(
         default=False, metadata=option(help="launch every op; capture no graphs")
     )

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.executor import Executor
@@ -85,6 +89,33 @@ class Wake:
 Command = AddRequest | AbortRequest | ResetPrefixCache | PrepareGrammar | Wake | Event | PoolEvent
 
 
+class Core(Protocol):
+    """A core as ``AsyncEngine`` drives it: an ``EngineCore``, whose methods these are, or a
+    ``CoreClient`` for one in a process of its own."""
+
+    watch: StepWatch
+
+    @property
+    def post(self) -> Callable[[Command], None]: ...
+
+    @property
+    def compiles_grammars(self) -> bool: ...
+
+    def step(self) -> list[TokenUpdate]: ...
+
+    def abandon_step(self) -> EngineDead: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def pairing(self) -> CompatibilityReport | None: ...
+
+    def topology(self) -> Topology | None: ...
+
+    def kv_event_endpoints(self) -> KVEventEndpoints | None: ...
+
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """Scheduler, executor and connector, in step.
 
@@ -126,6 +157,7 @@ class EngineCore:
         self._step_sizes = StepSizes()
         self._kv_residency = KVResidency(block_bytes)
         self._is_blocked = False
+        self._thread = 0
 
     @property
     def post(self) -> Callable[[Command], None]:
@@ -141,6 +173,7 @@ class EngineCore:
         Raises:
             EngineDead: a rank or a background task died.
         """
+        self._thread = threading.get_ident()
         self.watch.begin()
         try:
             return self._step()
@@ -152,13 +185,18 @@ class EngineCore:
         """Whether ``PrepareGrammar`` is to come before a request with a grammar. Any thread."""
         return self._executor.compiles_grammars
 
-    def abandon(self, reason: str) -> EngineDead:
-        """The current step does not return: have it fail, where that can be done. Any thread.
+    def abandon_step(self) -> EngineDead:
+        """The current step has taken too long: log where it hangs, and have it fail where that can
+        be done. Any thread.
 
         Returns:
             What to tell everybody.
         """
-        return self._executor.abandon(reason)
+        frame = sys._current_frames().get(self._thread)
+        where = "".join(traceback.format_stack(frame)) if frame else "its thread is gone"
+        dead = self._executor.abandon(self.watch.why_stuck())
+        logger.critical("%s; the core's thread is here:\n%s", dead, where)
+        return dead
 
     def _step(self) -> list[TokenUpdate]:
         self._take_in()

@@ -103,7 +103,7 @@ def make_config(model: Path, role: Role = Role.BOTH, **options: Any) -> EngineCo
 def start(config: EngineConfig) -> Instance:
     """Load an instance and begin to serve."""
     built = build_engine(config)
-    return Instance(AsyncEngine(built, config), built.core)
+    return Instance(AsyncEngine(built.core, built.info, config), built.core)
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine.assembly import RunningEngine
 from mooncake_engine.async_engine import AsyncEngine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import EngineCore
@@ -115,7 +114,7 @@ def engine_over(executor: HangingExecutor) -> AsyncEngine:
     built = scripted_engine(executor)
     core: EngineCore = built.core
     core.watch = StepWatch(0.2)
-    return AsyncEngine(RunningEngine(core, built.info), EngineConfig(Path("model")))
+    return AsyncEngine(core, built.info, EngineConfig(Path("model")))
 
 
 async def first_update(engine: AsyncEngine) -> None:

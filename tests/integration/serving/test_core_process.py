@@ -1,0 +1,119 @@
+"""An instance whose core has a process of its own: the same answers and figures, and whichever
+process ends or stands still, nobody waits for ever and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+from support.programs import Program, descendants, is_running, running, serving
+
+PATIENCE_S = 90.0
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "hello", "max_tokens": 24, "temperature": 0},
+    {"prompt": "the quick brown fox", "max_tokens": 16, "temperature": 0, "logprobs": 3},
+    {"prompt": "one two", "max_tokens": 16, "temperature": 0.9, "seed": 7, "n": 2},
+    {"prompt": "stop soon", "max_tokens": 60, "temperature": 0, "stop": ["e", "o"]},
+    {"prompt": "too short" * 10_000, "max_tokens": 4},
+]
+
+
+def ask(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+
+
+def answers(url: str) -> list[Any]:
+    """What the requests get when they come at once, less what each answer has of its own."""
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        found = [response.json() for response in pool.map(lambda body: ask(url, body), REQUESTS)]
+    return [{k: v for k, v in body.items() if k not in ("id", "created")} for body in found]
+
+
+def generated(url: str) -> float:
+    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    name = "vllm:generation_tokens_total"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def core_of(program: Program) -> int:
+    processes = descendants(program.process.pid)
+    [core] = (pid for pid, command in processes.items() if "core_process" in command)
+    return core
+
+
+def wait_gone(pids: Iterable[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+
+
+def test_same_answers_and_figures_and_an_orderly_end() -> None:
+    with serving() as (url, _):
+        alone = answers(url)
+    with serving("--core-process") as (url, program):
+        before = generated(url)
+        assert ask(url, REQUESTS[0]).status_code == 200
+        assert generated(url) - before == REQUESTS[0]["max_tokens"]
+        assert answers(url) == alone
+        reset = httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE_S, trust_env=False)
+        assert reset.status_code == 200
+        processes = descendants(program.process.pid)
+        assert processes
+        program.process.terminate()
+        assert program.wait() == 0
+        wait_gone(processes)
+
+
+def test_a_core_that_dies_ends_the_instance_with_its_reason() -> None:
+    with serving("--core-process", "--tp-size", "2") as (url, program):
+        processes = descendants(program.process.pid)
+        asking: list[httpx.Response] = []
+        body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+        thread = threading.Thread(target=lambda: asking.append(ask(url, body)))
+        thread.start()
+        time.sleep(0.3)
+        os.kill(core_of(program), signal.SIGKILL)
+        thread.join(PATIENCE_S)
+        assert asking[0].status_code == 503
+        assert "the core's process killed by SIGKILL" in asking[0].text
+        assert program.wait() == 1
+        wait_gone(processes)
+
+
+def test_a_server_that_dies_takes_core_and_ranks_with_it() -> None:
+    with serving("--core-process", "--tp-size", "2") as (_, program):
+        processes = descendants(program.process.pid)
+        assert len(processes) >= 3
+        program.process.kill()
+        wait_gone(processes)
+
+
+def test_a_core_that_stands_still_is_ended() -> None:
+    """Stopped as a whole, as it is when a thread holds its interpreter's lock for ever: its own
+    watchdog says nothing."""
+    with serving("--core-process", "--step-timeout-seconds", "4") as (url, program):
+        core = core_of(program)
+        os.kill(core, signal.SIGSTOP)
+        response = ask(url, REQUESTS[0])
+        assert response.status_code == 503
+        assert "a step did not return within 5 s" in response.text
+        assert program.wait() == 1
+        wait_gone({core})
+
+
+def test_what_can_not_be_loaded_is_refused_as_without_it(tmp_path: Path) -> None:
+    with running(
+        *("mooncake_engine.cli", "serve", "--model", str(tmp_path), "--port", "0"),
+        "--core-process",
+    ) as program:
+        assert program.wait() != 0
+        assert "config.json" in program.error_text
+        assert "Traceback" not in program.error_text
