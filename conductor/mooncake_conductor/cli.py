@@ -14,6 +14,8 @@ from mooncake_conductor.cost.latency_model import DEVICES, MODELS, cold_start, f
 from mooncake_conductor.errors import ConductorError
 from mooncake_conductor.policies.mooncake_policy import Boundary
 from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, POLICIES
+from mooncake_conductor.replication import ReplicationRule
+from mooncake_conductor.role_balance import RoleRule
 from mooncake_conductor.simulator.report_page import Chart, Series, page, run_charts, svg_file
 from mooncake_conductor.simulator.results import RunSummary, summarise, table, write_csv
 from mooncake_conductor.simulator.simulation import Cluster, Simulation, SimulationResult
@@ -118,8 +120,11 @@ def _run(options: argparse.Namespace, requests: list[TraceRequest], bar: Bar) ->
         options.threshold,
         Boundary(options.boundary),
         binds_late=options.binding == "late",
+        replication=ReplicationRule() if options.replicate else None,
     )
-    result = Simulation(_cluster(options), settings, seed=options.seed).run(requests, bar)
+    roles = RoleRule() if options.role_changes else None
+    simulation = Simulation(_cluster(options), settings, seed=options.seed, roles=roles)
+    result = simulation.run(requests, bar)
     bar(1.0)
     return result
 
@@ -250,6 +255,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--boundary", choices=forms, default="fast", help="form of Algorithm 1 (fast)")
     add("--binding", choices=["early", "late"], default="early", help="of the decode node (early)")
     add("--delta", action="store_true", help="later turns of a session carry only what is new")
+    add("--replicate", action="store_true", help="copy hot chunks before they are asked for")
+    add("--role-changes", action="store_true", help="idle nodes change sides when load shifts")
     add("--limit", type=_count, help="only the first requests of the trace")
     add("--seed", type=int, default=0, help="of what is left to chance (0)")
     add("--html", type=Path, metavar="FILE", help="write one page with charts")

@@ -20,6 +20,7 @@ from mooncake_conductor.policies.heat import CacheReports, HeatMeter
 from mooncake_conductor.policies.mooncake_policy import Boundary
 from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, PolicyParts, make_policy
 from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest, Situation
+from mooncake_conductor.replication import Replication, ReplicationRule, Replicator
 from mooncake_conductor.reservations import Reservation, ReservationBook, Stage
 from mooncake_conductor.slo_admission import (
     ADMITTED,
@@ -49,6 +50,7 @@ class ConductorSettings:
         binds_late: the decode instance is chosen again when the prefill ends (pull), instead of
             once at arrival (push).
         is_coupled: who prefills a request decodes it too; there is no hand-over.
+        replication: when copies of hot chunks are proposed; None for never.
         reservation_s: after which a reservation is taken away.
         decode_share: quantile of past decode durations that a request is expected to take.
     """
@@ -60,6 +62,7 @@ class ConductorSettings:
     boundary: Boundary = Boundary.FAST
     binds_late: bool = False
     is_coupled: bool = False
+    replication: ReplicationRule | None = None
     reservation_s: float = 600.0
     decode_share: float = 0.5
 
@@ -74,6 +77,7 @@ class Decision:
         prefill: where and how it is prefilled.
         decode: where it decodes.
         decided_at: the time.
+        replications: copies of hot chunks that should be made now.
     """
 
     request_id: str
@@ -81,6 +85,7 @@ class Decision:
     prefill: PrefillChoice
     decode: DecodeChoice
     decided_at: float
+    replications: tuple[Replication, ...] = ()
 
     def explain(self, names: dict[int, str]) -> dict[str, Any]:
         """As plain data for logs and traces, instances by name."""
@@ -124,6 +129,9 @@ class Conductor:
         )
         self._policy = make_policy(settings.policy, parts)
         self._chooser = DecodeChooser(fleet, self.ledger, settings.admission.view, rng)
+        self._replicator: Replicator | None = None
+        if settings.replication is not None:
+            self._replicator = Replicator(fleet, self.heat, self.reports, settings.replication)
         self._rng = rng
         self._estimators: dict[int, tuple[LatencyEstimator, int]] = {}
 
@@ -167,6 +175,9 @@ class Conductor:
         decision = Decision(request.request_id, verdict, choice, decode, now)
         if verdict.is_admitted:
             self._reserve(request, decision, now)
+            if self._replicator is not None:
+                copies = self._replicator.propose(request.keys, match, now)
+                return replace(decision, replications=tuple(copies))
         return decision
 
     def prefilled(self, request_id: str, now: float) -> tuple[Verdict, int | None]:

@@ -87,13 +87,15 @@ class DecodeChooser:
         tbt = self.tbt(load, request.num_tokens + request.num_output_tokens / 2)
         seconds = tail + request.num_output_tokens * tbt
         cost = np.where(tbt <= tbt_slo, seconds, FULL)
-        if only is not None or request.avoid:
-            is_allowed = _allowed(slots, request.avoid, only)
+        drains = fleet.is_draining[slots]
+        is_limited = only is not None or bool(request.avoid) or bool(drains.any())
+        if is_limited:
+            is_allowed = _allowed(slots, request.avoid, only) & ~drains
             cost = np.where(is_allowed, cost, FULL)
             tbt = np.where(is_allowed, tbt, FULL)
         if not np.isfinite(cost).any():
             cost = tbt if np.isfinite(tbt).any() else load.num_sequences
-            if only is not None or request.avoid:
+            if is_limited:
                 cost = np.where(is_allowed, cost, FULL)
         ties = np.flatnonzero(cost <= cost.min() + _TIE_S)
         index = int(ties[self._rng.randrange(len(ties))])

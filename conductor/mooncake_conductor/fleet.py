@@ -89,6 +89,7 @@ class Fleet:
         self.max_batch = np.zeros(num_slots)
         self.links = LinkCalendar(np.ones(num_slots), setup_s)
         self.queues = PrefillQueues(num_slots)
+        self.is_draining = np.zeros(num_slots, np.bool_)
         self._roles: dict[int, Role] = {}
         self._prefill_costs = self.prefill[:, self.prefill_slots]
 
@@ -123,8 +124,31 @@ class Fleet:
         if slot not in self.names:
             raise UnknownInstance(f"no instance in slot {slot}")
         del self.names[slot], self._roles[slot]
+        self.is_draining[slot] = False
         self.links.cut(slot, now)
         self.queues.clear(slot)
+        self._list_roles()
+
+    def role(self, slot: int) -> Role:
+        """What an instance does.
+
+        Raises:
+            UnknownInstance: there is none in that slot.
+        """
+        if slot not in self._roles:
+            raise UnknownInstance(f"no instance in slot {slot}")
+        return self._roles[slot]
+
+    def drain(self, slot: int, is_draining: bool = True) -> None:
+        """Give an instance no more requests, or give it some again."""
+        self.is_draining[slot] = is_draining
+        self._list_roles()
+
+    def set_role(self, slot: int, role: Role) -> None:
+        """An instance does something else from now on; it must have no work."""
+        self.role(slot)
+        self._roles[slot] = role
+        self.is_draining[slot] = False
         self._list_roles()
 
     def slots_of(self, mask: int) -> Slots:
@@ -175,7 +199,9 @@ class Fleet:
 
     def _list_roles(self) -> None:
         roles = sorted(self._roles.items())
-        prefill = [slot for slot, role in roles if role is not Role.DECODE]
+        # An instance that drains still decodes what is bound to it; whoever chooses looks for that.
+        takes_prefills = [slot for slot, role in roles if role is not Role.DECODE]
+        prefill = [slot for slot in takes_prefills if not self.is_draining[slot]] or takes_prefills
         decode = [slot for slot, role in roles if role is not Role.PREFILL]
         self.prefill_slots = np.array(prefill, np.int64)
         self.decode_slots = np.array(decode, np.int64)

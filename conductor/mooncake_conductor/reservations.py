@@ -146,6 +146,14 @@ class ReservationBook:
 
         return self._release_where(needs, now)
 
+    def uses(self, slot: int) -> bool:
+        """Whether an instance still has work, or KV that a decode instance has not taken yet."""
+        return any(
+            made.decode_slot == slot
+            or (made.choice.slot == slot and made.stage is not Stage.DECODING)
+            for made in self._live.values()
+        )
+
     def _release_where(self, is_meant: Callable[[Reservation], bool], now: float) -> list[str]:
         ended = [request_id for request_id, made in self._live.items() if is_meant(made)]
         for request_id in ended:

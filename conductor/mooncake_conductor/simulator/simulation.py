@@ -16,6 +16,8 @@ from mooncake_conductor.cost.link_calendar import LinkCalendar
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.policies.situation import Plan, RoutingRequest
+from mooncake_conductor.replication import Replication
+from mooncake_conductor.role_balance import RoleChanges, RoleRule
 from mooncake_conductor.simulator.engine_models import (
     ChunkCache,
     Decoded,
@@ -130,6 +132,8 @@ class SimulationResult:
         samples: of the load, every 15 s.
         ended_at: when the last request ended.
         prefill_busy_s, num_fetched_bytes: sums over nodes.
+        num_replications: copies of hot chunks that were made ahead.
+        role_changes: ``(time, node, new role)``.
     """
 
     records: list[RequestRecord]
@@ -137,6 +141,8 @@ class SimulationResult:
     ended_at: float = 0.0
     prefill_busy_s: float = 0.0
     num_fetched_bytes: float = 0.0
+    num_replications: int = 0
+    role_changes: list[tuple[float, str, str]] = field(default_factory=list)
 
 
 class Simulation:
@@ -146,9 +152,17 @@ class Simulation:
         cluster: what is simulated.
         settings: of the conductor.
         seed: of everything that is left to chance.
+        roles: when nodes change sides; None for never.
     """
 
-    def __init__(self, cluster: Cluster, settings: ConductorSettings, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ConductorSettings,
+        *,
+        seed: int = 0,
+        roles: RoleRule | None = None,
+    ) -> None:
         num_slots = cluster.num_prefill + cluster.num_decode
         fleet = Fleet(
             num_slots,
@@ -173,6 +187,13 @@ class Simulation:
         self._hot_keys: list[int] = []
         self._num_open = 0
         self._fetched_bytes = 0.0
+        self._retired_busy_s = 0.0
+        self._num_replications = 0
+        self._role_changes: list[tuple[float, str, str]] = []
+        self._roles: RoleChanges | None = None
+        if roles is not None:
+            conductor, wanted = self.conductor, settings.objectives.default
+            self._roles = RoleChanges(fleet, conductor.book, conductor.ledger, roles, wanted.ttft_s)
 
     def run(
         self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None
@@ -197,28 +218,39 @@ class Simulation:
             act()
             if progress is not None and order % (8 * steps) == 0:
                 progress(1 - self._num_open / len(requests))
-        busy = sum(node.busy_s for node in self._prefill.values())
+        busy = self._retired_busy_s + sum(node.busy_s for node in self._prefill.values())
         ended = max((record.ended_at or 0.0 for record in self._records), default=0.0)
-        return SimulationResult(self._records, self._samples, ended, busy, self._fetched_bytes)
+        return SimulationResult(
+            self._records,
+            self._samples,
+            ended,
+            busy,
+            self._fetched_bytes,
+            self._num_replications,
+            self._role_changes,
+        )
 
     def _add_nodes(self) -> None:
         cluster = self._cluster
-        chunk_load = cluster.chunk_tokens * cluster.kv_bytes_per_token / (cluster.host_gb_s * 1e9)
         wanted = ((Role.PREFILL, cluster.num_prefill), (Role.DECODE, cluster.num_decode))
         for role, number in wanted:
             for index in range(number):
                 slot = self.conductor.add(self._spec(f"{role.value[0]}{index}", role))
-                if role is Role.DECODE:
-                    node = DecodeNode(cluster.latency, cluster.max_batch, cluster.kv_tokens)
-                    self._decode[slot] = node
-                    continue
-                self._prefill[slot] = PrefillNode(
-                    cluster.latency,
-                    ChunkCache(cluster.cache_tokens // cluster.chunk_tokens),
-                    chunk_tokens=cluster.chunk_tokens,
-                    chunk_load_s=chunk_load,
-                    num_layers=cluster.num_layers,
-                )
+                self._make_node(slot, role)
+
+    def _make_node(self, slot: int, role: Role) -> None:
+        cluster = self._cluster
+        if role is Role.DECODE:
+            self._decode[slot] = DecodeNode(cluster.latency, cluster.max_batch, cluster.kv_tokens)
+            return
+        chunk_bytes = cluster.chunk_tokens * cluster.kv_bytes_per_token
+        self._prefill[slot] = PrefillNode(
+            cluster.latency,
+            ChunkCache(cluster.cache_tokens // cluster.chunk_tokens),
+            chunk_tokens=cluster.chunk_tokens,
+            chunk_load_s=chunk_bytes / (cluster.host_gb_s * 1e9),
+            num_layers=cluster.num_layers,
+        )
 
     def _spec(self, name: str, role: Role) -> InstanceSpec:
         cluster = self._cluster
@@ -257,6 +289,8 @@ class Simulation:
             record.retry_after_s = decision.verdict.retry_after_s
             return
         self._admit(record, request, decision)
+        for copy in decision.replications:
+            self._replicate(copy)
 
     def _admit(self, record: RequestRecord, request: TraceRequest, decision: Decision) -> None:
         choice, names = decision.prefill, self.conductor.fleet.names
@@ -278,6 +312,36 @@ class Simulation:
             self._report_links()
         self._prefill[choice.slot].queue.append(job)
         self._start_prefill(choice.slot)
+
+    def _replicate(self, copy: Replication) -> None:
+        num_bytes = len(copy.keys) * self.conductor.fleet.chunk_bytes
+        done = self._links.book(copy.source, copy.target, num_bytes, self._now)
+        self._num_replications += 1
+        self._report_links()
+        self._at(done, lambda: self._keep_copy(copy))
+
+    def _keep_copy(self, copy: Replication) -> None:
+        node = self._prefill.get(copy.target)
+        if node is not None:
+            new, evicted = node.cache.insert(copy.keys)
+            self.conductor.index.stored(copy.target, Tier.HOST, new)
+            self.conductor.index.removed(copy.target, Tier.HOST, evicted)
+
+    def _change_roles(self, roles: RoleChanges) -> None:
+        """A node that changes sides keeps nothing of what it held."""
+        change = roles.tick(self._now)
+        if change is None:
+            return
+        retired = self._prefill.pop(change.slot, None)
+        self._retired_busy_s += 0.0 if retired is None else retired.busy_s
+        self._decode.pop(change.slot, None)
+        self._wakes.pop(change.slot, None)
+        self.conductor.index.cleared(change.slot)
+        self.conductor.reports.report(change.slot, None)
+        self.conductor.fleet.set_role(change.slot, change.role)
+        self._make_node(change.slot, change.role)
+        name = self.conductor.fleet.names[change.slot]
+        self._role_changes.append((self._now, name, change.role.value))
 
     def _start_prefill(self, slot: int) -> None:
         job = self._prefill[slot].start_next(self._now)
@@ -379,5 +443,7 @@ class Simulation:
         copies = tuple(self.conductor.index.num_copies(key) for key in self._hot_keys)
         self._samples.append(LoadSample(self._now, float(queue.mean()), batch, step, copies))
         self.conductor.index.collect(1)
+        if self._roles is not None:
+            self._change_roles(self._roles)
         if self._num_open:
             self._at(self._now + SAMPLE_S, self._sample)
