@@ -182,6 +182,14 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_argument_group("routing and retries")
     add = choice.add_argument
     add(
+        "--early-pull-tokens",
+        type=int,
+        default=4096,
+        metavar="TOKENS",
+        help="pull flow: of prompts of so many uncached tokens and more, decode instances reserve "
+        "blocks first and read the KV chunk by chunk while it is computed; 0 never",
+    )
+    add(
         "--policy",
         default="least-loaded",
         choices=POLICY_CHOICES,
@@ -380,6 +388,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         kubernetes_api=args.kubernetes_api,
         local_prefill=not args.no_local_prefill,
         short_prompt_tokens=args.short_prompt_tokens,
+        early_pull_tokens=args.early_pull_tokens,
         max_attempts=args.max_attempts,
         retry_ratio=args.retry_ratio,
         eject_after=args.eject_after,

@@ -82,6 +82,8 @@ class ProxyConfig:
     local_prefill: bool = True
     # Prompts of up to so many uncached tokens are computed by D; 0: none, None: learnt.
     short_prompt_tokens: int | None = 0
+    # Prompts of so many uncached tokens and more are pulled while they are computed; 0: none.
+    early_pull_tokens: int = 4096
     max_attempts: int = 3
     retry_ratio: float = 0.2
     retry_reserve: int = 10
@@ -90,7 +92,8 @@ class ProxyConfig:
     # Less than the 30 that Kubernetes and others give by default.
     shutdown_timeout_s: float = 25.0
     access_log: str = "errors"
-    # How decode instances reach this proxy; needed where `host` is a wildcard (push flow).
+    # How decode instances reach this proxy, where `host` is a wildcard: the push flow needs it, and
+    # early pulls do.
     advertise_url: str | None = None
     pool_file: str | None = None
     kubernetes: str | None = None
@@ -118,11 +121,7 @@ class ProxyConfig:
                 f"--tokenizer {self.tokenizer}: only prefix and the conductor's policies read "
                 "prompts; add --policy cost, --policy prefix or --prefill-policy prefix"
             )
-        if (
-            self.flow == "push"
-            and self.advertise_url is None
-            and self.host in ("0.0.0.0", "::", "")
-        ):
+        if self.flow == "push" and not self.is_reachable:
             raise ConfigError(
                 f"--flow push on --host {self.host}: decode instances must reach the metaserver; "
                 "give --advertise-url http://THIS_HOST:PORT"
@@ -148,6 +147,17 @@ class ProxyConfig:
                 "(--backend-url for one that does both)"
             )
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether there is an address at which decode instances reach this proxy."""
+        return self.advertise_url is not None or self.host not in ("0.0.0.0", "::", "")
+
+    @property
+    def has_metaserver(self) -> bool:
+        """Whether decode instances may post to this proxy."""
+        is_early = self.flow == "pull" and self.early_pull_tokens > 0 and self.is_reachable
+        return is_early or self.flow == "push"
+
     def _check_numbers(self) -> None:
         if self.max_attempts < 1:
             raise ConfigError(f"--max-attempts {self.max_attempts}: wanted 1 or more")
@@ -159,6 +169,8 @@ class ProxyConfig:
             raise ConfigError(
                 f"--short-prompt-tokens {self.short_prompt_tokens}: wanted 0 or more, or auto"
             )
+        if self.early_pull_tokens < 0:
+            raise ConfigError(f"--early-pull-tokens {self.early_pull_tokens}: wanted 0 or more")
         for flag, limit in (("--slo-ttft", self.slo_ttft_s), ("--slo-tbt", self.slo_tbt_s)):
             if limit is not None and not 0.0 < limit < math.inf:
                 raise ConfigError(f"{flag} {1000 * limit:g}: wanted more than 0 ms")

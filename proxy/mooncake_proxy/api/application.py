@@ -97,7 +97,7 @@ class ProxyApplication:
         self._listener: asyncio.Server | None = None
         # Of the admin paths, where they have a port of their own.
         self._admin_listener: asyncio.Server | None = None
-        # With several workers on one port, in the push flow: a port that reaches only this one.
+        # With several workers on one port: one for the metaserver, that reaches only this process.
         self._own_listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.admin_routes = admin_routes.routes(self.process, self.handle)
@@ -122,7 +122,7 @@ class ProxyApplication:
         if config.admin_port is not None:
             admin = self._server(self._answer_admin)
             self._admin_listener = await self._listen(admin, config.admin_port)
-        if self._link is not None and config.flow == "push":
+        if self._link is not None and config.has_metaserver:
             own = self._server(self._answer_metaserver)
             self._own_listener = await self._listen(own, 0)
         self.router.set_own_url(self._own_url())

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
+import msgspec
+
+from mooncake_proxy.api.openai_bodies import CompletionResponse, answer_decoder
 from mooncake_proxy.api.proxied_request import RequestContext, plain_body
+from mooncake_proxy.errors import MalformedAnswer, OutOfSockets, Rejected, UpstreamError, is_loss
 from mooncake_proxy.flows.recomputation import RecordingForwarder
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder, check_streams
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.routing.router import RequestRouter
+
+logger = logging.getLogger(__name__)
 
 
 async def plain(router: RequestRouter, context: RequestContext, role: Role) -> None:
@@ -84,3 +91,59 @@ def _note_first(
         router.conductor.decoding(context)
     if not context.request.has_started:
         router.note_first_token(context)
+
+
+def role_without_disaggregation(router: RequestRouter, context: RequestContext) -> Role | None:
+    """The role that serves the whole request where it cannot or need not be split, else None.
+
+    NoInstance before any prefill is spent on a request that no instance could decode.
+    """
+    pool = router.pool
+    obstacle = context.disaggregation_obstacle()
+    if obstacle is None and pool.can_disaggregate:
+        limit = context.parsed.token_limit
+        if limit is not None and limit <= 1:
+            return Role.PREFILL
+        return Role.DECODE if router.takes_short_prompt(context) else None
+    whole = pool.undisaggregated_role()
+    if whole is None:
+        pool.require(Role.DECODE)
+    if obstacle is not None:
+        router.metrics.fallbacks.add(obstacle)
+        return whole
+    if whole is Role.BOTH:
+        return whole
+    if not router.config.local_prefill:
+        pool.require_pair()
+    reason = "no_fitting_pair" if pool.live(Role.PREFILL) else "no_live_prefill"
+    logger.warning("request %s: %s, prefilling on the decode instance", context.request_id, reason)
+    router.metrics.fallbacks.add(reason)
+    return whole
+
+
+def may_prefill_locally(
+    router: RequestRouter, context: RequestContext, error: UpstreamError
+) -> bool:
+    """Whether D may prefill after P failed: unless disabled, too late, refused, or P was lost."""
+    # The request itself may be what P died of: D must not die of it, too.
+    if is_loss(error) or isinstance(error, OutOfSockets):
+        return False
+    is_client_fault = isinstance(error, Rejected) and error.is_client_fault
+    is_early = router.now() < context.deadline
+    return router.config.local_prefill and is_early and not is_client_fault
+
+
+async def prefill_locally(router: RequestRouter, context: RequestContext, reason: str) -> None:
+    """Serve the request on D alone, as a new attempt."""
+    logger.warning("request %s: %s, prefilling on the decode instance", context.request_id, reason)
+    router.metrics.fallbacks.add(reason)
+    context.attempt += 1
+    await plain(router, context, router.pool.undisaggregated_role() or Role.DECODE)
+
+
+def decode_answer(instance: Instance, body: bytes) -> CompletionResponse:
+    """P's answer as an object."""
+    try:
+        return answer_decoder.decode(body)
+    except msgspec.DecodeError as exc:
+        raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc

@@ -1,5 +1,7 @@
 """Pull flow: P prefills and holds the KV, D pulls it.
 
+A long prompt may go to D first, which pulls it early: see `push_flow`. Others:
+
 client -> P   max_tokens 1, "hold the KV"          P -> client  the first token, at once
        -> D   the request and where the KV is   D -> client  everything from the second token
 """
@@ -18,7 +20,6 @@ from msgspec import Raw
 from mooncake_proxy.api.openai_bodies import (
     CompletionResponse,
     KVTransferParams,
-    answer_decoder,
     final_answer_events,
     first_token_events,
     kv_transfer_params_decoder,
@@ -30,14 +31,22 @@ from mooncake_proxy.api.proxied_request import (
     prefill_body,
     pull_decode_body,
 )
-from mooncake_proxy.errors import MalformedAnswer, OutOfSockets, Rejected, UpstreamError, is_loss
+from mooncake_proxy.errors import MalformedAnswer, UpstreamError
 from mooncake_proxy.flows.continued_prompt import (
     ContinuedForwarder,
     ContinuedPrompt,
     can_continue,
     continued_prompt,
 )
-from mooncake_proxy.flows.plain_flow import generate, plain
+from mooncake_proxy.flows.plain_flow import (
+    decode_answer,
+    generate,
+    may_prefill_locally,
+    plain,
+    prefill_locally,
+    role_without_disaggregation,
+)
+from mooncake_proxy.flows.push_flow import reserve_first
 from mooncake_proxy.flows.recomputation import run_passes
 from mooncake_proxy.http1.upstream_connection import UpstreamConnection
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer, for_prefill
@@ -62,6 +71,9 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
     router.place(context, role)
     if role is not None:
         await plain(router, context, role)
+        return
+    if router.pulls_early(context):
+        await reserve_first(router, context, is_pulled=True)
         return
     try:
         prefill = await router.attempt(Role.PREFILL, context, _prefill, router.pool.is_paired)
@@ -150,57 +162,6 @@ class HeldKV:
         self._is_taken = True
 
 
-# ---------------------------------------------------------------- before
-
-
-def role_without_disaggregation(router: RequestRouter, context: RequestContext) -> Role | None:
-    """The role that serves the whole request where it cannot or need not be split, else None.
-
-    NoInstance before any prefill is spent on a request that no instance could decode.
-    """
-    pool = router.pool
-    obstacle = context.disaggregation_obstacle()
-    if obstacle is None and pool.can_disaggregate:
-        limit = context.parsed.token_limit
-        if limit is not None and limit <= 1:
-            return Role.PREFILL
-        return Role.DECODE if router.takes_short_prompt(context) else None
-    whole = pool.undisaggregated_role()
-    if whole is None:
-        pool.require(Role.DECODE)
-    if obstacle is not None:
-        router.metrics.fallbacks.add(obstacle)
-        return whole
-    if whole is Role.BOTH:
-        return whole
-    if not router.config.local_prefill:
-        pool.require_pair()
-    reason = "no_fitting_pair" if pool.live(Role.PREFILL) else "no_live_prefill"
-    logger.warning("request %s: %s, prefilling on the decode instance", context.request_id, reason)
-    router.metrics.fallbacks.add(reason)
-    return whole
-
-
-def may_prefill_locally(
-    router: RequestRouter, context: RequestContext, error: UpstreamError
-) -> bool:
-    """Whether D may prefill after P failed: unless disabled, too late, refused, or P was lost."""
-    # The request itself may be what P died of: D must not die of it, too.
-    if is_loss(error) or isinstance(error, OutOfSockets):
-        return False
-    is_client_fault = isinstance(error, Rejected) and error.is_client_fault
-    is_early = router.now() < context.deadline
-    return router.config.local_prefill and is_early and not is_client_fault
-
-
-async def prefill_locally(router: RequestRouter, context: RequestContext, reason: str) -> None:
-    """Serve the request on D alone, as a new attempt."""
-    logger.warning("request %s: %s, prefilling on the decode instance", context.request_id, reason)
-    router.metrics.fallbacks.add(reason)
-    context.attempt += 1
-    await plain(router, context, router.pool.undisaggregated_role() or Role.DECODE)
-
-
 # ---------------------------------------------------------------- prefill
 
 
@@ -284,14 +245,6 @@ async def _release_late_answer(
     finally:
         answer.finish()
     router.release(instance, prefill.kv_params)
-
-
-def decode_answer(instance: Instance, body: bytes) -> CompletionResponse:
-    """P's answer as an object."""
-    try:
-        return answer_decoder.decode(body)
-    except msgspec.DecodeError as exc:
-        raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc
 
 
 def has_finished(answer: CompletionResponse) -> bool:

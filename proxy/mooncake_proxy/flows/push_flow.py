@@ -1,9 +1,12 @@
-"""Push flow: D reserves blocks first, P writes the KV there layer by layer.
+"""Push flow, and early pulls: D reserves blocks first, and the prefill is asked for when it has them.
 
 client -> D            the request and its metaserver URL
 D      -> metaserver   where its blocks are           (202 at once)
-proxy  -> P            one token, "write the KV there"
+proxy  -> P            one token, "the KV goes there"
 D      -> client       everything
+
+P pushes the KV into the blocks, layer by layer, or D pulls it early, chunk by chunk. Either way
+room is promised before anything is computed.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ from msgspec import Raw
 from mooncake_proxy.api.openai_bodies import encode
 from mooncake_proxy.api.proxied_request import TRUE, RequestContext, prefill_body
 from mooncake_proxy.errors import UpstreamError
-from mooncake_proxy.flows.plain_flow import generate, plain
-from mooncake_proxy.flows.pull_flow import (
+from mooncake_proxy.flows.plain_flow import (
     decode_answer,
+    generate,
     may_prefill_locally,
+    plain,
     prefill_locally,
     role_without_disaggregation,
 )
@@ -49,8 +53,18 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
     if role is not None:
         await plain(router, context, role)
         return
+    await reserve_first(router, context, is_pulled=False)
+
+
+async def reserve_first(router: RequestRouter, context: RequestContext, *, is_pulled: bool) -> None:
+    """Serve one request from D and the P that its reservation is sent to.
+
+    `is_pulled`: D reads the KV; else P writes it.
+    """
     try:
-        await router.attempt(Role.DECODE, context, _decode, router.pool.is_paired)
+        await router.attempt(
+            Role.DECODE, context, partial(_decode, is_pulled), router.pool.is_paired
+        )
     except UpstreamError as error:
         prefillers = [i.name for i in router.pool if i.spec.role is Role.PREFILL]
         is_prefill_failure = error.instance in prefillers and not context.is_committed
@@ -59,20 +73,25 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
         await prefill_locally(router, context, "prefill_failed")
 
 
-async def _decode(router: RequestRouter, context: RequestContext, decoder: Instance) -> None:
+async def _decode(
+    is_pulled: bool, router: RequestRouter, context: RequestContext, decoder: Instance
+) -> None:
     """One attempt: D's answer, and beside it the prefill that D's post starts."""
     context.decoder = decoder.name
     with router.metaserver.expect(
         lambda params: _dispatch_prefill(router, context, decoder, params)
     ) as session:
-        body = push_decode_body(context, router.metaserver_url + session.key)
+        url = router.metaserver_url + session.key
+        body = reserving_decode_body(context, url, is_pulled=is_pulled)
         decoding = router.client.loop.create_task(generate(router, context, decoder, body))
         await session.supervise_decode(decoding)
 
 
-def push_decode_body(context: RequestContext, metaserver: str) -> bytes:
+def reserving_decode_body(context: RequestContext, metaserver: str, *, is_pulled: bool) -> bytes:
     """The body for D: the client's own, and the metaserver URL for D's post."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
+    if is_pulled:
+        params["do_pull"] = True
     fields = context.fields.copy()
     fields["kv_transfer_params"] = Raw(encode(params))
     if context.record is not None:

@@ -30,6 +30,8 @@ class PairTopology(Struct, frozen=True):
     # Facts that must be equal on both ends, by name.
     must_match: dict[str, str] = {}
     pp_size: int = 1
+    # Whether KV can be pulled while it is computed, into blocks that were reserved before.
+    pulls_early: bool = False
 
     @property
     def num_devices(self) -> int:

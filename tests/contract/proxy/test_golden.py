@@ -18,7 +18,7 @@ from mooncake_proxy.api import openai_bodies
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import RequestContext, prefill_body, pull_decode_body
 from mooncake_proxy.flows.pull_flow import parse_prefill_answer
-from mooncake_proxy.flows.push_flow import push_decode_body
+from mooncake_proxy.flows.push_flow import reserving_decode_body
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.instances import Instance, InstanceSpec, Role
@@ -91,6 +91,8 @@ def test_push() -> None:
     case = golden("push_completion")
     context = context_of(case["client"])
     metaserver = case["to_decode"]["kv_transfer_params"]["metaserver"]
-    assert json.loads(push_decode_body(context, metaserver)) == case["to_decode"]
+    assert (
+        json.loads(reserving_decode_body(context, metaserver, is_pulled=False)) == case["to_decode"]
+    )
     posted = Raw(json.dumps(case["decode_posts"]).encode())
     assert json.loads(prefill_body(context, posted)) == case["to_prefill"]

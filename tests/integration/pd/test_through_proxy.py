@@ -42,12 +42,24 @@ class Deployment:
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
     with ExitStack() as stack:
-        lease = ("--lease-seconds", str(LEASE_S), "--num-kv-blocks", "512")
-        prefill = stack.enter_context(serving(TINY_LLAMA, "prefill", *lease))
-        decode = stack.enter_context(serving(TINY_LLAMA, "decode", *lease))
-        argv = ["--port", "0", "--prefill", prefill.url, "--decode", decode.url]
-        proxy = stack.enter_context(running("mooncake_proxy", *argv))
-        yield Deployment(proxy.wait_for("listens on").split()[-1], prefill, decode)
+        yield deploy(stack)
+
+
+@pytest.fixture
+def early() -> Iterator[Deployment]:
+    """Prompts of 100 tokens and more are pulled while they are computed, in chunks of 64."""
+    with ExitStack() as stack:
+        yield deploy(stack, "--early-pull-tokens", "100", chunk=64)
+
+
+def deploy(stack: ExitStack, *proxy_options: str, chunk: int = 2048) -> Deployment:
+    lease = ("--lease-seconds", str(LEASE_S), "--num-kv-blocks", "512")
+    chunks = ("--max-num-batched-tokens", str(chunk))
+    prefill = stack.enter_context(serving(TINY_LLAMA, "prefill", *lease, *chunks))
+    decode = stack.enter_context(serving(TINY_LLAMA, "decode", *lease))
+    argv = ["--port", "0", "--prefill", prefill.url, "--decode", decode.url, *proxy_options]
+    proxy = stack.enter_context(running("mooncake_proxy", *argv))
+    return Deployment(proxy.wait_for("listens on").split()[-1], prefill, decode)
 
 
 def figure(url: str, name: str) -> float:
@@ -157,3 +169,32 @@ def test_instances_that_die(deployment: Deployment) -> None:
     deployment.prefill.kill()
     with pytest.raises(openai.InternalServerError):
         deployment.client.completions.create(model="tiny-llama", prompt=PAGE[:100])
+
+
+def test_long_prompts_are_pulled_while_they_are_computed(early: Deployment) -> None:
+    """Streamed and whole, several choices the other way, then P dies with a prompt half done."""
+    ask = early.client.completions.create
+    case = {"model": "tiny-llama", "prompt": PAGE[:600], "max_tokens": 30, "temperature": 0}
+    whole = ask(**case).choices[0].text
+    received = "mooncake:kv_transfer_bytes_received_early_total"
+    assert whole == PAGE[600:630]
+    assert figure(early.decode.url, received) > 0
+    again = {**case, "prompt": PAGE[50:750]}
+    assert "".join(c.choices[0].text for c in ask(**again, stream=True)) == PAGE[750:780]
+    before = figure(early.decode.url, received)
+    assert [c.text for c in ask(**{**case, "n": 2}).choices] == [whole] * 2
+    assert figure(early.decode.url, received) == before, "choices are pulled, each for itself"
+    early.wait_until_idle()
+    early.prefill.kill()
+    assert ask(**{**case, "prompt": PAGE[100:700]}).choices[0].text == PAGE[700:730]
+    early.wait_until_idle(early.decode)
+
+
+def test_a_client_that_leaves_an_early_pull_frees_both_sides(early: Deployment) -> None:
+    stream = early.client.completions.create(
+        model="tiny-llama", prompt=PAGE[:400], stream=True, **ENDLESS
+    )
+    for _, _ in zip(range(3), stream, strict=False):
+        pass
+    stream.close()
+    early.wait_until_idle()
