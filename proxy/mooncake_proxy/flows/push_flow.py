@@ -1,4 +1,4 @@
-"""Push flow, and early pulls: D reserves blocks first, and the prefill is asked for when it has them.
+"""Push flow, and early pulls: D reserves blocks, and then the prefill is asked for.
 
 client -> D            the request and its metaserver URL
 D      -> metaserver   where its blocks are           (202 at once)
