@@ -1,11 +1,11 @@
 """Benchmarks of the KVCache pool.
 
-python ci/bench_pool.py                     # speed, beside memcpy, the tcp transport and fio
+python ci/bench_pool.py                     # speed, beside memcpy, the tcp transport, fio and peers
 python ci/bench_pool.py --policies TRACE... # hit rates of eviction policies, beside the optimum
 python ci/bench_pool.py --copies TRACE...   # several stores: which fetches leave a copy
 
 Traces are Mooncake's: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. Exits 0 if all
-bounds hold, 77 if all that could be measured hold but fio can't be installed.
+bounds hold, 77 if all that could be measured hold but fio or a peer can't be installed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,36 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--capacities", nargs="+", type=float, default=CAPACITIES, metavar="BLOCKS")
     parser.add_argument("--copies", nargs="+", type=Path, metavar="TRACE")
+    parser.add_argument("--rounds", type=int, default=9, help="of each peer")
+    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--only-peers", action="store_true")
     args = parser.parse_args()
     if args.copies:
         return compare_copies(args.copies)
     if args.policies:
         return compare_policies(args.policies, args.capacities)
-    missing = install_fio()
-    command = [sys.executable, str(ROOT / "ci" / "bench.py"), "tests/benchmarks/pool"]
-    status = subprocess.run(command, cwd=ROOT, check=False).returncode
-    if missing:
-        print(f"SSDs were not measured: {missing}", file=sys.stderr)
-    return status or (SKIPPED if missing else 0)
+    return compare_speed(args)
+
+
+def compare_speed(args: argparse.Namespace) -> int:
+    """Figures with their bounds, then the peers."""
+    unmeasured: list[str] = []
+    status = 0
+    if not args.only_peers:
+        if missing := install_fio():
+            unmeasured.append(f"SSDs beside fio: {missing}")
+        command = [sys.executable, str(ROOT / "ci" / "bench.py"), "tests/benchmarks/pool"]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if not args.without_peers:
+        from bench_pool_beside import beside_peers
+
+        items = beside_peers(args.rounds, unmeasured)
+        for item in items:
+            print(item)
+        status = status or int(not all(item.holds for item in items))
+    for reason in unmeasured:
+        print(f"skipped: {reason}")
+    return status or (SKIPPED if unmeasured else 0)
 
 
 def install_fio() -> str:

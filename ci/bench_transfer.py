@@ -238,13 +238,13 @@ def peer_mover(name: str) -> Iterator[Mover]:
         log.close()
 
 
-def install(name: str) -> Path:
+def install(name: str, peer: PeerEngine | None = None) -> Path:
     """Make an environment with a peer in it, and what it needs of the system; returns its Python.
 
     Raises:
         PeerFailed: pip or apt-get can't.
     """
-    peer, home = PEERS[name], PEERS_HOME / name
+    peer, home = peer or PEERS[name], PEERS_HOME / name
     python = home / "bin" / "python"
     if peer.system:
         _install_by(name, str(ROOT / "ci" / "apt-install"), *peer.system)

@@ -29,6 +29,7 @@ from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig, ssd_directory
 from mooncake_kv.store.ssd_tier import SsdConfig
 from mooncake_kv.store.store_client import StoreClient
+from mooncake_kv.store.store_metrics import MetricsServer, prometheus_text
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 
 DEFAULT_PORT = 7701
@@ -66,6 +67,13 @@ class StoreOptions:
     port: int = field(
         default=DEFAULT_PORT,
         metadata=option(metavar="PORT", help="port that users connect to; 0 takes a free one"),
+    )
+    metrics_port: int = field(
+        default=0,
+        metadata=option(
+            metavar="PORT",
+            help="port of --host where Prometheus finds /metrics, without any secret; 0 is none",
+        ),
     )
     policy: str = field(
         default=DEFAULT_POLICY,
@@ -151,6 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_to_parser(store, options_of(KVTransferConfig, only=NETWORK_FIELDS))
     stats = command("stats", "print a store's counters", show_stats)
     stats.add_argument("--json", action="store_true", help="print JSON")
+    stats.add_argument("--prometheus", action="store_true", help="print what Prometheus reads")
     ls = command("ls", "print what a store holds, a chunk per line", show_chunks)
     ls.add_argument("--tier", choices=[tier.value for tier in Tier], help="only this one")
     verify = command(
@@ -185,7 +194,8 @@ def run_store(args: argparse.Namespace) -> int:
             address = StoreAddress(network.host, options.port, secret)
             service = StoreService.start(store, transports, address)
             try:
-                _serve(service, store, network.host)
+                with _Metrics(store, network.host, options.metrics_port):
+                    _serve(service, store, network.host)
             finally:
                 service.close()
         finally:
@@ -200,6 +210,9 @@ def show_stats(args: argparse.Namespace) -> int:
     with _Connected(args) as store:
         stats = _require(store.stats().result(), args)
     found = dataclasses.asdict(stats)
+    if args.prometheus:
+        print(prometheus_text(stats), end="")
+        return 0
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -269,6 +282,20 @@ def _serve(service: StoreService, store: NodeStore, host: str) -> None:
         flush=True,
     )
     service.wait()
+
+
+class _Metrics:
+    """Metrics of a store, if a port was asked for."""
+
+    def __init__(self, store: NodeStore, host: str, port: int) -> None:
+        self._server = MetricsServer.start(store.stats, host, port) if port else None
+
+    def __enter__(self) -> None:
+        """They are there already."""
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
 
 
 class _Connected:

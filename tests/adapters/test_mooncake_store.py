@@ -85,5 +85,5 @@ def test_without_its_master_everything_is_a_miss(master):
 
 
 def test_a_master_that_is_not_there_is_said():
-    with pytest.raises(KVConfigError, match=r"is `mooncake_master` running at 127\.0\.0\.1:1"):
+    with pytest.raises(KVConfigError, match=r"no `mooncake_master` replies at '127\.0\.0\.1:1'"):
         MooncakeChunkStore(MooncakeStoreConfig("127.0.0.1:1"))

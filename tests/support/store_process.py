@@ -78,15 +78,19 @@ class Rank:
     """Memory of a process that uses a store: registered with transports, with a session."""
 
     def __init__(self, address, transport="shm", num_chunks=4, chunk_bytes=CHUNK_BYTES):
-        self.chunk_bytes = chunk_bytes
         self.client = StoreClient(address, "rank")
         options = EndpointOptions(secret=address.secret)
         self.transports = Transports.open(Registry.discover(), options, wanted=transport)
+        self.set_up(num_chunks, chunk_bytes)
+        assert self.client.await_store(START_S)
+
+    def set_up(self, num_chunks, chunk_bytes):
+        """Register memory for that many chunks."""
+        self.chunk_bytes = chunk_bytes
         self.memory = np.zeros(num_chunks * chunk_bytes, np.uint8)
         self.transports.register(MemoryRegion(self.memory.ctypes.data, self.memory.nbytes))
         self._peer = None
         self._epoch = None
-        assert self.client.await_store(START_S)
 
     def peer(self, arena):
         if self._epoch != arena.epoch:

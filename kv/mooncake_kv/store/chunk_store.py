@@ -216,6 +216,7 @@ class StoreStats:
         num_chunks, num_staging, num_pins: what there is now (levels).
         num_probes: keys that were probed; ``num_found`` those that were there.
         num_dram_hits, num_ssd_hits, num_misses: keys that were pinned, or not.
+        pinned_bytes: of all that was pinned.
         num_puts, put_bytes: chunks that were committed.
         num_aborts: writes that were given up, or not in time.
         num_refused_puts: by reason.
@@ -243,6 +244,7 @@ class StoreStats:
     num_dram_hits: int = 0
     num_ssd_hits: int = 0
     num_misses: int = 0
+    pinned_bytes: int = 0
     num_puts: int = 0
     put_bytes: int = 0
     num_aborts: int = 0

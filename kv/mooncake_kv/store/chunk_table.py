@@ -427,6 +427,7 @@ class ChunkTable:
             return None
         entry.num_pins += 1
         chunk = entry.chunk
+        self.stats.pinned_bytes += chunk.nbytes if user else 0
         return ReadHandle(
             handle_id, chunk.key, entry.offset, chunk.nbytes, entry.generation, lease_s
         )

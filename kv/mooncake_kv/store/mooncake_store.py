@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 NUM_THREADS = 4
+CONNECT_TIMEOUT_S = 5.0
 PATIENCE_S = 15.0
 MAX_WAITING = 1024
 """Calls that may wait for the master; more are misses at once."""
@@ -92,6 +94,7 @@ class MooncakeChunkStore:
 
     def __init__(self, config: MooncakeStoreConfig) -> None:
         package = _package()
+        _require_master(config.master)
         self._memory = ArenaMemory(config.staging_bytes)
         self._table = ChunkTable(config.staging_bytes, TableSettings(LRU, config.quarantine_s))
         self._lock = threading.Lock()
@@ -113,8 +116,8 @@ class MooncakeChunkStore:
         if status:
             self._memory.close()
             raise KVConfigError(
-                f"Mooncake Store does not take this client (status {status}): is `mooncake_master` "
-                f"running at {config.master}, and {config.host} an address of this host?"
+                f"Mooncake Store does not take this client (status {status}): is {config.host} an "
+                f"address of this host, and what is at {config.master} of the same version?"
             )
         self._pool = ThreadPoolExecutor(NUM_THREADS, "mooncake-store")
         self._stop = threading.Event()
@@ -400,6 +403,17 @@ def _package() -> ModuleType:
         raise KVConfigError(f"Mooncake Store's client does not import: {exc}") from exc
     package: ModuleType = mooncake.store
     return package
+
+
+def _require_master(address: str) -> None:
+    """Its client asks an absent master for a minute and a half before it says so."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as exc:
+        raise KVConfigError(
+            f"no `mooncake_master` replies at {address!r}, wanted HOST:PORT of one: {exc}"
+        ) from exc
 
 
 def _name(key: bytes) -> str:

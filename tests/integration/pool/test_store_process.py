@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 
 import pytest
+from support.ports import free_range
 from support.store_process import CHUNK_BYTES, SECRET, START_S, Rank, StoreProcess, chunk
 
 from mooncake_hal.errors import TransferError
@@ -217,7 +219,9 @@ def test_a_store_that_can_not_be_says_why(started, tmp_path, case):
 
 
 def test_an_operator_looks_into_a_store_and_drops(started):
-    store = started("--tenant-quota", "t=1M", "--eviction", "lru")
+    (metrics_port,) = free_range(1)
+    options = ["--tenant-quota", "t=1M", "--eviction", "lru", "--metrics-port", metrics_port]
+    store = started(*options)
     rank = started.rank(store)
     assert rank.put([1, 2, 3]) == [True] * 3
 
@@ -227,6 +231,9 @@ def test_an_operator_looks_into_a_store_and_drops(started):
         return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
 
     assert "num_puts               3\n" in run("stats").stdout
+    assert "mooncake_store_puts_total 3\n" in run("stats", "--prometheus").stdout
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60) as page:
+        assert b"mooncake_store_puts_total 3\n" in page.read()
     lines = run("ls", "--tier", "dram").stdout.splitlines()
     assert lines == [f"dram {chunk(n).key.hex()} 0 {CHUNK_BYTES} " for n in (1, 2, 3)]
     assert run("drop", "--key", chunk(2).key.hex()).stdout == "1 chunks dropped\n"

@@ -1,0 +1,295 @@
+"""The pool beside its peers, in one run: Mooncake Store over tcp, and LMCache's local CPU backend.
+
+For ci/bench_pool.py. Each side moves the same objects in batches: into memory of its own process
+("own"), and of another process of the host ("other").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bench_transfer import (
+    PEERS as TRANSFER_PEERS,
+    PEERS_HOME,
+    Item,
+    PeerEngine,
+    PeerFailed,
+    install,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.store_process import Rank, StoreProcess  # noqa: E402  # tests/ is not installed
+
+from mooncake_hal.negotiation import Transports  # noqa: E402
+from mooncake_hal.registry import Registry  # noqa: E402
+from mooncake_hal.transport import EndpointOptions  # noqa: E402
+from mooncake_kv.store.chunk_store import Chunk  # noqa: E402
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig  # noqa: E402
+
+SHAPES = ((128, 1 << 20), (1024, 64 << 10))
+"""Objects and bytes of each."""
+OPERATIONS = ("put", "get")
+SPEED, CPU = 3.0, 0.5
+"""Of Mooncake Store's: at least, and at most."""
+WARM_UP = 2
+
+LMCACHE = PeerEngine(
+    packages=(
+        "torch==2.13.0", "numpy<=2.2.6", "aiofile", "aiofiles", "blake3", "msgspec", "nvtx",
+        "prometheus_client<=0.24.1", "psutil", "py-cpuinfo", "pyyaml", "pyzmq", "safetensors",
+        "sortedcontainers", "cachetools", "opentelemetry-api<=1.40.0", "opentelemetry-sdk",
+        "aiohttp", "httpx", "fastapi", "requests", "redis", "huggingface_hub", "transformers>=5.4",
+        "cryptography", "numba",
+    ),
+    without_dependencies=("lmcache==0.5.6",),  # what it depends on is a CUDA build of torch
+)  # fmt: skip
+PEERS = {
+    "mooncake-own": ("mooncake", TRANSFER_PEERS["mooncake"]),
+    "mooncake-other": ("mooncake", TRANSFER_PEERS["mooncake"]),
+    "lmcache": ("lmcache", LMCACHE),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """Something that puts and gets: a peer, or ours.
+
+    Args:
+        name: in lines.
+        prepare: takes the number of objects and their size.
+        calls: seconds of a put and of a get of all objects, by name.
+        cpu_s: CPU seconds so far, of all processes.
+    """
+
+    name: str
+    prepare: Callable[[int, int], object]
+    calls: dict[str, Callable[[], float]]
+    cpu_s: Callable[[], float]
+
+
+def beside_peers(rounds: int, unmeasured: list[str]) -> list[Item]:
+    """Compare; prints a line per speed, ``unmeasured`` gains the peers that can't be, and why."""
+    items = []
+    for name, (environment, engine) in PEERS.items():
+        with ExitStack() as stack:
+            try:
+                peer = stack.enter_context(peer_side(name, environment, engine))
+                our_side = other_process if name == "mooncake-other" else own_process
+                ours = stack.enter_context(our_side())
+                for shape in SHAPES:
+                    items += compare(ours, peer, shape, rounds)
+            except PeerFailed as exc:
+                unmeasured.append(f"{name}: {exc}")
+    return items
+
+
+def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list[Item]:
+    """Both in turns at one shape."""
+    count, nbytes = shape
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for side in (ours, peer):
+        side.prepare(count, nbytes)
+    for _ in range(rounds + WARM_UP):
+        for side in (ours, peer):
+            for operation in OPERATIONS:
+                before = side.cpu_s()
+                took = side.calls[operation]()
+                spent = side.cpu_s() - before
+                found.setdefault((side.name, operation), []).append((took, spent))
+    items, total = [], count * nbytes
+    for operation in OPERATIONS:
+        shown = {}
+        for side in (ours, peer):
+            samples = found[side.name, operation][WARM_UP:]
+            speed = total / median(took for took, _ in samples) / 1e9
+            cpu = sum(spent for _, spent in samples) / len(samples) / total * (1 << 30)
+            shown[side.name] = speed, max(cpu, 1e-3)
+        (our_speed, our_cpu), (speed, cpu) = shown[ours.name], shown[peer.name]
+        what = f"{operation} of {nbytes >> 10} KiB"
+        print(f"{what}, {ours.name}: {our_speed:.2f} GB/s, {our_cpu:.2f} CPU s/GiB; {peer.name}: "
+              f"{speed:.2f} GB/s, {cpu:.2f} CPU s/GiB", flush=True)  # fmt: skip
+        if peer.name != "lmcache":
+            items.append(Item(f"pool/{peer.name} {what}", our_speed / speed, SPEED))
+            items.append(Item(f"pool/{peer.name} CPU {what}", our_cpu / cpu, CPU, at_least=False))
+    return items
+
+
+def own_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def process_cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class OwnRank(Rank):
+    """A rank whose store is in its own process."""
+
+    def __init__(self, nbytes: int, chunk_bytes: int) -> None:
+        registry = Registry.discover()
+        options = EndpointOptions(secret=b"secret")
+        self.store = NodeStore(NodeStoreConfig(2 * nbytes))
+        self.served = Transports.open(registry, options, wanted="shm")
+        self.store.offer(self.served)
+        self.client = self.store.open_user()
+        self.transports = Transports.open(registry, options, wanted="shm")
+        self.set_up(nbytes // chunk_bytes, chunk_bytes)
+
+    def close(self) -> None:
+        super().close()
+        self.served.close()
+        self.store.close()
+
+
+class Objects:
+    """What a rank of ours puts and gets, all at once."""
+
+    def __init__(self, make: Callable[[int, int], Rank]) -> None:
+        self._make = make
+        self.rank: Rank | None = None
+        self._round = 0
+
+    def prepare(self, count: int, nbytes: int) -> None:
+        self.close()
+        self.rank = self._make(count * nbytes, nbytes)
+        self.rank.memory[:] = 7
+        self._count, self._nbytes = count, nbytes
+
+    def put(self) -> float:
+        rank = self.rank
+        assert rank is not None
+        keys = [chunk.key for chunk in self._chunks()]
+        rank.client.drop(keys).result(60)
+        self._round += 1
+        chunks = self._chunks()
+        began = time.perf_counter()
+        handles = rank.client.reserve(chunks).result(60)
+        arena = rank.client.arena
+        rank.peer(arena).write(rank.spans(handles, arena), timeout=60).wait()
+        is_stored = rank.client.commit(handles).result(60)
+        took = time.perf_counter() - began
+        assert all(is_stored)
+        return took
+
+    def get(self) -> float:
+        rank = self.rank
+        assert rank is not None
+        keys = [chunk.key for chunk in self._chunks()]
+        began = time.perf_counter()
+        handles = rank.client.pin(keys).result(60)
+        arena = rank.client.arena
+        rank.peer(arena).read(rank.spans(handles, arena), timeout=60).wait()
+        is_valid = rank.client.release(handles).result(60)
+        took = time.perf_counter() - began
+        assert all(is_valid)
+        return took
+
+    def _chunks(self) -> list[Chunk]:
+        prefix = self._round.to_bytes(8, "big")
+        return [
+            Chunk(prefix + i.to_bytes(8, "big"), None, 0, self._nbytes, 16)
+            for i in range(self._count)
+        ]
+
+    def close(self) -> None:
+        if self.rank is not None:
+            self.rank.close()
+            self.rank = None
+
+
+@contextmanager
+def own_process() -> Iterator[Side]:
+    """Ours, in this process."""
+    objects = Objects(OwnRank)
+    calls = {"put": objects.put, "get": objects.get}
+    try:
+        yield Side("own store", objects.prepare, calls, own_cpu_s)
+    finally:
+        objects.close()
+
+
+@contextmanager
+def other_process() -> Iterator[Side]:
+    """Ours, in another process."""
+    with tempfile.TemporaryDirectory() as directory:
+        total = max(count * nbytes for count, nbytes in SHAPES)
+        store = StoreProcess(Path(directory), "--dram", 2 * total)
+        objects = Objects(
+            lambda nbytes, size: Rank(store.address, "shm", nbytes // size, chunk_bytes=size)
+        )
+        calls = {"put": objects.put, "get": objects.get}
+        try:
+            yield Side(
+                "other store",
+                objects.prepare,
+                calls,
+                lambda: own_cpu_s() + process_cpu_s(store.pid),
+            )
+        finally:
+            objects.close()
+            store.end()
+
+
+@contextmanager
+def peer_side(name: str, environment: str, engine: PeerEngine) -> Iterator[Side]:
+    """Drive a peer in its own environment.
+
+    Raises:
+        PeerFailed: it does not install, does not start or fails.
+    """
+    python = install(environment, engine)
+    log = (PEERS_HOME / f"{name}.log").open("w")
+    command = [str(python), str(ROOT / "ci" / "bench_pool_peers.py"), name]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def receive() -> dict[str, float]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("@"):
+                answer: dict[str, float] = json.loads(line[1:])
+                if "error" in answer:
+                    raise PeerFailed(name, str(answer["error"]))
+                return answer
+        last = Path(log.name).read_text().strip().rpartition("\n")[2]
+        raise PeerFailed(name, f"it ended: {last} (see {log.name})")
+
+    def ask(**question: object) -> dict[str, float]:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        return receive()
+
+    calls = {
+        "put": lambda: ask(put=1)["seconds"],
+        "get": lambda: ask(get=1)["seconds"],
+    }
+    try:
+        receive()
+        yield Side(
+            name,
+            lambda count, nbytes: ask(shape=[count, nbytes]),
+            calls,
+            lambda: ask(cpu=1)["seconds"],
+        )
+    finally:
+        process.stdin.close()
+        process.wait(60)
+        log.close()

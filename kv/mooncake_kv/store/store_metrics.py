@@ -1,0 +1,177 @@
+"""What a store process tells Prometheus: its counters and levels, at ``/metrics`` of a port.
+
+One thread with an asyncio loop answers; a connection gets one answer, and few are open at once. It
+says nothing of keys or tenants. Whoever reaches the port may read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+from mooncake_hal.timing import timeout
+from mooncake_kv.errors import ConnectorDead
+from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
+from mooncake_kv.store.chunk_store import StoreStats, Tier
+
+MAX_HEAD_BYTES = 8192
+MAX_CONNECTIONS = 32
+PATIENCE_S = 5.0
+START_TIMEOUT_S = 30.0
+
+Rows = dict[tuple[tuple[str, str], ...], float]
+"""Values by labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Samples of one name.
+
+    Args:
+        name: without the prefix; counters end in ``_total``.
+        help: what it counts.
+        rows: its samples.
+    """
+
+    name: str
+    help: str
+    rows: Rows
+
+    def lines(self) -> Iterator[str]:
+        """In Prometheus's text format."""
+        full = f"mooncake_store_{self.name}"
+        yield f"# HELP {full} {self.help}"
+        yield f"# TYPE {full} {'counter' if full.endswith('_total') else 'gauge'}"
+        for labels, value in self.rows.items():
+            shown = ",".join(f'{key}="{text}"' for key, text in labels)
+            yield f"{full}{{{shown}}} {value}" if labels else f"{full} {value}"
+
+
+def families(stats: StoreStats) -> list[Family]:
+    """A store's counters and levels."""
+
+    def tiers(dram: float, ssd: float) -> Rows:
+        return {(("tier", Tier.DRAM.value),): dram, (("tier", Tier.SSD.value),): ssd}
+
+    def reasons(counts: dict[str, int]) -> Rows:
+        return {(("reason", reason),): count for reason, count in sorted(counts.items())}
+
+    def one(value: float) -> Rows:
+        return {(): value}
+
+    used = stats.capacity_bytes - stats.free_bytes
+    expired: Rows = {
+        (("kind", "read"),): stats.num_expired_reads,
+        (("kind", "write"),): stats.num_expired_writes,
+    }
+    return [
+        Family("capacity_bytes", "Room.", tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)),
+        Family("used_bytes", "Taken.", tiers(used, stats.ssd_bytes)),
+        Family("chunks", "Chunks there now.", tiers(stats.num_chunks, stats.ssd_chunks)),
+        Family("staging_chunks", "Being written now.", one(stats.num_staging)),
+        Family("pins", "Reads in force now.", one(stats.num_pins)),
+        Family("quarantine_bytes", "Freed, not used again yet.", one(stats.quarantine_bytes)),
+        Family("leaked_bytes", "Held by writers past their deadline.", one(stats.abandoned_bytes)),
+        Family("probed_keys_total", "Keys looked for by message.", one(stats.num_probes)),
+        Family("hits_total", "Keys pinned.", tiers(stats.num_dram_hits, stats.num_ssd_hits)),
+        Family("misses_total", "Keys that could not be pinned.", one(stats.num_misses)),
+        Family("read_bytes_total", "Bytes of what was pinned.", one(stats.pinned_bytes)),
+        Family("puts_total", "Chunks stored.", one(stats.num_puts)),
+        Family("put_bytes_total", "Bytes of them.", one(stats.put_bytes)),
+        Family("aborted_puts_total", "Writes given up.", one(stats.num_aborts)),
+        Family("refused_puts_total", "By reason.", reasons(stats.num_refused_puts)),
+        Family("evictions_total", "Left memory, by reason.", reasons(stats.num_evicted)),
+        Family("leaked_handles_total", "Handles whose deadline passed.", expired),
+        Family("invalid_reads_total", "Reads that did not count.", one(stats.num_invalid_reads)),
+        Family("ssd_written_bytes_total", "Wear.", one(stats.ssd_written_bytes)),
+        Family("ssd_read_bytes_total", "Read from SSDs.", one(stats.ssd_read_bytes)),
+        Family("ssd_corrupt_total", "Records that were damaged.", one(stats.num_ssd_corrupt)),
+        Family("ssd_errors_total", "Refused by the system.", one(stats.num_ssd_errors)),
+        Family("ssd_skipped_total", "Not written, by reason.", reasons(stats.num_ssd_skipped)),
+    ]
+
+
+def prometheus_text(stats: StoreStats) -> str:
+    """All families, in Prometheus's text format."""
+    return "".join(f"{line}\n" for family in families(stats) for line in family.lines())
+
+
+class MetricsServer:
+    """Answers ``GET /metrics``; see ``start``.
+
+    Args:
+        stats: reads a store's counters, of any thread.
+    """
+
+    def __init__(self, stats: Callable[[], StoreStats]) -> None:
+        self._stats = stats
+        self._num_open = 0
+        self._server: asyncio.Server | None = None
+        self._loop = IoLoop("store-metrics", lambda *_: None, self._failed)
+
+    @classmethod
+    def start(cls, stats: Callable[[], StoreStats], host: str, port: int) -> MetricsServer:
+        """Listen.
+
+        Raises:
+            OSError: the host or port can't be bound.
+        """
+        server = cls(stats)
+        try:
+            server._loop.run(server._listen(host, port), START_TIMEOUT_S)
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no more. Idempotent."""
+        if self._server is not None:
+            with contextlib.suppress(FutureTimeout):
+                self._loop.run(self._hang_up(self._server), CLOSE_TIMEOUT_S)
+            self._server = None
+        self._loop.close()
+
+    async def _listen(self, host: str, port: int) -> None:
+        self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
+
+    async def _hang_up(self, server: asyncio.Server) -> None:
+        server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_open += 1
+        try:
+            if self._num_open <= MAX_CONNECTIONS:
+                async with timeout(PATIENCE_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._answer(head))
+                    await writer.drain()
+        except (OSError, TimeoutError, asyncio.TimeoutError, EOFError, asyncio.LimitOverrunError):
+            pass  # it asks for nothing, or has left
+        finally:
+            self._num_open -= 1
+            writer.close()
+
+    def _answer(self, head: bytes) -> bytes:
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) == 3 and words[0] == b"GET" and words[1].split(b"?")[0] == b"/metrics":
+            body, status = prometheus_text(self._stats()).encode(), b"200 OK"
+        else:
+            body, status = b"GET /metrics is what there is\n", b"404 Not Found"
+        kind = b"text/plain; version=0.0.4; charset=utf-8"
+        return (
+            b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b"
+            % (status, kind, len(body), body)
+        )
+
+    def _failed(self, error: ConnectorDead) -> None:
+        """Without metrics a store still serves; nothing is to be ended."""
