@@ -93,6 +93,7 @@ bench-vllm:  ## vLLM alone, with its own connectors and with ours, in turns, on 
 test-vllm-contract:  ## every supported release of vLLM, from its sources, beside tests/contract/vllm
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/vllm_interfaces.py --check
+	@$(PYTHON_IN_VENV) ci/vllm_ascend_interfaces.py --check
 
 bench-engine:  ## the engine's speed, beside transformers, reading the weights, and vLLM's CPU build
 	@ci/install dev

@@ -258,7 +258,13 @@ def cases() -> dict[str, tuple[str, Json]]:
         "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
         "n = 3": completion(tokens(200, 3), n=3, temperature=0.01),  # all but greedy
         "logprobs": completion(tokens(170, 6), logprobs=2),
-        "penalties": completion(tokens(150, 4), presence_penalty=1.5, repetition_penalty=1.2),
+        "penalties": completion(
+            # Without ignore_eos the first token ends it, and nothing is handed over.
+            tokens(150, 4),
+            presence_penalty=1.5,
+            repetition_penalty=1.2,
+            ignore_eos=True,
+        ),
         "trouble": completion(tokens(280, 5)),
     }
     with_paths = {name: (COMPLETIONS, body) for name, body in found.items()}

@@ -116,16 +116,21 @@ def fetch(version: str) -> Path:
     if not package.exists():
         archive = SOURCES / f"vllm-{version}.tar.gz"
         if not archive.exists():
-            download(version)
-        with tarfile.open(archive) as file:
-            members = [each for each in file if each.name.endswith(".py")]
-            file.extractall(SOURCES, members, filter="data")
+            download("vllm", version, VLLM_TARGET_DEVICE="empty", VLLM_VERSION_OVERRIDE=version)
+        unpack(archive)
     return package
 
 
-def download(version: str) -> None:
-    """Fetch a source distribution. pip wants its metadata, for which vLLM's setup.py wants torch:
-    a module that has nothing but torch's version does."""
+def unpack(archive: Path) -> None:
+    """The Python files of a source distribution."""
+    with tarfile.open(archive) as file:
+        members = [each for each in file if each.name.endswith(".py")]
+        file.extractall(SOURCES, members, filter="data")
+
+
+def download(name: str, version: str, **variables: str) -> None:
+    """Fetch a source distribution. pip wants its metadata, for which its setup.py wants torch: a
+    module that has nothing but torch's version does."""
     home = SOURCES / "venv"
     python = home / "bin" / "python"
     if not python.exists():
@@ -138,20 +143,18 @@ def download(version: str) -> None:
     (stub / "utils").mkdir(parents=True, exist_ok=True)
     (stub / "__init__.py").write_text(STUB_TORCH)
     (stub / "utils" / "__init__.py").touch()
+    (stub.parent / "torch_npu").mkdir(exist_ok=True)
+    (stub.parent / "torch_npu" / "__init__.py").touch()
     (stub / "utils" / "cpp_extension.py").write_text("CUDA_HOME = ROCM_HOME = None\n")
-    environment = os.environ | {
-        "PYTHONPATH": str(stub.parent),
-        "VLLM_TARGET_DEVICE": "empty",
-        "VLLM_VERSION_OVERRIDE": version,
-    }
-    command = [python, "-m", "pip", "-q", "download", f"vllm=={version}", "--dest", SOURCES]
-    command += ["--no-deps", "--no-binary", "vllm", "--no-build-isolation"]
-    print(f"-- pip download vllm=={version}", flush=True)
+    environment = os.environ | {"PYTHONPATH": str(stub.parent)} | variables
+    command = [python, "-m", "pip", "-q", "download", f"{name}=={version}", "--dest", SOURCES]
+    command += ["--no-deps", "--no-binary", name, "--no-build-isolation"]
+    print(f"-- pip download {name}=={version}", flush=True)
     done = subprocess.run(
         [str(word) for word in command], env=environment, capture_output=True, text=True
     )
     if done.returncode:
-        raise Skip(f"pip download vllm=={version}: {done.stderr.strip().splitlines()[-1:]}")
+        raise Skip(f"pip download {name}=={version}: {done.stderr.strip().splitlines()[-1:]}")
 
 
 # ---------------------------------------------------------------- facts

@@ -177,7 +177,7 @@ def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankCo
         pool.geometry,
         pool.shard,
         pool.layout,
-        pool.region,
+        (pool.region,),
         context.backend.capabilities.transports,
     )
     return RankContext(

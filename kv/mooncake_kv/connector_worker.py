@@ -56,14 +56,14 @@ class RankMemory:
         geometry: of the whole model's KV.
         shard: the part of it that this rank holds.
         layout: where each of its blocks lies.
-        region: the memory, to be registered with transports.
+        regions: the memory, to be registered with transports; on one device.
         transports: names of those that can move it, best first.
     """
 
     geometry: KVGeometry
     shard: KVShard
     layout: KVLayout
-    region: MemoryRegion
+    regions: Sequence[MemoryRegion]
     transports: Sequence[str]
 
 
@@ -138,13 +138,14 @@ class RankTransports:
             port_range=config.port_range,
             secret=secret,
             allow_no_secret=config.allow_no_secret,
-            device=memory.region.device,
+            device=memory.regions[0].device,
         )
         try:
             self._transports = Transports.open(
                 registry, options, **transports_wanted(config, memory.transports)
             )
-            self._transports.register(memory.region)
+            for region in memory.regions:
+                self._transports.register(region)
         except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be
             raise KVConfigError(f"KV can't be moved as asked: {exc}") from exc
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mooncake_hal.kv.geometry import head_range
+from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
+from mooncake_vllm.ascend_memory import view_ascend_caches
 from mooncake_vllm.vllm_memory import LINEAR, CacheView, ModelKV, RankPosition, view_caches
 
 ORDERS = {
@@ -74,3 +79,94 @@ def make_caches(
     named = {f"model.layers.{n}.self_attn.attn": logical[at] for at, n in enumerate(held)}
     position = RankPosition(*tp, "cpu")
     return Caches(named, view_caches(named, model, position, num_pages or num_blocks, format))
+
+
+@dataclass(frozen=True, slots=True)
+class AscendCaches:
+    """The same as vLLM-Ascend makes them: K and V apart.
+
+    Args:
+        layers: each a tuple, by vLLM's name.
+        view: what the connector makes of them.
+        heads_first: whether heads come before tokens.
+    """
+
+    layers: dict[str, tuple[torch.Tensor, ...]]
+    view: CacheView
+    heads_first: bool
+
+    def stacked(self) -> NDArray[np.float32]:
+        """All of them: ``[layers, blocks, heads, tokens, content]``; a copy."""
+        axes = (0, 1, 2, 3) if self.heads_first else (0, 2, 1, 3)
+        return np.stack(
+            [
+                np.concatenate([plane.permute(axes).numpy() for plane in layer], axis=-1)
+                for layer in self.layers.values()
+            ]
+        )
+
+
+def make_ascend_caches(
+    model: ModelKV,
+    num_blocks: int,
+    block_size: int,
+    *,
+    tp: tuple[int, int] = (0, 1),
+    heads_first: bool = False,
+    is_shared: bool = False,
+) -> AscendCaches:
+    """A rank's KV caches, full of noise.
+
+    Args:
+        model, num_blocks, block_size, tp: as ``make_caches`` takes them.
+        heads_first: whether heads come before tokens.
+        is_shared: whether K and V of a layer take turns, block by block, in one allocation.
+    """
+    start, stop = head_range(model.kv_heads, tp[1], tp[0])
+    middle = (stop - start, block_size) if heads_first else (block_size, stop - start)
+    named: dict[str, tuple[torch.Tensor, ...]] = {}
+    for number in range(model.layers):
+        if is_shared:
+            both = torch.rand(num_blocks, len(model.plane_dims), *middle, model.plane_dims[0])
+            planes = tuple(both[:, plane] for plane in range(len(model.plane_dims)))
+        else:
+            planes = tuple(torch.rand(num_blocks, *middle, dim) for dim in model.plane_dims)
+        named[f"model.layers.{number}.self_attn.attn"] = planes
+    position = RankPosition(*tp, "cpu")
+    view = view_ascend_caches(named, model, position, num_blocks, heads_first=heads_first)
+    return AscendCaches(named, view, heads_first)
+
+
+class RankCaches(Protocol):
+    """A rank's memory, of either kind."""
+
+    @property
+    def view(self) -> CacheView:
+        """What the connector makes of it."""
+        ...
+
+    def stacked(self) -> NDArray[np.float32]:
+        """All of it: ``[layers, blocks, heads, tokens, content]``; a copy."""
+        ...
+
+
+def copy_prompt(
+    targets: Sequence[RankCaches], sources: Sequence[RankCaches], movement: BlockTransfer
+) -> None:
+    """Every target reads what it needs of the sources, by plan and plain copies."""
+    shards = [KVShardSpec(source.view.shard, source.view.layout) for source in sources]
+    for target in targets:
+        place = KVShardSpec(target.view.shard, target.view.layout)
+        for plan in plan_transfer(target.view.geometry, place, shards, movement):
+            columns = (plan.spans.local, plan.spans.remote, plan.spans.nbytes)
+            for local, remote, nbytes in zip(*(c.tolist() for c in columns), strict=True):
+                ctypes.memmove(local, remote, nbytes)
+
+
+def whole_prompt(ranks: Sequence[RankCaches], blocks: list[int]) -> Any:
+    """The KV of a prompt, from all ranks: ``[layers, heads, tokens, content]``."""
+    size = ranks[0].view.layout.block_size
+    heads = [rank.stacked()[:, blocks] for rank in ranks]  # [layers, blocks, heads, tokens, c]
+    joined = np.concatenate(heads, axis=2).swapaxes(1, 2)
+    layers, num_heads, num_blocks, _, content = joined.shape
+    return joined.reshape(layers, num_heads, num_blocks * size, content)

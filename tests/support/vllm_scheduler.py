@@ -35,9 +35,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from mooncake_hal.kv.geometry import AttentionKind
-from mooncake_vllm.vllm_connectors import HalConnector, HalStepMetadata
+from mooncake_vllm.vllm_connectors import HalConnector, HalPoolConnector, HalStepMetadata
 from mooncake_vllm.vllm_instance import worker_sockets
 from mooncake_vllm.vllm_memory import ModelKV
+from mooncake_vllm.vllm_pool_side import POOL_WORKER
 from mooncake_vllm.vllm_worker_side import WorkerSide
 
 MODEL = Path(__file__).parent.parent.parent / "examples" / "tiny-llama"
@@ -209,7 +210,8 @@ class VllmInstance:
         connector = connector_class(config)
         settings = connector._read_settings(config)
         [path] = worker_sockets(config, connector.__name__)
-        self._worker = WorkerSide(settings, 0, path, self.caches.view, HOST)
+        kind = POOL_WORKER if connector is HalPoolConnector else None
+        self._worker = WorkerSide(settings, 0, path, self.caches.view, HOST, kind)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         spec = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=2, head_size=2, dtype=torch.float32
@@ -293,14 +295,16 @@ class VllmInstance:
     def leftovers(self) -> list[str]:
         """What the connector still knows of requests, though none is here."""
         scheduler, loads = self.scheduler.connector._scheduler, self._worker._loads
-        kept = {
-            "orders": loads._held,
-            "released": loads._released,
-            "prompts": scheduler._prompts._by_name,
-            "members": scheduler._prompts._by_request,
-            "sending": scheduler._sending,
-            "held": scheduler._held,
-        }
+        kept = {"orders": loads._held, "released": loads._released}
+        if isinstance(self.scheduler.connector, HalPoolConnector):
+            kept |= {"prompts": scheduler._prompts, "saving": scheduler._saving}
+        else:
+            kept |= {
+                "prompts": scheduler._prompts._by_name,
+                "members": scheduler._prompts._by_request,
+                "sending": scheduler._sending,
+                "held": scheduler._held,
+            }
         return [f"{what}: {sorted(found)}" for what, found in kept.items() if found]
 
     def close(self) -> None:

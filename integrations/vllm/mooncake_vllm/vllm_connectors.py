@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from vllm.distributed import get_pp_group, get_tp_group
@@ -24,6 +26,8 @@ from vllm.platforms import current_platform
 
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import PushStep
+from mooncake_kv.pool.pool_config import KVPoolConfig
+from mooncake_vllm.ascend_memory import HEADS_FIRST, check_ascend, view_ascend_caches
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.transfer_stats import Differences, HalPromMetrics, HalStats
 from mooncake_vllm.vllm_instance import (
@@ -31,15 +35,17 @@ from mooncake_vllm.vllm_instance import (
     describe_device,
     describe_instance,
     model_kv,
+    npu_formats,
     page_format,
     rank_position,
     worker_sockets,
 )
 from mooncake_vllm.vllm_interface import KVCacheBlocks, Request
 from mooncake_vllm.vllm_memory import view_caches
-from mooncake_vllm.vllm_scheduler_side import SchedulerSide
-from mooncake_vllm.vllm_settings import read_settings, wanted_layout
-from mooncake_vllm.vllm_worker_side import WorkerSide
+from mooncake_vllm.vllm_pool_side import POOL_WORKER, PoolSchedulerSide
+from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerHooks, SchedulerSide
+from mooncake_vllm.vllm_settings import read_pool_settings, read_settings, wanted_layout
+from mooncake_vllm.vllm_worker_side import WorkerKind, WorkerSide, connector_worker
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +117,16 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._config = self._read_settings(vllm_config)
         check_supported(vllm_config, kv_cache_config)
         self._worker: WorkerSide | None = None
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: SchedulerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:
             sockets = worker_sockets(vllm_config, type(self).__name__)
-            self._scheduler = SchedulerSide(self._config, describe_instance(vllm_config), sockets)
+            self._scheduler = self._make_scheduler(describe_instance(vllm_config), sockets)
+
+    def _make_scheduler(self, instance: Instance, sockets: list[Path]) -> SchedulerHooks:
+        return SchedulerSide(self._config, instance, sockets)
+
+    def _worker_kind(self) -> WorkerKind:
+        return connector_worker(self._config.connector)
 
     @classmethod
     def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:
@@ -167,18 +179,22 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         spec, model = group.kv_cache_spec, self._vllm_config.model_config
         stage, ranks = get_pp_group(), get_tp_group()
         first = next(iter(kv_caches.values()))
-        device = describe_device(current_platform, first.device.index)
-        layers = self._vllm_config.compilation_config.static_forward_context
-        view = view_caches(
-            kv_caches,
-            model_kv(model, spec),
-            rank_position(ranks.rank_in_group, ranks.world_size, device, first.device.index),
-            self._kv_cache_config.num_blocks,
-            page_format(device.kind, [layers[name] for name in kv_caches], first.shape[2]),
-        )
+        is_split = isinstance(first, tuple | list)  # vLLM-Ascend has K and V apart
+        index = (first[0] if is_split else first).device.index
+        device = describe_device(current_platform, index)
+        position = rank_position(ranks.rank_in_group, ranks.world_size, device, index)
+        num_blocks, kv = self._kv_cache_config.num_blocks, model_kv(model, spec)
+        if is_split:
+            check_ascend(self._vllm_config.additional_config, npu_formats(kv_caches))
+            heads_first = os.environ.get("VLLM_KV_CACHE_LAYOUT") in HEADS_FIRST
+            view = view_ascend_caches(kv_caches, kv, position, num_blocks, heads_first=heads_first)
+        else:
+            layers = self._vllm_config.compilation_config.static_forward_context
+            packing = page_format(device.kind, [layers[n] for n in kv_caches], first.shape[2])
+            view = view_caches(kv_caches, kv, position, num_blocks, packing)
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
         path = worker_sockets(self._vllm_config, type(self).__name__)[rank]
-        self._worker = WorkerSide(self._config, rank, path, view, device)
+        self._worker = WorkerSide(self._config, rank, path, view, device, self._worker_kind())
 
     @guarded(_nothing)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -202,7 +218,13 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """A layer that is pushed may leave now; one that no hook names, after the step."""
-        if self._worker is not None:
+        if self._worker is not None and layer_name:  # vLLM-Ascend has layers without a name
+            self._worker.layer_done(layer_name)
+
+    @guarded(_nothing)
+    def on_kv_cache_written(self, layer_name: str) -> None:
+        """vLLM-Ascend's: before that layer's attention. Those that name no layer say nothing."""
+        if self._worker is not None and layer_name:
             self._worker.layer_done(layer_name)
 
     @guarded(_nothing)
@@ -258,7 +280,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
                 side.close()
 
     @property
-    def _at_scheduler(self) -> SchedulerSide:
+    def _at_scheduler(self) -> SchedulerHooks:
         assert self._scheduler is not None, "vLLM calls a worker's connector as a scheduler's"
         return self._scheduler
 
@@ -283,3 +305,34 @@ class HalPushConnector(HalConnector):
     """P writes into D's blocks, layer by layer; see ``mooncake_kv.push_connector``."""
 
     connector_name = "MooncakeLayerwiseConnector"
+
+
+class HalPoolConnector(HalConnector):
+    """What stores have of a prompt is loaded, what is computed is saved; see ``mooncake_kv.pool``.
+
+    Of ``kv_role`` it asks for both. With a connector of the two above it goes into vLLM's
+    MultiConnector, after it.
+    """
+
+    connector_name = "MooncakeConnector"  # whose addresses and transports it has
+
+    @classmethod
+    def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:
+        return cls._read_pool(vllm_config).network
+
+    @classmethod
+    def _read_pool(cls, vllm_config: Any) -> KVPoolConfig:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        offset = vllm_config.parallel_config.data_parallel_rank
+        return read_pool_settings(extra, cls.connector_name, offset)
+
+    def _make_scheduler(self, instance: Instance, sockets: list[Path]) -> SchedulerHooks:
+        if self._vllm_config.kv_transfer_config.kv_load_failure_policy == "fail":
+            logger.warning(
+                "kv_load_failure_policy is fail: a prompt whose chunks a store gives up between "
+                "look-up and load is answered with an error; use recompute"
+            )
+        return PoolSchedulerSide(self._read_pool(self._vllm_config), instance, sockets)
+
+    def _worker_kind(self) -> WorkerKind:
+        return POOL_WORKER

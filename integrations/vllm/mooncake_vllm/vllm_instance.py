@@ -6,7 +6,7 @@ import hashlib
 import logging
 import platform
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,11 @@ from mooncake_vllm.vllm_worker_side import Device
 
 logger = logging.getLogger(__name__)
 
-KINDS = {"FullAttentionSpec": AttentionKind.GQA, "MLAAttentionSpec": AttentionKind.MLA}
+KINDS = {
+    "FullAttentionSpec": AttentionKind.GQA,
+    "MLAAttentionSpec": AttentionKind.MLA,
+    "AscendMLAAttentionSpec": AttentionKind.MLA,
+}
 """Kinds of KV cache that can be handed over, by the name of vLLM's class."""
 
 
@@ -152,6 +156,15 @@ def page_format(device_kind: str, layers: Iterable[Any], block_size: int) -> str
         return LINEAR
     packings = "+".join(sorted({str(getattr(layer, "isa", "unknown")) for layer in layers}))
     return f"vllm-cpu/{packings}/{block_size}"
+
+
+def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:
+    """How the NPU stores these; nothing where there is none."""
+    try:
+        import torch_npu
+    except ModuleNotFoundError:
+        return set()
+    return {torch_npu.get_npu_format(tensor) for layer in caches.values() for tensor in layer}
 
 
 class _Now:

@@ -9,17 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVShard, head_range
 from mooncake_hal.kv.layout import KVLayout
 from mooncake_hal.transport import MemoryRegion
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 
-TRANSPORTS = {"cpu": ("shm", "tcp", "rdma"), "cuda": ("cuda_ipc", "rdma", "staged")}
+TRANSPORTS = {
+    "cpu": ("shm", "tcp", "rdma"),
+    "cuda": ("cuda_ipc", "rdma", "staged"),
+    "npu": ("hccs", "rdma", "staged"),
+}
 """What moves a device's memory, best first."""
 
 LINEAR = "linear"
+Cache = TypeVar("Cache")
+"""A layer's: a tensor, or several."""
 
 
 class Storage(Protocol):
@@ -97,14 +103,14 @@ class CacheView:
     """What a rank's tensors turned out to be.
 
     Args:
-        geometry, shard, layout, region: as ``RankMemory`` takes them.
+        geometry, shard, layout, regions: as ``RankMemory`` takes them.
         blocks_per_page: blocks of the layout in one of the blocks that vLLM's scheduler counts.
     """
 
     geometry: KVGeometry
     shard: KVShard
     layout: KVLayout
-    region: MemoryRegion
+    regions: tuple[MemoryRegion, ...]
     blocks_per_page: int
 
 
@@ -128,10 +134,11 @@ def view_caches(
         UnsupportedByVllmConnector: the tensors are not such views, or of another shape than the
             model's KV.
     """
-    start, tensors = _row_of_layers(caches)
+    start, tensors = row_of_layers(caches)
+    _check_alike(tensors)
     first = tensors[0]
     blocks, heads, tokens, content = first.shape
-    shard = _shard(model, position, range(start, start + len(tensors)), heads)
+    shard = shard_of(model, position, range(start, start + len(tensors)), heads)
     size = first.element_size()
     by_block, by_head, by_token, by_element = (stride * size for stride in first.stride())
     if by_element != size or blocks % num_blocks:
@@ -160,7 +167,7 @@ def view_caches(
     )
     storage = first.untyped_storage()
     region = MemoryRegion(storage.data_ptr(), storage.nbytes(), position.device)
-    return CacheView(geometry, shard, layout, region, blocks // num_blocks)
+    return CacheView(geometry, shard, layout, (region,), blocks // num_blocks)
 
 
 def layer_index(name: str) -> int:
@@ -184,8 +191,12 @@ def expand_blocks(pages: Sequence[int], blocks_per_page: int) -> list[int]:
     return [page * blocks_per_page + part for page in pages for part in range(blocks_per_page)]
 
 
-def _row_of_layers(caches: Mapping[str, CacheTensor]) -> tuple[int, list[CacheTensor]]:
-    """The first layer's number, and the tensors in the order of their layers."""
+def row_of_layers(caches: Mapping[str, Cache]) -> tuple[int, list[Cache]]:
+    """The first layer's number, and the caches in the order of their layers.
+
+    Raises:
+        UnsupportedByVllmConnector: they are not those of a row of layers, one each.
+    """
     layers = {layer_index(name): tensor for name, tensor in caches.items()}
     order = sorted(layers)
     if not order or len(layers) != len(caches) or order != list(range(order[0], order[-1] + 1)):
@@ -193,9 +204,7 @@ def _row_of_layers(caches: Mapping[str, CacheTensor]) -> tuple[int, list[CacheTe
             f"the KV cache has layers {sorted(caches)}: wanted one for each of a row of layers; "
             "draft models and layers of several kinds can't be handed over yet"
         )
-    tensors = [layers[index] for index in order]
-    _check_alike(tensors)
-    return order[0], tensors
+    return order[0], [layers[index] for index in order]
 
 
 def _check_alike(tensors: Sequence[CacheTensor]) -> None:
@@ -212,7 +221,12 @@ def _check_alike(tensors: Sequence[CacheTensor]) -> None:
         )
 
 
-def _shard(model: ModelKV, position: RankPosition, layers: Sequence[int], heads: int) -> KVShard:
+def shard_of(model: ModelKV, position: RankPosition, layers: Sequence[int], heads: int) -> KVShard:
+    """The part of the model's KV that a rank with these layers and so many heads holds.
+
+    Raises:
+        UnsupportedByVllmConnector: the model has no such part.
+    """
     if layers[-1] >= model.layers:
         raise UnsupportedByVllmConnector(
             f"the KV cache has layer {layers[-1]} of a model of {model.layers}; the layers of "

@@ -13,7 +13,7 @@ OLDEST = (0, 30)
 NEWEST = (0, 33)
 """The last one that they were checked against, by ``tests/contract/vllm``."""
 MODULE = "mooncake_vllm.vllm_connectors"
-CONNECTORS = ("HalPullConnector", "HalPushConnector")
+CONNECTORS = ("HalPullConnector", "HalPushConnector", "HalPoolConnector")
 
 
 def register() -> None:

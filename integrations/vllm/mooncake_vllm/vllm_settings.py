@@ -17,9 +17,12 @@ from mooncake_hal.options import Option, add_to_parser, from_arguments, options_
 from mooncake_kv.addresses import settle_addresses
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
 
 VLLM_DECIDES = ("connector", "load_failure")
 """Fields that vLLM's own configuration has: ``kv_connector`` and ``kv_load_failure_policy``."""
+POOL = "pool"
+"""Key of the stores, for the pool's connector: what ``--kv-pool`` takes."""
 LAYOUT = "layout"
 """Key of the KV cache layout that vLLM is asked for."""
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -62,6 +65,24 @@ def read_settings(
     if config.port and port_offset:
         config = replace(config, port=config.port + port_offset)
     return settle_addresses(config)
+
+
+def read_pool_settings(
+    extra: Mapping[str, object], connector: str, port_offset: int = 0
+) -> KVPoolConfig:
+    """The pool, and its network. Arguments as ``read_settings`` takes them.
+
+    Raises:
+        KVConfigError: ``pool`` is missing or makes no sense, or another key.
+    """
+    pool = extra.get(POOL)
+    if not isinstance(pool, str):
+        raise KVConfigError(
+            f"kv_connector_extra_config: {POOL} is {pool!r}; wanted its stores in a string, such "
+            'as "dram=4GiB" or "connect=127.0.0.1:7701"'
+        )
+    others = {key: value for key, value in extra.items() if key != POOL}
+    return read_kv_pool(pool).with_network(read_settings(others, connector, port_offset))
 
 
 def wanted_layout(extra: Mapping[str, object]) -> str | None:

@@ -198,13 +198,14 @@ class WorkerSide:
         kind = kind or connector_worker(config.connector)
         self._reports = Reports()
         self._layer_done: LayerDone | None = None
+        self._layers_done: set[int] = set()
         self._loads = HeldLoads(lambda order: self._worker.receive(order), kind.load_of)
         self._link = WorkerLink(path)
         self._link.send(
             RankInfo(view.geometry, view.layout.block_size, view.blocks_per_page, device.hardware)
         )
         memory = RankMemory(
-            view.geometry, view.shard, view.layout, view.region, TRANSPORTS.get(device.kind, ())
+            view.geometry, view.shard, view.layout, view.regions, TRANSPORTS.get(device.kind, ())
         )
         try:
             self._worker = kind.make(
@@ -234,12 +235,17 @@ class WorkerSide:
 
     def begin_step(self, steps: Sequence[PushStep]) -> None:
         """A step is about to run these requests' tokens. The step's thread."""
+        self._layers_done.clear()
         self._layer_done = self._worker.begin_step(steps)
 
     def layer_done(self, layer_name: str) -> None:
         """The step's KV of that layer is written, or enqueued. The step's thread."""
-        if self._layer_done is not None:
-            self._layer_done(layer_index(layer_name))
+        if self._layer_done is None:
+            return
+        index = layer_index(layer_name)
+        if index not in self._layers_done:  # vLLM-Ascend has two hooks for it
+            self._layers_done.add(index)
+            self._layer_done(index)
 
     def end_step(self) -> None:
         """The step's kernels are all enqueued. The step's thread."""

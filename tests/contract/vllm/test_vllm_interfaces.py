@@ -123,7 +123,9 @@ def test_what_we_name_is_still_there() -> None:
     assert {*LEFT_ALONE} - members == set()
     assert {*LEFT_ALONE} & {*CONNECTOR} == set()
     ours = {name for name in CONNECTOR if not name.startswith("_")}
-    assert ours - members == set()
+    assert ours - members == {
+        "on_kv_cache_written"
+    }  # vLLM-Ascend's: see tests/contract/vllm_ascend
 
 
 @release

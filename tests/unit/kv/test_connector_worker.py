@@ -46,7 +46,7 @@ class Rank:
         self.context = RankContext(
             0,
             KVTransferConfig(transports=("tcp",)),
-            RankMemory(GEOMETRY, shard, layout.shifted(region.address), region, ()),
+            RankMemory(GEOMETRY, shard, layout.shifted(region.address), (region,), ()),
             registry,
             make_event=lambda: backend.runtime.event(0),
             bind_thread=lambda: backend.runtime.bind_thread(0),

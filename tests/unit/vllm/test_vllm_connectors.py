@@ -155,6 +155,15 @@ def test_every_figure_of_the_connectors_is_published(connectors: ModuleType) -> 
         assert names <= known
 
 
+def test_every_figure_of_the_pool_that_is_named_is_published(connectors: ModuleType) -> None:
+    from mooncake_kv.pool.pool_events import PoolStats
+    from mooncake_vllm.vllm_pool_side import FIGURES
+
+    stats = importlib.import_module("mooncake_vllm.transfer_stats")
+    assert {f"pool_{name}" for name in FIGURES} <= {*stats.COUNTERS}
+    assert {*FIGURES} <= {*PoolStats.__dataclass_fields__}
+
+
 def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
     seen: list[tuple[str, str, float]] = []
 

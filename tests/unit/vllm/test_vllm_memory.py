@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -10,10 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.vllm_caches import ORDERS, Caches, ModelKV, make_caches
+from support.vllm_caches import (
+    ORDERS,
+    Caches,
+    ModelKV,
+    copy_prompt,
+    make_caches,
+    whole_prompt,
+)
 
 from mooncake_hal.kv.geometry import AttentionKind, KVShard
-from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
+from mooncake_hal.kv.transfer_plan import BlockTransfer
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.vllm_memory import RankPosition, expand_blocks, layer_index, view_caches
 
@@ -23,32 +29,12 @@ SOURCE_BLOCKS, TARGET_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
 NUM_TOKENS = 14
 
 
-def place(caches: Caches) -> KVShardSpec:
-    return KVShardSpec(caches.view.shard, caches.view.layout)
-
-
 def pull(targets: list[Caches], sources: list[Caches], tokens: tuple[int, int]) -> None:
-    """Every target reads what it needs of the sources, by plan and plain copies."""
-    for target in targets:
-        plans = plan_transfer(
-            target.view.geometry,
-            place(target),
-            [place(source) for source in sources],
-            BlockTransfer(TARGET_BLOCKS, SOURCE_BLOCKS, tokens),
-        )
-        for plan in plans:
-            columns = (plan.spans.local, plan.spans.remote, plan.spans.nbytes)
-            for local, remote, nbytes in zip(*(c.tolist() for c in columns), strict=True):
-                ctypes.memmove(local, remote, nbytes)
+    copy_prompt(targets, sources, BlockTransfer(TARGET_BLOCKS, SOURCE_BLOCKS, tokens))
 
 
 def whole(ranks: list[Caches], blocks: list[int]) -> Any:
-    """The KV of a prompt, from all ranks: ``[layers, heads, tokens, content]``."""
-    size = ranks[0].view.layout.block_size
-    heads = [rank.stacked()[:, blocks] for rank in ranks]  # [layers, blocks, heads, tokens, c]
-    joined = np.concatenate(heads, axis=2).swapaxes(1, 2)
-    layers, num_heads, num_blocks, _, content = joined.shape
-    return joined.reshape(layers, num_heads, num_blocks * size, content)
+    return whole_prompt(ranks, blocks)
 
 
 def side(model: ModelKV, order: str, tp_size: int, seed: int) -> list[Caches]:

@@ -1,0 +1,126 @@
+"""What vLLM-Ascend's releases look like to our connector: facts read from their sources, not code.
+
+    python ci/vllm_ascend_interfaces.py            # write tests/contract/vllm_ascend/*.json anew
+    python ci/vllm_ascend_interfaces.py --check    # exit 1 where a release differs from its file
+
+Beside ``ci/vllm_interfaces.py``, which has vLLM itself: vLLM-Ascend calls the same hooks from
+attention layers of its own, one more, and has other tensors. No NPU and no torch-npu is needed.
+
+Exit 77: "skipped: ..." and why a source distribution can't be had here.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm_environment import ROOT, SKIPPED, Skip
+from vllm_interfaces import SOURCES, download, unpack
+
+VERSIONS = ("0.30.0rc2",)
+CONTRACTS = ROOT / "tests" / "contract" / "vllm_ascend"
+HOOKS = ("wait_for_layer_load", "save_kv_layer", "on_kv_cache_written")
+"""That it calls from its attention layers, in ``attention/utils.py``."""
+
+
+def main(arguments: list[str]) -> int:
+    """Write the files, or compare them."""
+    differing = []
+    try:
+        for version in VERSIONS:
+            text = json.dumps(describe(fetch(version)), indent=1, sort_keys=True) + "\n"
+            path = CONTRACTS / f"{version}.json"
+            if "--check" not in arguments:
+                path.write_text(text)
+            elif not path.exists() or path.read_text() != text:
+                differing.append(version)
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    for version in differing:
+        print(f"vLLM-Ascend {version} is not what tests/contract/vllm_ascend/{version}.json says")
+    return int(bool(differing))
+
+
+def fetch(version: str) -> Path:
+    """The folder of a release's package, from its source distribution."""
+    package = SOURCES / f"vllm_ascend-{version}" / "vllm_ascend"
+    if not package.exists():
+        archive = SOURCES / f"vllm_ascend-{version}.tar.gz"
+        if not archive.exists():
+            download(
+                "vllm-ascend",
+                version,
+                SOC_VERSION="ascend910b1",
+                SETUPTOOLS_SCM_PRETEND_VERSION=version,
+            )
+        unpack(archive)
+    return package
+
+
+def describe(package: Path) -> dict[str, Any]:
+    """All that is to be known of a release."""
+    runner = (package / "worker" / "model_runner_v1.py").read_text()
+    return {
+        "calls": hook_calls(ast.parse((package / "attention" / "utils.py").read_text())),
+        "shapes": {
+            name: shapes(ast.parse((package / "attention" / f"{name}.py").read_text()))
+            for name in ("attention_v1", "mla_v1")
+        },
+        "splits_keys_from_values": "(kv_cache[0], kv_cache[1])" in runner,
+        "bases": bases(package / "core" / "kv_cache_interface.py", "AscendMLAAttentionSpec"),
+        "constants": {
+            "ACL_FORMAT_FRACTAL_NZ": constant(package / "utils.py", "ACL_FORMAT_FRACTAL_NZ"),
+            "device_type": constant(package / "platform.py", "device_type"),
+        },
+        "has_enable_kv_nz": "enable_kv_nz" in (package / "ascend_config.py").read_text(),
+    }
+
+
+def hook_calls(tree: ast.Module) -> dict[str, list[int]]:
+    """How many arguments each hook is called with."""
+    found: dict[str, set[int]] = {name: set() for name in HOOKS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            name = node.func.id if isinstance(node.func, ast.Name) else name
+            if name in found:
+                found[name].add(len(node.args))
+    return {name: sorted(counts) for name, counts in found.items()}
+
+
+def shapes(tree: ast.Module) -> list[str]:
+    """What ``get_kv_cache_shape`` returns, and on what condition."""
+    [function] = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "get_kv_cache_shape"
+    ]
+    return [ast.unparse(each) for each in function.body if not isinstance(each, ast.Expr)]
+
+
+def bases(path: Path, name: str) -> list[str]:
+    """Of a class."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return [ast.unparse(base) for base in node.bases]
+    return []
+
+
+def constant(path: Path, name: str) -> Any:
+    """The value that a module or one of its classes gives a name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+        if any(isinstance(each, ast.Name) and each.id == name for each in targets):
+            value = node.value  # type: ignore[attr-defined]  # an assignment
+            if isinstance(value, ast.Constant):
+                return value.value
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""What vLLM-Ascend's KV cache tensors say of a rank's memory: a tuple per layer, by strides.
+
+vLLM-Ascend hands over K and V, or latent and rope, as tensors of their own: ``[blocks, tokens,
+heads, dim]``, or heads before tokens where ``VLLM_KV_CACHE_LAYOUT`` is LBHNC. They may lie in
+allocations of their own or share one. Facts of 0.30: ``tests/contract/vllm_ascend``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mooncake_hal.kv.geometry import KVGeometry
+from mooncake_hal.kv.layout import KVLayout
+from mooncake_hal.transport import MemoryRegion
+from mooncake_vllm.errors import UnsupportedByVllmConnector
+from mooncake_vllm.vllm_memory import (
+    CacheTensor,
+    CacheView,
+    ModelKV,
+    RankPosition,
+    row_of_layers,
+    shard_of,
+)
+
+HEADS_FIRST = ("LBHNC", "HND")
+"""Values of ``VLLM_KV_CACHE_LAYOUT`` with which heads come before tokens."""
+NZ_FORMAT = 29
+"""ACL_FORMAT_FRACTAL_NZ: tiles of 16 by 16 elements."""
+
+
+def view_ascend_caches(
+    caches: Mapping[str, Sequence[CacheTensor]],
+    model: ModelKV,
+    position: RankPosition,
+    num_blocks: int,
+    *,
+    heads_first: bool = False,
+) -> CacheView:
+    """Describe a rank's memory.
+
+    Args:
+        caches: the tensors of each layer that the rank holds, by the layer's name.
+        model: what a token's KV is.
+        position: of the rank.
+        num_blocks: that vLLM's scheduler counts.
+        heads_first: which axis comes second.
+
+    Raises:
+        UnsupportedByVllmConnector: the tensors are others than the model's K and V.
+    """
+    start, layers = row_of_layers(caches)
+    first = layers[0]
+    kinds = {tuple((tuple(t.shape), tuple(t.stride())) for t in layer) for layer in layers}
+    if len(kinds) > 1:
+        raise UnsupportedByVllmConnector(
+            f"the layers' KV caches have shapes and strides {sorted(kinds)}; wanted the same for "
+            "all: hybrid models can't be handed over yet"
+        )
+    _check_planes(first, model, num_blocks)
+    token_axis, head_axis = (2, 1) if heads_first else (1, 2)
+    blocks, tokens, heads = first[0].shape[0], first[0].shape[token_axis], first[0].shape[head_axis]
+    shard = shard_of(model, position, range(start, start + len(layers)), heads)
+    size = first[0].element_size()
+    strides = [[stride * size for stride in plane.stride()] for plane in first]
+    layout = KVLayout(
+        "strided",
+        blocks,
+        tokens,
+        tuple(tuple(layer[p].data_ptr() for layer in layers) for p in range(len(first))),
+        tuple(plane[0] for plane in strides),
+        tuple(plane[head_axis] for plane in strides),
+        tuple(plane[token_axis] for plane in strides),
+    )
+    geometry = KVGeometry(
+        model.kind, model.layers, model.kv_heads, model.plane_dims, model.dtype, size
+    )
+    regions = _regions((tensor for layer in layers for tensor in layer), position.device)
+    return CacheView(geometry, shard, layout, regions, blocks // num_blocks)
+
+
+def _check_planes(planes: Sequence[CacheTensor], model: ModelKV, num_blocks: int) -> None:
+    """One tensor for each of the model's planes, linear, of as many blocks."""
+    shapes = [tuple(plane.shape) for plane in planes]
+    if [shape[-1] for shape in shapes] != [*model.plane_dims] or {len(s) for s in shapes} != {4}:
+        raise UnsupportedByVllmConnector(
+            f"a layer's KV cache has tensors {shapes}, the model's planes are {model.plane_dims}: "
+            "sparse attention's indexers, packed and quantised caches can't be handed over yet"
+        )
+    is_linear = all(plane.stride()[-1] == 1 for plane in planes)
+    if len({shape[:3] for shape in shapes}) > 1 or shapes[0][0] % num_blocks or not is_linear:
+        raise UnsupportedByVllmConnector(
+            f"a layer's KV cache of shapes {shapes} and strides "
+            f"{[tuple(plane.stride()) for plane in planes]} for {num_blocks} blocks is not "
+            "[blocks, tokens, heads, dim] with the elements of a head in a row"
+        )
+
+
+def _regions(tensors: Iterable[CacheTensor], device: str) -> tuple[MemoryRegion, ...]:
+    """The allocations that the tensors lie in, those that touch as one."""
+    storages = {
+        (storage.data_ptr(), storage.nbytes())
+        for storage in (tensor.untyped_storage() for tensor in tensors)
+    }
+    merged: list[tuple[int, int]] = []
+    for address, nbytes in sorted(storages):
+        if merged and merged[-1][1] == address:
+            merged[-1] = merged[-1][0], address + nbytes
+        else:
+            merged.append((address, address + nbytes))
+    return tuple(MemoryRegion(begin, end - begin, device) for begin, end in merged)
+
+
+def check_ascend(additional_config: object, formats: Iterable[int]) -> None:
+    """Refuse what stores KV in tiles.
+
+    Args:
+        additional_config: of vLLM's configuration.
+        formats: of the tensors, as ``torch_npu.get_npu_format`` names them.
+
+    Raises:
+        UnsupportedByVllmConnector: names it.
+    """
+    settings = additional_config if isinstance(additional_config, Mapping) else {}
+    if settings.get("enable_kv_nz"):
+        raise UnsupportedByVllmConnector(
+            "enable_kv_nz: a decode instance's latents are in tiles, a prefill instance's never "
+            "are; leave it off"
+        )
+    if NZ_FORMAT in formats:
+        raise UnsupportedByVllmConnector(
+            "the KV cache is in the format FRACTAL_NZ, whose tiles can't be handed over yet"
+        )

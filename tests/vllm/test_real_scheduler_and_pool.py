@@ -1,0 +1,146 @@
+"""vLLM's real Scheduler and AsyncScheduler over the pool's connector, in random orders of events.
+
+Two instances share one store, which is small enough to push chunks out. Whatever comes in whatever
+order: no step reads KV of other tokens, every request ends, and every block is free in the end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from support.vllm_caches import make_caches
+from support.vllm_scheduler import (
+    BLOCK_SIZE,
+    KV,
+    VllmInstance,
+    answer_to,
+    engine_config,
+    settle,
+    vllm_instance,
+)
+
+from mooncake_hal.negotiation import Transports
+from mooncake_hal.registry import Registry
+from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.store.chunk_layout import chunk_bytes
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.store_service import StoreAddress, StoreService
+
+NUM_EXAMPLES = int(os.environ.get("VLLM_EXAMPLES", "15"))
+NUM_BLOCKS = 24
+CHUNK = 2 * BLOCK_SIZE
+STEM = [*range(7, 31)]
+PROMPTS = [STEM[:5], STEM[:8], STEM[:9], STEM, [*STEM, *range(50, 60)], [*range(60, 90)]]
+MANY, FEW = 64, 4
+"""Chunks that the store has room for."""
+
+place = st.sampled_from([0, 1])
+EVENTS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, len(PROMPTS) - 1), place),
+    st.tuples(st.just("ask"), st.integers(0, len(PROMPTS) - 1), place),
+    st.tuples(st.just("steps"), st.integers(1, 8), place),
+    st.tuples(st.just("steps"), st.integers(1, 8), place),
+    st.tuples(st.just("abort"), st.integers(0, 20), place),
+    st.tuples(st.just("settle"), st.just(0), place),
+    st.tuples(st.just("forget"), st.just(0), place),
+)
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[StoreService]:
+    """One in this process, which listens."""
+    geometry = make_caches(KV, "LBHNC", 2, BLOCK_SIZE).view.geometry
+    nbytes = max(4096, chunk_bytes(geometry, CHUNK)) * request.param
+    node = NodeStore(NodeStoreConfig(nbytes, quarantine_s=0.2))
+    transports = Transports.open(
+        Registry.discover(), EndpointOptions(), wanted="tcp", allowed=["tcp"]
+    )
+    service = StoreService.start(node, transports, StoreAddress("127.0.0.1", 0))
+    yield service
+    service.close()
+    transports.close()
+    node.close()
+
+
+class Pair:
+    """Two instances, and what they have been asked."""
+
+    def __init__(self, instances: tuple[VllmInstance, VllmInstance]) -> None:
+        self.instances = instances
+        self.asked: list[tuple[int, str, list[int]]] = []
+
+    def do(self, what: str, number: int, at: int) -> None:
+        instance = self.instances[at]
+        if what == "ask":
+            name = f"r{len(self.asked)}"
+            self.asked.append((at, name, answer_to(PROMPTS[number], 9)))
+            instance.submit(name, PROMPTS[number], 9)
+        elif what == "steps":
+            for _ in range(number):
+                instance.step()
+        elif what == "abort":
+            mine = [name for where, name, _ in self.asked if where == at]
+            if mine:
+                instance.abort(mine[number % len(mine)])
+        elif what == "settle":
+            settle([instance], 30)
+        else:  # vLLM's own cache: only the pool still has it
+            settle([instance], 30)
+            assert instance.scheduler.reset_prefix_cache()
+
+    def check(self) -> None:
+        settle(self.instances, 30)
+        for at, name, wanted in self.asked:
+            answer = self.instances[at].answers[name]
+            assert answer.finish in ("length", "abort"), name
+            assert answer.tokens == wanted[: len(answer.tokens)], name
+            assert answer.finish == "abort" or len(answer.tokens) == len(wanted), name
+        for each in self.instances:
+            assert each.num_free == NUM_BLOCKS - 1
+            assert each.figures()["hook_errors"] == each.figures()["leases_held"] == 0
+            assert each.leftovers() == []
+
+
+def pooled(store: StoreService, *, is_async: bool) -> object:
+    """An instance that uses that store."""
+    pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
+    config = engine_config("kv_both", "HalPoolConnector", "recompute", is_async=is_async, pool=pool)
+    return vllm_instance(config, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_one_instance_loads_what_another_has_computed(store: StoreService, is_async: bool) -> None:
+    with pooled(store, is_async=is_async) as first, pooled(store, is_async=is_async) as second:
+        pair = Pair((first, second))
+        pair.do("ask", 4, 0)
+        pair.do("settle", 0, 0)
+        saved = first.figures()["pool_num_saved_chunks"]
+        assert saved == (len(PROMPTS[4]) + 8) // CHUNK
+        pair.do("ask", 4, 1)
+        pair.check()
+        assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
+        assert second.figures()["pool_num_failed_loads"] == 0
+
+
+@pytest.mark.parametrize("store", [MANY, FEW], indirect=True, ids=["roomy", "tight"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_any_order_of_events(store: StoreService, is_async: bool) -> None:
+    @given(st.lists(EVENTS, min_size=4, max_size=30))
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        derandomize="VLLM_EXAMPLES" not in os.environ,
+        suppress_health_check=list(HealthCheck),
+    )
+    def run(events: list[tuple[str, int, int]]) -> None:
+        with pooled(store, is_async=is_async) as first, pooled(store, is_async=is_async) as second:
+            pair = Pair((first, second))
+            for event in events:
+                pair.do(*event)
+            pair.check()
+
+    run()
