@@ -300,7 +300,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _up(args: argparse.Namespace) -> int:
     from mooncake_engine.process.local_deployment import LocalDeployment, up
 
-    engine_config(args, None)  # refuse what every instance would refuse
+    config = engine_config(args, None)  # refuse what every instance would refuse
     options = from_arguments(ServerOptions, args)
     deployment = LocalDeployment(
         host=args.host,
@@ -317,6 +317,7 @@ def _up(args: argparse.Namespace) -> int:
         otlp_endpoint=args.otlp_endpoint,
         shutdown_timeout_s=options.shutdown_timeout_s,
         max_restarts=args.max_restarts,
+        kv_pool=config.kv_pool,
     )
     with queued_stderr():
         up(deployment)

@@ -250,7 +250,7 @@ class EngineCore:
             kv_byte_seconds=dict(self._kv_residency.byte_seconds),
             speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
-            kv_pool=None if pool is None else pool.stats,
+            kv_pool=None if pool is None else pool.stats.snapshot(),
         )
 
     def pairing(self) -> CompatibilityReport | None:

@@ -22,6 +22,7 @@ from mooncake_engine.messages import EngineRequest, FinishReason, TokenLogprobs,
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.params import KVTransferDict
+from mooncake_kv.pool.pool_config import read_kv_pool
 
 VOCAB_SIZE = 258
 DEFAULT_BLOCKS = 128
@@ -96,7 +97,10 @@ def make_config(model: Path, role: Role = Role.BOTH, **options: Any) -> EngineCo
     kv_options = {name: options.pop(name) for name in list(options) if name in names}
     kv_options = {"transports": ("shm",), "lease_s": 2.0, "transfer_timeout_s": 10.0, **kv_options}
     options = {"num_kv_blocks": DEFAULT_BLOCKS, "backend": "cpu", "threads": 1, **options}
-    kv = None if role is Role.BOTH else KVTransferConfig(**kv_options)
+    network = KVTransferConfig(**kv_options)
+    if isinstance(pool := options.get("kv_pool"), str):
+        options["kv_pool"] = read_kv_pool(pool).with_network(network)
+    kv = None if role is Role.BOTH else network
     return EngineConfig(model, role=role, kv_transfer=kv, **options)
 
 

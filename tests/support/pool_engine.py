@@ -15,6 +15,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import EngineCore
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.pool.pool_config import read_kv_pool
 
 CHUNK = 32
@@ -25,10 +26,18 @@ Tokens = tuple[int, ...]
 
 
 @contextmanager
-def engine(model: Path, pool: str | None = POOL, **options: Any) -> Iterator[EngineCore]:
+def engine(
+    model: Path,
+    pool: str | None = POOL,
+    network: KVTransferConfig | None = None,
+    **options: Any,
+) -> Iterator[EngineCore]:
     """An engine in this process; ``options`` are fields of ``EngineConfig``."""
     options = {"dtype": "float32", "threads": 1, "num_kv_blocks": 64, **options}
-    config = EngineConfig(model, kv_pool=None if pool is None else read_kv_pool(pool), **options)
+    kv_pool = (
+        None if pool is None else read_kv_pool(pool).with_network(network or KVTransferConfig())
+    )
+    config = EngineConfig(model, kv_pool=kv_pool, **options)
     core = build_engine(config).core
     try:
         yield core

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from mooncake_engine.process.child_processes import Child, ChildProcesses, StopS
 from mooncake_engine.server.api_server import bind
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.pool.pool_config import KVPoolConfig
 
 _LAST_WORDS_S = 10.0
 """Time that a child gets to shut down, beside the time for running requests."""
@@ -48,6 +50,7 @@ class LocalDeployment:
         num_prefill, num_decode: instances.
         engine_argv: options of ``mooncake-engine serve``, the same for every instance.
         prefill_argv, decode_argv: more of them for the instances of one role, which come after.
+        kv_pool: KVCache pool of all instances; its memory is that of one store for all of them.
         transports: names for KV transfer, in order of preference.
         connector: how KV moves; the proxy's flow follows from it.
         log_dir: where logs go; None for standard error.
@@ -72,6 +75,7 @@ class LocalDeployment:
     max_restarts: int = 0
     prefill_argv: tuple[str, ...] = ()
     decode_argv: tuple[str, ...] = ()
+    kv_pool: KVPoolConfig | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
@@ -109,9 +113,10 @@ async def _up(deployment: LocalDeployment) -> None:
 async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_file: Path) -> None:
     """Start everything, send the prompt, then wait for ever."""
     pools: dict[str, list[Child]] = {"prefill": [], "decode": []}
+    pool_argv = await _start_store(deployment.kv_pool, children, secret_file)
     for role, count in (("prefill", deployment.num_prefill), ("decode", deployment.num_decode)):
         for index in range(count):
-            argv = _instance_argv(deployment, role, secret_file)
+            argv = _instance_argv(deployment, role, secret_file, pool_argv)
             pools[role].append(await children.start(f"{role}-{index}", argv))
     urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
     proxy = await children.start("proxy", _proxy_argv(deployment, urls))
@@ -143,13 +148,44 @@ def _write_secret(directory: Path) -> Path:
     return path
 
 
-def _instance_argv(deployment: LocalDeployment, role: str, secret_file: Path) -> list[str]:
+def _instance_argv(
+    deployment: LocalDeployment, role: str, secret_file: Path, pool_argv: Sequence[str]
+) -> list[str]:
     argv = [sys.executable, "-m", "mooncake_engine.cli", "serve", "--role", role, "--port", "0"]
     argv += ["--kv-secret-file", str(secret_file), *deployment.engine_argv]
     argv += ["--kv-connector", deployment.connector]
     for name in deployment.transports:
         argv += ["--transport", name]
+    argv += pool_argv
     return [*argv, *(deployment.prefill_argv if role == "prefill" else deployment.decode_argv)]
+
+
+async def _start_store(
+    pool: KVPoolConfig | None, children: ChildProcesses, secret_file: Path
+) -> list[str]:
+    """One node store for all instances, where they were to have one; what connects them to it.
+
+    What decode instances save is what prefill instances load: a store in each would know nothing
+    of the others'.
+    """
+    if pool is None:
+        return []
+    connect = [f"connect={host}:{port}" for host, port in pool.connect]
+    if pool.dram_bytes:
+        port = pool.port or _free_port()
+        argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]
+        argv += ["--port", str(port), "--kv-secret-file", str(secret_file)]
+        for directory, nbytes in pool.ssd:
+            argv += ["--ssd", f"{directory}:{nbytes}"]
+        await children.start("kv-store", argv)
+        connect.insert(0, f"connect=127.0.0.1:{port}")
+    return ["--kv-pool", ",".join([*connect, f"chunk={pool.chunk_tokens}"])]
+
+
+def _free_port() -> int:
+    with bind("127.0.0.1", 0) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from prometheus_client.metrics_core import (
 from mooncake_engine.messages import FinishReason, RequestClass, SpeculationStats, StepSizes
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
+from mooncake_kv.pool.pool_events import PoolStats
 
 _LABELS = ("model_name", "engine")
 _FIRST_TOKEN_S = (
@@ -42,7 +44,7 @@ _WHOLE_REQUEST_S = (
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 _ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
-_LEVELS = frozenset({"leases_held", "reservations"})
+_LEVELS = frozenset({"leases_held", "reservations", "loads_under_way", "saves_under_way"})
 """Of a connector's figures those that fall again; the others count."""
 _HISTOGRAMS = {
     "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
@@ -272,6 +274,8 @@ class _EngineCollector:
             safe = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             family = gauge if safe in _LEVELS else counter
             yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
+        if stats.kv_pool is not None:
+            yield from self._kv_pool(stats.kv_pool)
 
     def _waiting(self, **counts: int) -> Metric:
         family = GaugeMetricFamily(
@@ -318,6 +322,22 @@ class _EngineCollector:
         for position, count in enumerate(stats.accepted_at):
             by_position.add_metric((*self._label_values, str(position)), count)
         yield by_position
+
+    def _kv_pool(self, stats: PoolStats) -> Iterator[Metric]:
+        """One metric per field; by tier or reason where it is counted so."""
+        for field in dataclasses.fields(stats):
+            name, value = f"mooncake:kv_pool_{field.name}", getattr(stats, field.name)
+            words = f"KVCache pool: {field.name.replace('_', ' ')}."
+            if isinstance(value, dict):
+                counts = CounterMetricFamily(name, words, labels=(*_LABELS, "kind"))
+                for kind, count in sorted(value.items()):
+                    counts.add_metric((*self._label_values, kind), count)
+                yield counts
+            else:
+                family = self._gauge if field.name in _LEVELS else self._counter
+                yield family(name, words, value)
+        words = "Share of loading that computing hid, of what it could hide, 0 to 1."
+        yield self._gauge("mooncake:kv_pool_overlap_ratio", words, stats.overlap_ratio)
 
     def _gauge(self, name: str, words: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, words, labels=_LABELS)

@@ -1,8 +1,8 @@
 """Costs in seconds, learnt from what things took: linear models that forget.
 
 Each sample is (features, seconds). Its weight halves with time, so that what a link or a model cost
-under last minute's load fades; prior samples don't fade, so that without news an estimate returns
-to the prior and what had looked too slow is tried again. Pure: the clock is an argument.
+under last minute's load fades; when hardly any is left the prior counts again, so that what had
+looked too slow is tried again. Pure: the clock is an argument.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 
 HALF_LIFE_S = 60.0
+LEAST_WEIGHT = 0.05
+"""Of all samples together: below this they are forgotten."""
 
 
 class FadingLeastSquares:
     """``seconds = weights . features``, none of the weights negative.
 
     Args:
-        prior: samples that are believed until there are others: features and seconds.
-        prior_weight: how many real samples each of them counts as.
+        prior: samples that are believed while there are no others: features and seconds.
         half_life_s: after so long a sample counts half.
     """
 
@@ -27,29 +28,30 @@ class FadingLeastSquares:
         self,
         prior: Sequence[tuple[Sequence[float], float]],
         *,
-        prior_weight: float = 0.01,
         half_life_s: float = HALF_LIFE_S,
     ) -> None:
         width = len(prior[0][0])
         self._prior = (np.zeros((width, width)), np.zeros(width))
         self._learnt = (np.zeros((width, width)), np.zeros(width))
+        self._weight = 0.0
         self._half_life_s = half_life_s
         self._newest: float | None = None
         self._weights: np.ndarray | None = None
         for features, seconds in prior:
-            self._add(self._prior, features, seconds, prior_weight)
+            self._add(self._prior, features, seconds)
 
     @property
     def has_learnt(self) -> bool:
-        """Whether there was any sample but the prior's."""
-        return self._newest is not None
+        """Whether there are samples but the prior's."""
+        return self._weight >= LEAST_WEIGHT
 
     def learn(self, features: Sequence[float], seconds: float, now: float) -> None:
         """Take in a sample. Large and small ones count alike: their relative error does."""
         if self._newest is not None:
             self._fade(now)
         self._newest = now
-        self._add(self._learnt, features, seconds, 1.0)
+        self._weight += 1.0
+        self._add(self._learnt, features, seconds)
         self._weights = None
 
     def estimate(self, features: Sequence[float], now: float) -> float:
@@ -65,25 +67,22 @@ class FadingLeastSquares:
     def _fade(self, now: float) -> None:
         assert self._newest is not None, "what was never learnt does not fade"
         factor = 0.5 ** (max(now - self._newest, 0.0) / self._half_life_s)
+        self._weight *= factor
         for array in self._learnt:
             array *= factor
 
     @staticmethod
     def _add(
-        sums: tuple[np.ndarray, np.ndarray],
-        features: Sequence[float],
-        seconds: float,
-        weight: float,
+        sums: tuple[np.ndarray, np.ndarray], features: Sequence[float], seconds: float
     ) -> None:
         row = np.asarray(features, np.float64)
-        weight /= max(seconds, 1e-6) ** 2  # so that residuals are relative
+        weight = max(seconds, 1e-6) ** -2  # so that residuals are relative
         sums[0][...] += weight * np.outer(row, row)
         sums[1][...] += weight * seconds * row
 
     def _solve(self) -> np.ndarray:
         """Least squares over the features whose weights come out positive."""
-        matrix = self._prior[0] + self._learnt[0]
-        vector = self._prior[1] + self._learnt[1]
+        matrix, vector = self._learnt if self.has_learnt else self._prior
         weights = np.zeros(len(vector))
         active = np.arange(len(vector))
         while len(active):

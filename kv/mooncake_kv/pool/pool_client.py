@@ -280,13 +280,14 @@ class PoolClient:
         for position in range(load.first_chunk, len(load.keys)):
             wanted.setdefault(load.sources[position].store, []).append(position)
         lease_s = load.timeout_s + LEASE_MARGIN_S
-        asked = [
+        asked: list[tuple[int, list[int], Future[list[ReadHandle | None]]]] = [
             (number, at, self._stores.all[number].pin([load.keys[p] for p in at], lease_s=lease_s))
             for number, at in wanted.items()
         ]
         handles: dict[int, tuple[int, ReadHandle]] = {}
         for number, positions, future in asked:
-            for position, handle in zip(positions, await asyncio.wrap_future(future), strict=True):
+            granted: list[ReadHandle | None] = await asyncio.wrap_future(future)
+            for position, handle in zip(positions, granted, strict=True):
                 if handle is not None:
                     handles[position] = (number, handle)
         pinned = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mooncake_kv.store.chunk_store import Tier
@@ -174,6 +174,14 @@ class PoolStats:
     num_save_refusals: dict[str, int] = field(default_factory=dict)
     loads_under_way: int = 0
     saves_under_way: int = 0
+
+    def snapshot(self) -> PoolStats:
+        """A copy that counts no more. Any thread."""
+        return replace(
+            self,
+            num_found_chunks=dict(self.num_found_chunks),
+            num_save_refusals=dict(self.num_save_refusals),
+        )
 
     @property
     def overlap_ratio(self) -> float:

@@ -10,6 +10,7 @@ from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.store.chunk_store import ChunkStore
 from mooncake_kv.store.node_store import NodeStore
@@ -71,7 +72,7 @@ class PoolStores:
         secret = network.secret.encode()
         store = NodeStore(config.store_config())
         undo.callback(store.close)
-        forced = network.transports
+        forced = host_transports(network.transports)
         try:
             transports = Transports.open(
                 registry,

@@ -18,8 +18,9 @@ from mooncake_hal.errors import HalError, TransferCancelled, TransferError, Tran
 from mooncake_hal.kv.geometry import KVShard
 from mooncake_hal.kv.transfer_plan import KVShardSpec
 from mooncake_hal.transport import Transfer
-from mooncake_kv.connector_worker import LayerDone, RankContext, RankTransports
+from mooncake_kv.connector_worker import LayerDone, RankContext
 from mooncake_kv.errors import ConnectorDead, Fatal
+from mooncake_kv.pool.device_staging import connect_memory
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
     ChunkRun,
@@ -71,7 +72,7 @@ class PoolWorker:
         self._context = context
         memory = context.memory
         self._local = KVShardSpec(memory.shard, memory.layout)
-        self._transports = RankTransports(context.config, memory, context.registry)
+        self._transports = connect_memory(context)
         self._stores: dict[str, _Store] = {}
         self._loads: dict[str, _RunningLoad] = {}
         self._lock = threading.Lock()

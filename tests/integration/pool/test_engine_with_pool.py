@@ -8,6 +8,8 @@ from support.pool_engine import CHUNK, POOL, ask, engine, forget, two_turns
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("always_loads")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

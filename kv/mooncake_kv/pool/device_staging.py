@@ -1,0 +1,260 @@
+"""A device's KV on its way to and from a store: through pinned memory of its host.
+
+Stores are host memory, which transports reach. A device's memory they may not reach: its backend's
+host copies pack what leaves it into pinned memory, and unpack what comes. Two slots take turns, so
+that one part is unpacked while the next is on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from queue import Queue
+
+from mooncake_hal.errors import (
+    BackendUnavailable,
+    DeviceError,
+    OutOfMemory,
+    TransferCancelled,
+    TransferTimeout,
+)
+from mooncake_hal.host_copies import HostCopier, HostCopies
+from mooncake_hal.transport import MemoryRegion, Peer, Spans, Transfer, TransferState
+from mooncake_hal.transports.spans import split_spans
+from mooncake_hal.transports.staging import packed_addresses
+from mooncake_kv.connector_worker import RankContext, RankTransports
+from mooncake_kv.errors import KVConfigError
+
+logger = logging.getLogger(__name__)
+
+SLOT_BYTES = 4 << 20
+SLOTS = 2
+MAX_MOVES = 5
+"""At a time: the loads of a rank, and a save."""
+_ALIGNMENT = 4096
+"""By so much ``split_spans`` may exceed an even share."""
+
+HOST_TRANSPORTS = ("shm", "rdma", "tcp")
+"""What reaches the host's memory, best first."""
+
+_OF_DEVICES = ("staged", "cuda_ipc", "hccs")
+
+
+def host_transports(names: Sequence[str]) -> tuple[str, ...]:
+    """Of the transports that KV was asked to move by, those that reach a store: the others carry
+    memory of devices."""
+    return tuple(name for name in names if name not in _OF_DEVICES)
+
+
+def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
+    """A rank's way to stores: from its KV memory, or through pinned memory of its host.
+
+    Raises:
+        KVConfigError: there is none.
+    """
+    device = context.memory.region.device
+    try:
+        if device != "cpu":
+            return DeviceMemory(context, context.registry.host_copies(device))
+    except (DeviceError, OutOfMemory) as exc:
+        raise KVConfigError(f"--kv-pool: KV on {device} can't be moved: {exc}") from exc
+    except BackendUnavailable as exc:
+        logger.warning("--kv-pool: transports have to reach %s themselves: %s", device, exc)
+        return RankTransports(context.config, context.memory, context.registry)
+    config = replace(context.config, transports=host_transports(context.config.transports))
+    return RankTransports(config, context.memory, context.registry)
+
+
+class DeviceMemory:
+    """Pinned memory of one rank, and its connections to stores.
+
+    Args:
+        context: of the rank.
+        copies: of its device.
+
+    Raises:
+        OutOfMemory, DeviceError: there is no pinned memory.
+        KVConfigError: no transport reaches it.
+    """
+
+    def __init__(self, context: RankContext, copies: HostCopies) -> None:
+        self._copies = copies
+        with ExitStack() as undo:
+            pinned = copies.allocate_pinned(MAX_MOVES * SLOTS * SLOT_BYTES)
+            undo.callback(pinned.close)
+            memory = replace(
+                context.memory,
+                region=MemoryRegion(pinned.address, pinned.nbytes),
+                transports=HOST_TRANSPORTS,
+            )
+            config = replace(context.config, transports=host_transports(context.config.transports))
+            self._transports = RankTransports(config, memory, context.registry)
+            self._undo = undo.pop_all()
+        self._free: Queue[int] = Queue()
+        for number in range(MAX_MOVES):
+            self._free.put(pinned.address + number * SLOTS * SLOT_BYTES)
+
+    def peer(
+        self, engine_id: str, rank: int, addresses: dict[str, bytes], *, timeout_s: float
+    ) -> StagedStore:
+        """A connection to a store; see ``RankTransports.peer``."""
+        inner = self._transports.peer(engine_id, rank, addresses, timeout_s=timeout_s)
+        return StagedStore(inner, self._copies.copier, self._free)
+
+    def forget(self, engine_id: str) -> None:
+        """Drop the connections to a store. Idempotent."""
+        self._transports.forget(engine_id)
+
+    def close(self) -> None:
+        """Close all connections; nothing moves any more. Idempotent."""
+        self._transports.close()
+        self._undo.close()
+
+
+class StagedStore:
+    """A ``Peer`` for device memory; what it moves, it moves in the thread that waits for it.
+
+    Args:
+        inner: moves pinned memory.
+        make_copier: for the thread that moves.
+        free: addresses of pinned memory, of SLOTS slots each.
+    """
+
+    def __init__(
+        self, inner: Peer, make_copier: Callable[[], HostCopier], free: Queue[int]
+    ) -> None:
+        self._inner = inner
+        self._make_copier = make_copier
+        self._free = free
+
+    def read(self, spans: Spans, *, timeout: float) -> StagedMove:
+        return StagedMove(self._run_read, spans, time.monotonic() + timeout)
+
+    def write(self, spans: Spans, *, timeout: float) -> StagedMove:
+        return StagedMove(self._run_write, spans, time.monotonic() + timeout)
+
+    def _run_read(self, move: StagedMove, parts: list[Spans]) -> None:
+        base, copier = self._free.get(), self._make_copier()
+        try:
+            transfer = self._begin_read(move, parts[0], base)
+            for number, part in enumerate(parts):
+                transfer.wait()
+                slot = _slot(base, number)
+                if number + 1 < len(parts):
+                    transfer = self._begin_read(move, parts[number + 1], _slot(base, number + 1))
+                copier.scatter(slot, part.local, part.nbytes)
+                copier.drain()
+        finally:
+            move.drain()
+            copier.close()
+            self._free.put(base)
+
+    def _begin_read(self, move: StagedMove, part: Spans, slot: int) -> Transfer:
+        packed = Spans(packed_addresses(slot, part.nbytes), part.remote, part.nbytes)
+        return move.track(self._inner.read(packed, timeout=move.time_left()))
+
+    def _run_write(self, move: StagedMove, parts: list[Spans]) -> None:
+        base, copier = self._free.get(), self._make_copier()
+        try:
+            transfer: Transfer | None = None
+            for number, part in enumerate(parts):
+                slot = _slot(base, number)
+                copier.gather(part.local, part.nbytes, slot)
+                copier.drain()
+                if transfer is not None:
+                    transfer.wait()
+                packed = Spans(packed_addresses(slot, part.nbytes), part.remote, part.nbytes)
+                transfer = move.track(self._inner.write(packed, timeout=move.time_left()))
+            if transfer is not None:
+                transfer.wait()
+        finally:
+            move.drain()
+            copier.close()
+            self._free.put(base)
+
+
+class StagedMove:
+    """A ``Transfer`` whose bytes are moved by whoever waits for it first.
+
+    Args:
+        run: moves parts.
+        spans: all of it.
+        deadline: by ``time.monotonic``.
+    """
+
+    def __init__(
+        self, run: Callable[[StagedMove, list[Spans]], None], spans: Spans, deadline: float
+    ) -> None:
+        self._run = run
+        self._spans = spans
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._running: list[Transfer] = []
+        self._state = TransferState.PENDING
+        self._is_cancelled = False
+        self._has_begun = False
+        self._ended = threading.Event()
+
+    def poll(self) -> TransferState:
+        return self._state
+
+    def wait(self, timeout: float | None = None) -> None:
+        with self._lock:
+            self._has_begun = True
+            is_cancelled = self._is_cancelled
+        try:
+            if is_cancelled:
+                raise TransferCancelled("cancelled before it began")
+            self._run(self, _parts(self._spans))
+            self._state = TransferState.DONE
+        finally:
+            if self._state is TransferState.PENDING:
+                self._state = TransferState.FAILED
+            self._ended.set()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            running = list(self._running)
+            has_begun = self._has_begun
+        for transfer in running:
+            transfer.cancel()
+        if has_begun:
+            self._ended.wait()
+
+    def track(self, transfer: Transfer) -> Transfer:
+        """One of its parts is on its way."""
+        with self._lock:
+            self._running = [transfer]
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            transfer.cancel()
+        return transfer
+
+    def drain(self) -> None:
+        """End what is on its way."""
+        for transfer in self._running:
+            transfer.cancel()
+
+    def time_left(self) -> float:
+        """Seconds until its deadline; raises TransferTimeout or TransferCancelled."""
+        left_s = self._deadline - time.monotonic()
+        if self._is_cancelled:
+            raise TransferCancelled("nobody wants it any more")
+        if left_s <= 0:
+            raise TransferTimeout("its time was up before all of it had begun to move")
+        return left_s
+
+
+def _slot(base: int, number: int) -> int:
+    return base + number % SLOTS * SLOT_BYTES
+
+
+def _parts(spans: Spans) -> list[Spans]:
+    """Parts of at most SLOT_BYTES."""
+    most = SLOT_BYTES - _ALIGNMENT
+    return split_spans(spans, -(-spans.total_bytes // most))

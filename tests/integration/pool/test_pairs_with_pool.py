@@ -1,0 +1,84 @@
+"""Prefill and decode instances that share a store: the next turn of a conversation finds on P what
+D has written, however the KV comes to D."""
+
+import asyncio
+
+import pytest
+from support.pd import GREEDY, ask, instance, prompt_of, wait_until, write_model
+from support.push import WAYS
+from support.store_process import SECRET, StoreProcess
+
+CHUNK = 32
+NUM_ASKED = 120
+"""Tokens of a prompt whose answer of 12 completes a chunk."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = StoreProcess(tmp_path, "--dram", "64M")
+    yield store
+    store.end()
+
+
+async def _conversation(answer_of, turns=3):
+    """Tokens of a few turns."""
+    prompt, answers = prompt_of(NUM_ASKED), []
+    for turn in range(turns):
+        answer = await answer_of(prompt)
+        answers.append(answer.tokens)
+        prompt = (*prompt, *answer.tokens, *prompt_of(25, seed=turn + 7))
+    return answers
+
+
+async def _plain(model):
+    async with instance(model) as alone:
+        return await _conversation(lambda prompt: ask(alone, prompt, GREEDY))
+
+
+async def _until_saved(of, num_chunks):
+    """Both together have saved so many."""
+
+    def saved():
+        stats = [one.engine.stats().kv_pool for one in (of.prefill, of.decode)]
+        return sum(one.num_saved_chunks for one in stats)
+
+    await wait_until(lambda: saved() == num_chunks, 20, lambda: f"{saved()} of {num_chunks}")
+
+
+@pytest.mark.usefixtures("always_loads")
+@pytest.mark.parametrize(
+    ("way", "tp"),
+    [("pulled", (1, 1)), ("pulled early", (1, 1)), ("pushed", (1, 1)), ("pulled", (2, 1))],
+)
+def test_what_one_of_a_pair_saves_the_other_loads(model, store, way, tp):
+    make_pair, ask_both = WAYS[way]
+
+    async def run():
+        plain = await _plain(model)
+        options = {
+            "kv_pool": f"connect=127.0.0.1:{store.port},chunk={CHUNK}",
+            "secret": SECRET,
+            "prefix_caching": False,  # so that only the pool remembers
+        }
+        roles = {"prefill": {"tp_size": tp[0]}, "decode": {"tp_size": tp[1]}}
+        async with make_pair(model, **roles, **options) as both:
+
+            async def answer_of(prompt):
+                answer = await ask_both(both, prompt, GREEDY)
+                await _until_saved(both, (len(prompt) + len(answer.tokens) - 1) // CHUNK)
+                return answer
+
+            assert await _conversation(answer_of) == plain
+            prefill = both.prefill.engine.stats().kv_pool
+            decode = both.decode.engine.stats().kv_pool
+            assert (prefill.num_loads, prefill.num_failed_loads) == (2, 0)
+            assert prefill.num_loaded_chunks == 131 // CHUNK + 168 // CHUNK
+            assert decode.num_saved_chunks == 2
+            await both.check_clean()
+
+    asyncio.run(run())

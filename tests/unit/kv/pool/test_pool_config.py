@@ -1,0 +1,52 @@
+"""``--kv-pool``: what it takes, and what it says to the rest."""
+
+from pathlib import Path
+
+import pytest
+
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.errors import KVConfigError
+from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
+
+
+def test_a_store_in_the_instance_and_others():
+    text = "dram=4GiB,ssd=/ssd0/kv:2GiB,ssd=/ssd1:1G,port=7701,connect=10.0.0.2:7701,chunk=128"
+    assert read_kv_pool(text) == KVPoolConfig(
+        dram_bytes=4 << 30,
+        ssd=((Path("/ssd0/kv"), 2 << 30), (Path("/ssd1"), 1 << 30)),
+        port=7701,
+        connect=(("10.0.0.2", 7701),),
+        chunk_tokens=128,
+    )
+
+
+def test_addresses_of_version_6_have_brackets():
+    assert read_kv_pool("connect=[::1]:9,connect=host:10").connect == (("::1", 9), ("host", 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "wanted dram=..., ssd=..., port=..., connect=..., chunk=..."),
+        ("dram", "got 'dram'"),
+        ("memory=4G", "got 'memory=4G'"),
+        ("dram=lots", "dram: wanted bytes such as 512M or 4G, got 'lots'"),
+        ("dram=1G,dram=2G", "has dram twice"),
+        ("dram=1G,ssd=/x", "wanted DIR:BYTES"),
+        ("connect=host", "wanted HOST:PORT"),
+        ("connect=host:0", "port 0"),
+        ("dram=1G,port=70000", "wanted a port, 0 to 65535"),
+        ("dram=1G,chunk=0", "must be a number, at least 1"),
+        ("chunk=64", "names no store"),
+        ("connect=a:1,port=7", "ssd and port are of a store in this instance"),
+    ],
+)
+def test_what_can_not_be(text, words):
+    with pytest.raises(KVConfigError) as caught:
+        read_kv_pool(text)
+    assert words in str(caught.value)
+
+
+def test_memory_rests_at_least_as_long_as_a_transfer_may_take():
+    pool = read_kv_pool("dram=1G").with_network(KVTransferConfig(transfer_timeout_s=77))
+    assert pool.store_config().quarantine_s == 77
