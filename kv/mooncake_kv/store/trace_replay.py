@@ -6,7 +6,8 @@ then all of its blocks are stored. Pure but for ``read_trace``.
 
 ``replay_optimum`` knows the future: it evicts what is used again last (Belady's MIN, with the
 choice not to store at all). Whoever uses a block uses those before it, so that it evicts ends of
-sequences first by itself, and no policy hits more blocks.
+sequences first by itself, and no policy hits more blocks. ``saved_seconds_bound`` bounds what any
+policy saves in seconds, where late blocks cost more than early ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+
+import numpy as np
 
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.store.chunk_store import Chunk
@@ -130,6 +133,44 @@ def replay_optimum(requests: Requests, capacity: float) -> ReplayResult:
             if key in present and when[key] == (use, position):
                 present.discard(key)
     return tally.result()
+
+
+def saved_seconds_bound(requests: Requests, capacity: float, *, num_steps: int = 300) -> float:
+    """Seconds of computation that no policy saves more than.
+
+    A block that is used again is worth its seconds if it is held from one use to the next. Choosing
+    which to hold, with room for ``capacity`` between any two requests, is a linear programme; a
+    price for room at each time makes a bound of it (weak duality), and subgradient steps make the
+    bound small. That a block is of no use without those before it is left out: it only lowers what
+    can be saved.
+    """
+    first, last, worth = [], [], []
+    for number, (chunks, later) in enumerate(zip(requests, _next_uses(requests), strict=True)):
+        for chunk, use in zip(chunks, later, strict=True):
+            if use < math.inf:
+                first.append(number)
+                last.append(int(use))
+                worth.append(recompute_seconds(chunk))
+    begin, end, seconds = np.array(first, int), np.array(last, int), np.array(worth)
+    best = float(seconds.sum())
+    if not best or capacity >= len(seconds):
+        return best
+    reached = replay_optimum(requests, capacity).saved_seconds
+    prices = np.zeros(len(requests))
+    for _ in range(num_steps):
+        paid = np.concatenate(([0.0], np.cumsum(prices)))
+        gains = seconds - (paid[end] - paid[begin])
+        bound = capacity * float(prices.sum()) + float(gains[gains > 0].sum())
+        best = min(best, bound)
+        held = gains > 0
+        size = len(requests) + 1
+        changes = np.bincount(begin[held], minlength=size) - np.bincount(end[held], minlength=size)
+        spare = capacity - np.cumsum(changes)[: len(requests)]
+        norm = float(spare @ spare)
+        if not norm or bound <= reached:
+            break
+        prices = np.maximum(0.0, prices - spare * (bound - reached) / norm)
+    return max(best, reached)
 
 
 def _next_uses(requests: Requests) -> list[list[float]]:

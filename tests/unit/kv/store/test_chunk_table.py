@@ -164,6 +164,23 @@ def test_a_tenant_with_a_quota_pushes_out_only_its_own():
     table.check_integrity()
 
 
+def test_a_flood_of_a_tenant_with_a_quota_costs_nobody_else_a_hit():
+    table = table_of(16, quotas={"a": 4 * GRANULE, "b": 4 * GRANULE})
+    put(table, *(chunk(f"shared{i}") for i in range(8)))
+    for tenant in "ab":
+        put(table, *(chunk(f"{tenant}{i}", tenant=tenant) for i in range(4)))
+    for number in range(200):
+        put(table, chunk(f"flood{number}", tenant="a"), now=1 + number)
+    others = [
+        f"{name}{i}".encode() for name, count in (("b", 4), ("shared", 8)) for i in range(count)
+    ]
+    assert table.probe(others) == [Residence.DRAM] * 12
+    assert table.stats.num_evicted == {"quota": 200}
+    last = [f"flood{number}".encode() for number in range(196, 200)]
+    assert table.probe(last) == [Residence.DRAM] * 4
+    table.check_integrity()
+
+
 def test_a_chunk_larger_than_the_arena_pushes_nothing_out():
     table = table_of(2)
     put(table, chunk("a"))

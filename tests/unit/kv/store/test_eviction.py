@@ -9,8 +9,13 @@ from hypothesis import given, settings, strategies as st
 
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.store.chunk_store import Chunk
-from mooncake_kv.store.eviction import POLICIES, CostAware, make_policy
-from mooncake_kv.store.trace_replay import read_trace, replay, replay_optimum
+from mooncake_kv.store.eviction import POLICIES, CostAware, make_policy, recompute_seconds
+from mooncake_kv.store.trace_replay import (
+    read_trace,
+    replay,
+    replay_optimum,
+    saved_seconds_bound,
+)
 
 
 def chunk(name, parent="", position=0):
@@ -118,13 +123,29 @@ def test_no_policy_hits_more_than_the_optimum(tmp_path):
         assert best == best_by_trying(REQUESTS, capacity)
 
 
-def best_by_trying(requests, capacity):
-    """The most blocks that any choice of what to keep can hit."""
+def test_no_choice_saves_more_seconds_than_the_bound(tmp_path):
+    requests = trace(tmp_path / "trace.jsonl", REQUESTS)
+    cost = {n: recompute_seconds(c) for ids, cs in zip(REQUESTS, requests, strict=True)
+            for n, c in zip(ids, cs, strict=True)}  # fmt: skip
+    for capacity in (1, 2, 3, 4):
+        bound = saved_seconds_bound(requests, capacity)
+        best = best_by_trying(REQUESTS, capacity, cost)
+        assert best <= bound * (1 + 1e-9)
+        assert bound <= best * 1.5, "a bound that says something"
+    everything = replay(requests, make_policy("lru"), float("inf")).saved_seconds
+    assert saved_seconds_bound(requests, float("inf")) == pytest.approx(everything)
+    assert saved_seconds_bound(requests, 0) == pytest.approx(0.0, abs=0.02)
+    assert saved_seconds_bound([], 5) == 0.0
+
+
+def best_by_trying(requests, capacity, worth=None):
+    """The most blocks that any choice of what to keep can hit, or their ``worth``."""
     states = {frozenset(): 0}
     for ids in requests:
         following = {}
         for kept, hits in states.items():
-            found = len(list(itertools.takewhile(kept.__contains__, ids)))
+            hit_ids = list(itertools.takewhile(kept.__contains__, ids))
+            found = len(hit_ids) if worth is None else sum(worth[n] for n in hit_ids)
             candidates = sorted(kept | set(ids))
             for size in range(min(capacity, len(candidates)) + 1):
                 for chosen in itertools.combinations(candidates, size):
