@@ -53,6 +53,11 @@ class BlockSize:
     reason: str
 
 
+def usual_block_size(offered: tuple[int, ...]) -> int:
+    """The usual one if it is offered, else the best."""
+    return USUAL_BLOCK_SIZE if USUAL_BLOCK_SIZE in offered else offered[0]
+
+
 def default_block_size(capabilities: Capabilities) -> BlockSize:
     """The backend's only one, or the usual one, or the backend's best."""
     offered = capabilities.block_sizes

@@ -13,8 +13,9 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,22 @@ from mooncake_hal.deployment import (
     Hardware,
     InstanceInfo,
     InstancePlan,
-    default_block_size,
+    usual_block_size,
 )
-from mooncake_hal.errors import DeploymentRefused, HalError
+from mooncake_hal.errors import BackendNotFound, BackendUnavailable, DeploymentRefused, HalError
+from mooncake_hal.known_hardware import HardwareFacts
 from mooncake_hal.negotiation import Transports, offered_transports, reserved_ports
+from mooncake_hal.port_range import ReservedPorts
 from mooncake_hal.ports import Port
 from mooncake_hal.registry import Registry
-from mooncake_hal.specs import Check
+from mooncake_hal.specs import Check, TransportConstraints
 from mooncake_hal.transport import EndpointOptions
 
 TRY_TIMEOUT_S = 5.0
-FIELDS = ("name", "role", "host", "connector", "backend", "tp", "pp", "block_size", "http", "kv")
+FIELDS = (
+    *("name", "role", "host", "connector", "backend", "generation"),
+    *("tp", "pp", "block_size", "http", "kv"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,14 +98,23 @@ def run(options: argparse.Namespace) -> int:
 def examine_plan(registry: Registry, plans: list[dict[str, Any]]) -> list[Check]:
     """Check a planned deployment: rules, connectors, ports."""
     try:
-        deployment = DeploymentPlan(tuple(_plan(raw, registry) for raw in plans))
+        planned = [_planned_hardware(raw, registry) for raw in plans]
+        pairs = zip(plans, planned, strict=True)
+        deployment = DeploymentPlan(tuple(_plan(raw, found) for raw, found in pairs))
         deployment.validate()
     except DeploymentRefused as exc:
         return [Check("deployment", problem) for problem in exc.problems]
     except HalError as exc:
         return [Check("deployment", str(exc))]
     names = ", ".join(f"{plan.name} ({plan.role})" for plan in deployment.instances)
-    return [Check(f"deployment of {names}: roles, connectors, ports, sizes, hardware")]
+    absent = dict.fromkeys(found.absent for found in planned if found.absent)
+    return [
+        *(
+            Check(f"{why}; planned by what is known of it, its ports are not tried")
+            for why in absent
+        ),
+        Check(f"deployment of {names}: roles, connectors, ports, sizes, hardware"),
+    ]
 
 
 def examine_transport(registry: Registry, name: str) -> list[Check]:
@@ -207,35 +222,98 @@ def _secret(path: Path | None) -> bytes:
         raise DeploymentRefused([f"can't read --secret-file: {exc}"]) from exc
 
 
-def _plan(raw: dict[str, Any], registry: Registry) -> InstancePlan:
+@dataclass(frozen=True, slots=True)
+class PlannedHardware:
+    """What an instance of a plan is to run on.
+
+    Args:
+        hardware, block_sizes, transports: see ``HardwareFacts``.
+        reserved: ports that may be taken below its transports, on this machine.
+        absent: why it is not on this machine; empty if it is.
+    """
+
+    hardware: Hardware
+    block_sizes: tuple[int, ...]
+    transports: Mapping[str, TransportConstraints]
+    reserved: tuple[ReservedPorts, ...] = ()
+    absent: str = ""
+
+
+def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardware:
+    """From the backend itself if it is here, else from what is known of it.
+
+    Raises:
+        HalError: it is not here, and nothing is known of it.
+        DeploymentRefused: it has no such generation.
+    """
+    name, generation = raw.get("backend", "auto"), raw.get("generation")
+    try:
+        backend = registry.select_backend(name)
+    except (BackendUnavailable, BackendNotFound) as exc:
+        facts = registry.hardware_facts(name)
+        if facts is None:
+            raise
+        absent = f"{name} is not on this machine ({getattr(exc, 'reason', 'not installed')})"
+        return _known(name, generation, facts, absent)
+    own, capabilities = backend.runtime.devices()[0].generation, backend.capabilities
+    if generation not in (None, own):
+        facts = registry.hardware_facts(name)
+        if facts is None:
+            raise DeploymentRefused(
+                [f"{name} has {own} here, generation {generation} is not known"]
+            )
+        return _known(name, generation, facts, f"{name} of generation {generation} is not here")
+    allowed = capabilities.transports
+    reserved = tuple(reserved_ports(registry, allowed=allowed)) if _connector(raw) else ()
+    transports = offered_transports(registry, allowed=allowed)
+    hardware = Hardware(backend.name, own)
+    return PlannedHardware(hardware, capabilities.block_sizes, transports, reserved)
+
+
+def _known(name: str, generation: str | None, facts: HardwareFacts, absent: str) -> PlannedHardware:
+    wanted = generation or next(iter(facts.generations), "")
+    if facts.generations and wanted not in facts.generations:
+        known = ", ".join(facts.generations)
+        raise DeploymentRefused([f"{name} has no generation {wanted!r}; known are {known}"])
+    if generation is None and len(facts.generations) > 1:
+        absent += f"; {wanted} is meant, as no generation was given"
+    return PlannedHardware(
+        Hardware(name, wanted), facts.block_sizes, facts.transports, absent=absent
+    )
+
+
+def _connector(raw: dict[str, Any]) -> str:
+    default = "" if raw.get("role", "both") == "both" else "MooncakeConnector"
+    return str(raw.get("connector", default))
+
+
+def _plan(raw: dict[str, Any], found: PlannedHardware) -> InstancePlan:
     unknown = sorted(set(raw) - set(FIELDS))
     if unknown:
         raise DeploymentRefused([f"unknown keys {unknown}; known are {list(FIELDS)}"])
     role = raw.get("role", "both")
     host = raw.get("host", "127.0.0.1")
-    default_connector = "" if role == "both" else "MooncakeConnector"
     wanted = (("HTTP", raw.get("http")), ("KV side channel", raw.get("kv")))
     ports = tuple(Port(what, host, _number(what, number)) for what, number in wanted if number)
-    connector = raw.get("connector", default_connector)
-    backend = registry.select_backend(raw.get("backend", "auto"))
-    capabilities = backend.capabilities
-    generation = backend.runtime.devices()[0].generation
-    hardware = Hardware(backend.name, generation)
-    block_size = raw.get("block_size", default_block_size(capabilities).tokens)
-    reserved = reserved_ports(registry, allowed=capabilities.transports) if connector else ()
+    block_size = _number("block_size", raw.get("block_size", usual_block_size(found.block_sizes)))
+    if block_size not in found.block_sizes and block_size > 0:
+        sizes = ", ".join(map(str, sorted(found.block_sizes)))
+        raise DeploymentRefused(
+            [f"block_size {block_size} was asked for, {found.hardware.backend} takes {sizes}"]
+        )
     return InstancePlan(
         raw.get("name", role),
         role,
-        connector,
-        ports,
+        _connector(raw),
+        () if found.absent else ports,
         InstanceInfo(
-            hardware,
+            found.hardware,
             tp_size=_number("tp", raw.get("tp", 1)),
-            block_size=_number("block_size", block_size),
+            block_size=block_size,
             pp_size=_number("pp", raw.get("pp", 1)),
-            transports=offered_transports(registry, allowed=capabilities.transports),
+            transports=found.transports,
         ),
-        tuple(reserved),
+        found.reserved,
     )
 
 

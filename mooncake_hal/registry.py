@@ -25,7 +25,13 @@ from mooncake_hal.errors import (
     PluginError,
     TransportUnavailable,
 )
-from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
+from mooncake_hal.known_hardware import KNOWN_HARDWARE, HardwareFacts
+from mooncake_hal.specs import (
+    API_VERSION,
+    Availability,
+    BackendSpec,
+    TransportSpec,
+)
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
@@ -179,6 +185,12 @@ class Registry:
         raise BackendUnavailable(
             kind, "no installed backend copies between such a device's memory and the host's"
         )
+
+    def hardware_facts(self, backend: str) -> HardwareFacts | None:
+        """What is known of a backend without its hardware; None if nothing is."""
+        if backend in self.backends and (facts := self.backends[backend][0].facts) is not None:
+            return facts
+        return KNOWN_HARDWARE.get(backend)
 
     def load_transport(self, name: str) -> Transport:
         """Load a transport.

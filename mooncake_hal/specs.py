@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
     from mooncake_hal.host_copies import HostCopies
+    from mooncake_hal.known_hardware import HardwareFacts
     from mooncake_hal.port_range import ReservedPorts
     from mooncake_hal.transport import Transport
 
@@ -62,6 +63,24 @@ def no_checks() -> Sequence[Check]:
 
 
 @dataclass(frozen=True, slots=True)
+class TransportConstraints:
+    """What a transport asks of the two instances between which it moves KV. Nothing, by default.
+
+    They are the transport's and not the backend's: an NPU whose own links know only NPUs of one
+    generation reaches everything else by way of the host's memory.
+
+    Args:
+        same_backend: whether both must run the same backend.
+        same_generation: whether their devices must be of one generation.
+        any_tp_ratio: if False, only P_tp >= D_tp and P_tp % D_tp == 0.
+    """
+
+    same_backend: bool = False
+    same_generation: bool = False
+    any_tp_ratio: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class BackendSpec:
     """A compute backend that a plugin offers.
 
@@ -78,6 +97,7 @@ class BackendSpec:
         host_copies: takes a device's index; copies between that device's memory and the host's,
             for memory that this process's backend allocated. Raises BackendUnavailable or
             DeviceError. None where transports reach the memory themselves.
+        facts: for plans that are checked where the hardware is not; None: such a plan is refused.
     """
 
     name: str
@@ -87,24 +107,7 @@ class BackendSpec:
     load: Callable[[], Backend]
     device_type: str = ""
     host_copies: Callable[[int], HostCopies] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TransportConstraints:
-    """What a transport asks of the two instances between which it moves KV. Nothing, by default.
-
-    They are the transport's and not the backend's: an NPU whose own links know only NPUs of one
-    generation reaches everything else by way of the host's memory.
-
-    Args:
-        same_backend: whether both must run the same backend.
-        same_generation: whether their devices must be of one generation.
-        any_tp_ratio: if False, only P_tp >= D_tp and P_tp % D_tp == 0.
-    """
-
-    same_backend: bool = False
-    same_generation: bool = False
-    any_tp_ratio: bool = True
+    facts: HardwareFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

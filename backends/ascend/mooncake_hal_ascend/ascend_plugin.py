@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.known_hardware import ASCEND
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
 from mooncake_hal_ascend.ascend_machine import diagnose, look
 
@@ -27,6 +28,7 @@ def mooncake_hal_backend() -> BackendSpec:
         load=load,
         device_type="npu",
         host_copies=load_host_copies,
+        facts=ASCEND,
     )
 
 

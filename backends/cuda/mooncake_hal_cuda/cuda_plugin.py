@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.hookspecs import hookimpl
+from mooncake_hal.known_hardware import CUDA
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
 from mooncake_hal_cuda.cuda_env import keep_kernels_in_project_cache
 from mooncake_hal_cuda.cuda_machine import diagnose, look
@@ -30,6 +31,7 @@ def mooncake_hal_backend() -> BackendSpec:
         load=load,
         device_type="cuda",
         host_copies=load_host_copies,
+        facts=CUDA,
     )
 
 

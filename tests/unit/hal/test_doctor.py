@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mooncake_hal import cli, doctor
+from mooncake_hal.known_hardware import ASCEND
 from mooncake_hal.registry import Registry
 from mooncake_hal.session import addressing
 from mooncake_hal.transport import EndpointOptions
@@ -72,3 +74,54 @@ def test_a_deployment_without_a_secret_is_tried_from_another_host(
         ranks = [{"endpoints": {"tcp": base64.b64encode(far.address).decode()}}]
         [tried] = doctor._try_ranks(Registry.discover(), ranks, "127.0.0.1", b"")
     assert tried == doctor.Check("rank 0 over tcp")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *instances: str) -> tuple[int, str]:
+    arguments = [word for each in instances for word in ("--instance", each)]
+    status = cli.main(["doctor", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_a_plan_of_hardware_that_is_not_here_is_checked_by_what_is_known_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, said = plan(
+        capsys,
+        "role=prefill,name=p,backend=cuda,generation=sm_90,tp=4",
+        "role=decode,name=d,backend=ascend,tp=3",
+        "role=decode,name=c,backend=cpu",
+    )
+    assert status == 0, said
+    assert "cuda is not on this machine" in said
+    assert "A2 is meant, as no generation was given" in said
+    assert "ok    deployment of p (prefill), d (decode), c (decode)" in said
+
+
+@pytest.mark.parametrize(
+    ("instance", "wanted"),
+    [
+        ("backend=ascend,block_size=16", "block_size 16 was asked for, ascend takes 128"),
+        ("backend=ascend,generation=A5", "ascend has no generation 'A5'; known are A2, A3"),
+        ("backend=tpu", "no installed plugin offers backend 'tpu'"),
+    ],
+)
+def test_what_a_plan_asks_of_absent_hardware_in_vain(
+    capsys: pytest.CaptureFixture[str], instance: str, wanted: str
+) -> None:
+    status, said = plan(capsys, instance)
+    assert status == 1
+    assert wanted in said
+
+
+def test_a_pair_that_no_transport_joins_is_found_on_any_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links_alone = replace(ASCEND, transports={"hccs": ASCEND.transports["hccs"]})
+    monkeypatch.setattr(Registry, "hardware_facts", lambda self, name: links_alone)
+    status, said = plan(
+        capsys,
+        "role=prefill,name=p,backend=ascend,generation=A2",
+        "role=decode,name=d,backend=ascend,generation=A3",
+    )
+    assert status == 1
+    assert "p and d: hccs: it needs one device generation on both sides" in said

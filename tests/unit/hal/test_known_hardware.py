@@ -1,0 +1,42 @@
+"""What is known of backends without their hardware is what they say with it."""
+
+from __future__ import annotations
+
+from mooncake_hal.known_hardware import ASCEND, CPU, CUDA, KNOWN_HARDWARE, HardwareFacts
+from mooncake_hal.registry import Registry
+from mooncake_hal.specs import TransportConstraints
+from mooncake_hal_ascend.soc import SOCS
+from mooncake_hal_cuda import cuda_backend
+
+REGISTRY = Registry.discover()
+
+
+def constraints(facts: HardwareFacts) -> dict[str, TransportConstraints]:
+    """Those that the installed plugins have for the same names."""
+    return {name: REGISTRY.transports[name][0].constraints for name in facts.transports}
+
+
+def test_every_transport_asks_what_its_plugin_says() -> None:
+    for facts in KNOWN_HARDWARE.values():
+        assert facts.transports == constraints(facts)
+
+
+def test_cpu() -> None:
+    found = REGISTRY.select_backend("cpu").capabilities
+    assert (CPU.block_sizes, tuple(CPU.transports)) == (found.block_sizes, found.transports)
+
+
+def test_cuda() -> None:
+    assert CUDA.block_sizes == cuda_backend.BLOCK_SIZES
+    assert tuple(CUDA.transports) == cuda_backend.TRANSPORTS
+
+
+def test_ascend() -> None:
+    assert ASCEND.generations == tuple(soc.generation for soc in SOCS)
+    assert {soc.block_size for soc in SOCS} == set(ASCEND.block_sizes)
+
+
+def test_a_plugin_without_its_hardware_says_its_own_and_an_unknown_one_nothing() -> None:
+    assert REGISTRY.hardware_facts("ascend") is ASCEND
+    assert Registry().hardware_facts("ascend") is ASCEND
+    assert REGISTRY.hardware_facts("null") is None
