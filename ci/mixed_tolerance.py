@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""What a mixed pair's numbers differ by: P on one backend and D on another, beside D alone.
+
+Answers every prompt greedily with D alone and with each P before it, on emulated devices whose
+kernels compute as the devices' do (CUDA's are interpreted), and on the CPU with its own kernels and
+with torch's. Prints a table per type: tokens that are the same, and how far the log-probabilities
+of the same tokens lie apart. It judges nothing: docs/mixed.md has the figures, and what they mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+from support.emulated_devices import KINDS, DeviceKind  # noqa: E402  # the path is set above
+from support.mixed_fleet import Side, start_all  # noqa: E402
+from support.npu import FEW  # noqa: E402
+from support.pd import prompt_of  # noqa: E402
+from support.pd_processes import Served, body_of  # noqa: E402
+from support.programs import TINY_LLAMA  # noqa: E402
+
+from mooncake_kv.params import KVTransferDict  # noqa: E402
+
+_GPU = KINDS["cuda"]
+VARIANTS: dict[str, DeviceKind] = {
+    "cpu": KINDS["cpu"],
+    "cpu, torch": replace(KINDS["cpu"], variables={"MOONCAKE_HAL_CPU_NATIVE": "0"}),
+    "gpu": replace(_GPU, variables={**_GPU.variables, "EMULATED_CUDA_KERNELS": "interpreted"}),
+    "npu": KINDS["npu"],
+}
+TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "float32": (("cpu", "cpu, torch", "gpu"), ("--dtype", "float32")),
+    "bfloat16": (("cpu", "cpu, torch", "gpu", "npu"), ("--dtype", "bfloat16")),
+    "bfloat16, KV in fp8": (
+        ("cpu", "cpu, torch", "gpu"),
+        ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8"),
+    ),
+}
+"""Who takes each type, and how it is asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Between answers to the same prompts.
+
+    Args:
+        same, total: tokens, up to the first one of each answer that differs.
+        mean, most: of the differences of their log-probabilities, in nats.
+    """
+
+    same: int
+    total: int
+    mean: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.same:>4} of {self.total:<5}{self.mean:>10.2g}{self.most:>10.2g}"
+
+
+def main() -> int:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--type", nargs="+", choices=tuple(TYPES), default=tuple(TYPES))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--length", type=int, default=24, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=8, help="of an answer")
+    args = parser.parse_args()
+    for name in args.type:
+        asyncio.run(study(name, args))
+    return 0
+
+
+async def study(name: str, args: argparse.Namespace) -> None:
+    """The table of one type."""
+    variants, options = TYPES[name]
+    prompts = [prompt_of(args.length, seed) for seed in range(args.prompts)]
+    sides = [Side(each, VARIANTS[each].block_sizes[-1]) for each in variants]
+    wanted = [("prefill", side) for side in sides] + [("decode", side) for side in sides]
+    with ExitStack() as stack:
+        found = start_all(stack, TINY_LLAMA, "pull", wanted, VARIANTS, options)
+        prefills = dict(zip(variants, found, strict=False))
+        decodes = dict(zip(variants, found[len(variants) :], strict=True))
+        print(f"\n{name:<34}{'same tokens':>12}{'mean':>9}{'most':>10}  (nats)", flush=True)
+        alone = {
+            each: [await ask(decodes[each], prompt, args.tokens) for prompt in prompts]
+            for each in variants
+        }
+        for each, other in zip(variants[1:], [variants[0]] * len(variants), strict=False):
+            row = f"{each} alone, {other} alone"
+            print(f"{row:<34}{distance(alone[each], alone[other])}", flush=True)
+        for p, d in ((p, d) for p in variants for d in variants if p != d):
+            both = [await across(prefills[p], decodes[d], each, args.tokens) for each in prompts]
+            row = f"{p} → {d}, {d} alone"
+            print(f"{row:<34}{distance(both, alone[d])}", flush=True)
+
+
+async def ask(
+    where: Served, prompt: Sequence[int], tokens: int, params: KVTransferDict | None = None
+) -> Answer:
+    """One answer; without parameters, of that instance alone and by none of its cached KV."""
+    body: dict[str, Any] = body_of(prompt, replace(FEW, max_tokens=tokens), params)
+    salted = body if params else {**body, "cache_salt": f"alone {prompt[:8]}"}
+    [choice] = (await where.complete({**salted, "logprobs": 1}))["choices"]
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
+async def across(prefill: Served, decode: Served, prompt: Sequence[int], tokens: int) -> Answer:
+    """One answer of both."""
+    return await ask(decode, prompt, tokens, await prefill.prefill(prompt))
+
+
+def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
+    """Of one list of answers from another."""
+    apart: list[float] = []
+    for mine, other in zip(ours, theirs, strict=True):
+        pairs = list(zip(mine.tokens, other.tokens, strict=False))
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        both = zip(mine.logprobs[:same], other.logprobs[:same], strict=False)
+        apart += [abs(a - b) for a, b in both]
+    total = sum(len(each.tokens) for each in theirs)
+    return Distance(len(apart), total, sum(apart) / max(len(apart), 1), max(apart, default=0.0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
