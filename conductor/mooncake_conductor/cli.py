@@ -7,10 +7,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
+from mooncake_conductor.calibration.live_instance import LiveInstance
+from mooncake_conductor.calibration.measured_costs import (
+    CalibrationPlan,
+    calibrate,
+    read_row,
+    write_row,
+)
 from mooncake_conductor.conductor import ConductorSettings
-from mooncake_conductor.cost.latency_model import DEVICES, MODELS, cold_start, find
+from mooncake_conductor.cost.latency_model import DEVICES, MODELS, LatencyModel, cold_start, find
 from mooncake_conductor.errors import ConductorError
 from mooncake_conductor.policies.mooncake_policy import Boundary
 from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, POLICIES
@@ -24,6 +31,7 @@ from mooncake_conductor.simulator.trace_file import TraceRequest, read_trace, sc
 from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives, objective
 
 _BAR = 30
+Number = TypeVar("Number", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +97,22 @@ def goodput(options: argparse.Namespace) -> int:
     return 0
 
 
+def calibrate_instance(options: argparse.Namespace) -> int:
+    """Measure a live instance."""
+    plan = CalibrationPlan(
+        tuple(options.prompt_tokens),
+        batches=tuple(options.batches),
+        decode_context=tuple(options.decode_context),
+        max_token_id=options.max_token_id,
+    )
+    instance = LiveInstance(options.url, api_key=options.api_key, model=options.served_model)
+    row = calibrate(options.name, instance, plan, Bar(f"{plan.num_requests} requests"))
+    for field in row.__struct_fields__:
+        print(f"{field:24}{getattr(row, field)}")
+    write_row(options.out, row)
+    return 0
+
+
 class Bar:
     """How far a run has come, on a terminal; silent elsewhere.
 
@@ -134,7 +158,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return Cluster(
         options.prefill,
         options.decode,
-        cold_start(options.model, options.device, options.devices_per_node),
+        _latency(options),
         kv_bytes_per_token=shape.kv_bytes_per_token,
         num_layers=shape.num_layers,
         cache_tokens=options.cache_tokens,
@@ -142,6 +166,12 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         max_batch=options.max_batch,
         chunk_tokens=options.chunk_tokens,
     )
+
+
+def _latency(options: argparse.Namespace) -> LatencyModel:
+    if options.calibrated is not None:
+        return read_row(options.calibrated).latency
+    return cold_start(options.model, options.device, options.devices_per_node)
 
 
 def _requests(options: argparse.Namespace) -> list[TraceRequest]:
@@ -231,7 +261,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     systems.add_argument("--svg", type=Path, metavar="FILE", help="write the chart")
     systems.set_defaults(run=goodput)
+    _add_calibrate(commands.add_parser("calibrate", help="measure a live instance"))
     return parser
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    plan, add = CalibrationPlan(), parser.add_argument
+    counts = _list_of(_count)
+    add("url", metavar="URL", help="of an idle OpenAI-compatible server, http://HOST:PORT")
+    add("--out", type=Path, default=Path("calibrated.json"), help="default: %(default)s")
+    add("--name", default="measured", help="of the row (measured)")
+    add("--served-model", default="", help="the first that the server lists")
+    add("--api-key", default="", help="sent as a bearer token")
+    lengths = {
+        "--prompt-tokens": (plan.prompt_tokens, "lengths of prompts"),
+        "--batches": (plan.batches, "requests that decode at once"),
+        "--decode-context": (plan.decode_context, "tokens of their prompts"),
+    }
+    for flag, (default, meaning) in lengths.items():
+        shown = ",".join(map(str, default))
+        add(flag, type=counts, default=list(default), help=f"{meaning} ({shown})")
+    add("--max-token-id", type=_count, default=plan.max_token_id, help="of prompts (%(default)s)")
+    parser.set_defaults(run=calibrate_instance)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -242,6 +293,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=MODELS, default="llama-3-70b", help="default: %(default)s")
     add("--device", choices=DEVICES, default="A800", help="default: %(default)s")
     add("--devices-per-node", type=_count, default=8, help="default: 8")
+    add("--calibrated", type=Path, metavar="FILE", help="of calibrate, instead of a device")
     add("--link-gb-s", type=_positive, default=50.0, help="of a node's network, GB/s (50)")
     add("--max-batch", type=_count, default=256, help="sequences per decode node (256)")
     add("--chunk-tokens", type=_count, default=512, help="tokens of a hash id (512)")
@@ -276,8 +328,8 @@ def _count(text: str) -> int:
     return value
 
 
-def _list_of(read: Callable[[str], float]) -> Callable[[str], list[float]]:
-    def read_list(text: str) -> list[float]:
+def _list_of(read: Callable[[str], Number]) -> Callable[[str], list[Number]]:
+    def read_list(text: str) -> list[Number]:
         return [read(part) for part in text.split(",")]
 
     return read_list

@@ -4,7 +4,8 @@ ConductorError
 ├── ConductorConfigError   settings that can't be honoured
 ├── MalformedEvent         a KV event batch that can't be decoded
 ├── UnknownInstance        an instance that was never added, or is gone
-└── InvalidTrace           a file that is no trace
+├── InvalidTrace           a file that is no trace
+└── CalibrationFailed      a live instance that can't be measured
 """
 
 from __future__ import annotations
@@ -28,3 +29,7 @@ class UnknownInstance(ConductorError):
 
 class InvalidTrace(ConductorError):
     """A file that is no trace; names the line, and what was wanted."""
+
+
+class CalibrationFailed(ConductorError):
+    """A live instance that can't be reached, refuses, or gives nothing to measure."""

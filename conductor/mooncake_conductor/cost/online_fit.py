@@ -17,6 +17,27 @@ _PRIOR_REPORTS = 5.0
 """How many reports the coefficients of the start are worth."""
 
 
+def nonnegative_least_squares(
+    gram: NDArray[np.float64], moment: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Solves ``gram · x = moment`` for x of at least 0: what would be below 0 is left out.
+
+    Args:
+        gram: ``[features, features]``, the features' products summed over reports.
+        moment: ``[features]``, features times values.
+    """
+    free = np.ones(len(moment), dtype=np.bool_)
+    found = np.zeros(len(moment))
+    while free.any():
+        tiny = 1e-9 * np.eye(int(free.sum()))
+        found[:] = 0.0
+        found[free] = np.linalg.solve(gram[np.ix_(free, free)] + tiny, moment[free])
+        if (found >= 0).all():
+            break
+        free &= found > 0
+    return np.maximum(found, 0.0)
+
+
 class OnlineFit:
     """Least squares over reports as they come, older ones counting less.
 
@@ -45,16 +66,8 @@ class OnlineFit:
 
     def coefficients(self) -> list[float]:
         """What fits best now, none below 0."""
-        free = np.ones(len(self._scales), dtype=np.bool_)
-        found = np.zeros(len(self._scales))
-        while free.any():
-            tiny = 1e-9 * np.eye(int(free.sum()))
-            found[:] = 0.0
-            found[free] = np.linalg.solve(self._gram[np.ix_(free, free)] + tiny, self._moment[free])
-            if (found >= 0).all():
-                break
-            free &= found > 0
-        return [float(value) for value in np.maximum(found, 0.0) / self._scales]
+        found = nonnegative_least_squares(self._gram, self._moment)
+        return [float(value) for value in found / self._scales]
 
 
 class LatencyEstimator:

@@ -1,0 +1,1 @@
+"""What a live instance costs, measured through its API."""

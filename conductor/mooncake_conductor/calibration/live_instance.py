@@ -1,0 +1,120 @@
+"""A running OpenAI-compatible server, asked and timed. The only file of the conductor with I/O."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from mooncake_conductor.errors import CalibrationFailed
+
+_DONE = b"[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCompletion:
+    """One streamed answer, as its client sees it.
+
+    Args:
+        started: when the request was sent, by ``time.perf_counter``.
+        arrivals: when each part of the answer came, by the same clock.
+    """
+
+    started: float
+    arrivals: tuple[float, ...]
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first part."""
+        return self.arrivals[0] - self.started
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between parts."""
+        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+class LiveInstance:
+    """A server at a URL.
+
+    Args:
+        url: ``http://host:port``, without a path.
+        timeout_s: of a read; a server that says nothing for longer has failed.
+        api_key: sent as a bearer token; none if empty.
+        model: empty to take the first that the server lists.
+    """
+
+    def __init__(
+        self, url: str, *, timeout_s: float = 120.0, api_key: str = "", model: str = ""
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise CalibrationFailed(f"an instance is http://HOST:PORT, found {url!r}")
+        self._parts = parts
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.model = model or self._first_model()
+
+    def complete(self, prompt: Sequence[int], num_tokens: int) -> TimedCompletion:
+        """Send token ids, take exactly that many tokens as a stream.
+
+        Raises:
+            CalibrationFailed: the server can't be reached, refuses, or stays silent.
+        """
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        connection = self._connect()
+        started = time.perf_counter()
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), self._headers)
+            response = connection.getresponse()
+            self._check(response)
+            arrivals = []
+            for line in response:
+                if line.startswith(b"data:") and _DONE not in line:
+                    arrivals.append(time.perf_counter())
+        except (OSError, http.client.HTTPException) as exc:
+            raise CalibrationFailed(f"{self._parts.geturl()} failed: {exc}") from exc
+        finally:
+            connection.close()
+        if not arrivals:
+            raise CalibrationFailed(f"{self._parts.geturl()} ended a stream without a token")
+        return TimedCompletion(started, tuple(arrivals))
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host, port = str(self._parts.hostname), self._parts.port
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=self._timeout_s)
+        return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+
+    def _check(self, response: http.client.HTTPResponse) -> None:
+        if response.status != 200:
+            said = response.read(300).decode("utf-8", "replace")
+            raise CalibrationFailed(f"{self._parts.geturl()} answered {response.status}: {said}")
+
+    def _first_model(self) -> str:
+        connection = self._connect()
+        try:
+            connection.request("GET", "/v1/models", headers=self._headers)
+            response = connection.getresponse()
+            self._check(response)
+            listed: Any = json.loads(response.read())
+            return str(listed["data"][0]["id"])
+        except (OSError, http.client.HTTPException) as exc:
+            raise CalibrationFailed(f"{self._parts.geturl()} can't be reached: {exc}") from exc
+        except (ValueError, LookupError, TypeError) as exc:
+            raise CalibrationFailed(f"{self._parts.geturl()} lists no model: {exc!r}") from exc
+        finally:
+            connection.close()

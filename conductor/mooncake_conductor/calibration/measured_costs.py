@@ -1,0 +1,188 @@
+"""A row of the device table, measured: bounded requests, fitted costs, a file to keep."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from mooncake_conductor.calibration.live_instance import TimedCompletion
+from mooncake_conductor.cost.latency_model import LatencyModel
+from mooncake_conductor.cost.online_fit import nonnegative_least_squares
+from mooncake_conductor.errors import CalibrationFailed, ConductorConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationPlan:
+    """What is asked of an instance; no more than this.
+
+    Args:
+        prompt_tokens: lengths of prompts; each is asked for ``repeats`` times, one at a time.
+        repeats: after one that is not counted.
+        batches: requests that decode at once.
+        decode_context: tokens of their prompts.
+        decode_tokens: of each answer.
+        max_token_id: token ids are drawn below it; at least 16.
+    """
+
+    prompt_tokens: tuple[int, ...] = (64, 256, 512, 1024, 1536)
+    repeats: int = 3
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    decode_context: tuple[int, ...] = (64, 1024)
+    decode_tokens: int = 48
+    max_token_id: int = 200
+
+    def __post_init__(self) -> None:
+        lists = (self.prompt_tokens, self.batches, self.decode_context)
+        smallest = min(min(each, default=0) for each in lists)
+        if smallest < 1 or self.repeats < 1 or self.decode_tokens < 8 or self.max_token_id < 16:
+            raise ConductorConfigError(
+                "a calibration needs prompts, batches and contexts of at least 1, 8 tokens to "
+                f"decode and token ids up to 16, found {self}"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests it sends in all."""
+        prefills = len(self.prompt_tokens) * (self.repeats + 1)
+        return prefills + sum(self.batches) * len(self.decode_context)
+
+
+class Completer(Protocol):
+    """An instance that answers prompts and says when: ``LiveInstance``."""
+
+    model: str
+
+    def complete(self, prompt: Sequence[int], num_tokens: int) -> TimedCompletion:
+        """Take that many tokens for a prompt of token ids; may be called from several threads."""
+        ...
+
+
+class DeviceRow(msgspec.Struct, frozen=True):
+    """What was measured, as it stands in a file."""
+
+    name: str
+    model: str
+    fixed: float
+    per_token: float
+    per_token_squared: float
+    step: float
+    step_per_sequence: float
+    step_per_context_token: float
+    prefill_error: float
+    step_error: float
+
+    @property
+    def latency(self) -> LatencyModel:
+        """As the conductor and the simulator use it."""
+        return LatencyModel(
+            self.fixed,
+            self.per_token,
+            self.per_token_squared,
+            self.step,
+            self.step_per_sequence,
+            self.step_per_context_token,
+        )
+
+
+def calibrate(
+    name: str,
+    instance: Completer,
+    plan: CalibrationPlan,
+    progress: Callable[[float], None] | None = None,
+) -> DeviceRow:
+    """Measure an instance that nobody else uses meanwhile.
+
+    Raises:
+        CalibrationFailed: it does not answer.
+    """
+    rng, prefills, steps = random.Random(1), [], []
+    share = 1 / (len(plan.prompt_tokens) + len(plan.batches) * len(plan.decode_context))
+
+    def say(done: int) -> None:
+        if progress is not None:
+            progress(done * share)
+
+    for done, length in enumerate(plan.prompt_tokens, 1):
+        asked = [_prompt(rng, length, plan) for _ in range(plan.repeats + 1)]
+        took = [instance.complete(prompt, 1).ttft for prompt in asked][1:]
+        prefills.append(((1.0, length, length**2), median(took)))
+        say(done)
+    for context in plan.decode_context:
+        for batch in plan.batches:
+            prompts = [_prompt(rng, context, plan) for _ in range(batch)]
+            held = batch * (context + plan.decode_tokens / 2)
+            steps.append(((1.0, batch - 1, held), _step_seconds(instance, prompts, plan)))
+            say(len(prefills) + len(steps))
+    prefill, prefill_error = _fit(prefills)
+    step, step_error = _fit(steps)
+    return DeviceRow(name, instance.model, *prefill, *step, prefill_error, step_error)
+
+
+def write_row(path: Path, row: DeviceRow) -> None:
+    """Keep a row for ``simulate --calibrated``."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(row), indent=2) + b"\n")
+
+
+def read_row(path: Path) -> DeviceRow:
+    """A row that was kept.
+
+    Raises:
+        ConductorConfigError: it is none; says why.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DeviceRow)
+    except OSError as exc:
+        raise ConductorConfigError(f"can't read {path}: {exc.strerror}") from exc
+    except msgspec.DecodeError as exc:
+        raise ConductorConfigError(
+            f"{path} is no row of mooncake-conductor calibrate: {exc}"
+        ) from exc
+
+
+def _prompt(rng: random.Random, length: int, plan: CalibrationPlan) -> list[int]:
+    """Token ids that no cache has seen."""
+    return [rng.randrange(8, plan.max_token_id) for _ in range(length)]
+
+
+def _step_seconds(
+    instance: Completer, prompts: Sequence[Sequence[int]], plan: CalibrationPlan
+) -> float:
+    """The median gap while all of them decode."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        done: list[TimedCompletion] = list(
+            pool.map(lambda prompt: instance.complete(prompt, plan.decode_tokens), prompts)
+        )
+    begin = max(each.arrivals[0] for each in done)
+    end = min(each.arrivals[-1] for each in done)
+    gaps = [
+        later - earlier
+        for each in done
+        for earlier, later in zip(each.arrivals, each.arrivals[1:], strict=False)
+        if earlier >= begin and later <= end
+    ]
+    if not gaps:
+        raise CalibrationFailed(
+            f"{len(prompts)} requests never decoded at once: more decode tokens are needed"
+        )
+    return median(gaps)
+
+
+def _fit(
+    points: Sequence[tuple[tuple[float, ...], float]],
+) -> tuple[tuple[float, float, float], float]:
+    """Coefficients of least relative error, none below 0, and the largest relative error left."""
+    rows = np.array([features for features, _ in points])
+    seconds = np.array([took for _, took in points])
+    scales = np.maximum(rows.max(axis=0), 1e-12)
+    weighted = rows / scales / seconds[:, None]
+    found = nonnegative_least_squares(weighted.T @ weighted, weighted.sum(axis=0)) / scales
+    error = np.abs(rows @ found / seconds - 1).max()
+    return (float(found[0]), float(found[1]), float(found[2])), float(error)

@@ -1,0 +1,140 @@
+"""Calibration: costs that an instance has are found again, and what can't be measured is named."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from support.conductor_traces import write_trace
+
+from mooncake_conductor.calibration.live_instance import LiveInstance, TimedCompletion
+from mooncake_conductor.calibration.measured_costs import (
+    CalibrationPlan,
+    calibrate,
+    read_row,
+    write_row,
+)
+from mooncake_conductor.cli import main
+from mooncake_conductor.cost.latency_model import LatencyModel
+from mooncake_conductor.errors import CalibrationFailed, ConductorConfigError
+
+TRUTH = LatencyModel(0.01, 2e-5, 4e-9, 0.005, 3e-4, 1e-7)
+PLAN = CalibrationPlan()
+
+
+class Modelled:
+    """An instance with the costs of ``TRUTH``. It knows which batches the plan asks for in turn."""
+
+    model = "modelled"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._batches = [batch for batch in PLAN.batches for _ in range(batch)]
+        self._batches *= len(PLAN.decode_context)
+
+    def complete(self, prompt, num_tokens: int) -> TimedCompletion:
+        first = TRUTH.prefill_seconds(len(prompt), 0)
+        if num_tokens == 1:
+            return TimedCompletion(0.0, (first,))
+        with self._lock:
+            batch = self._batches.pop(0)
+        step = TRUTH.step_seconds(batch, batch * (len(prompt) + PLAN.decode_tokens / 2))
+        return TimedCompletion(0.0, tuple(accumulate([first, *[step] * (num_tokens - 1)])))
+
+
+def test_costs_are_found_again(tmp_path: Path) -> None:
+    row = calibrate("here", Modelled(), PLAN)
+    found = row.latency
+    for tokens in (100, 1000, 3000):
+        assert found.prefill_seconds(tokens, 0) == pytest.approx(
+            TRUTH.prefill_seconds(tokens, 0), rel=0.01
+        )
+    for batch, context in ((1, 100), (8, 8000), (16, 20000)):
+        assert found.step_seconds(batch, context) == pytest.approx(
+            TRUTH.step_seconds(batch, context), rel=0.01
+        )
+    assert max(row.prefill_error, row.step_error) < 0.01
+    path = tmp_path / "row.json"
+    write_row(path, row)
+    assert read_row(path) == row
+    trace = write_trace(tmp_path / "trace.jsonl", 10, per_second=3.0)
+    assert main(["simulate", str(trace), "--calibrated", str(path)]) == 0
+
+
+def test_a_row_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "row.json"
+    with pytest.raises(ConductorConfigError, match="can't read"):
+        read_row(path)
+    path.write_text("{}")
+    with pytest.raises(ConductorConfigError, match="is no row of mooncake-conductor calibrate"):
+        read_row(path)
+    with pytest.raises(ConductorConfigError, match="a calibration needs"):
+        CalibrationPlan(prompt_tokens=())
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Streams as many parts as tokens are asked for; refuses prompts of 13 tokens."""
+
+    def do_GET(self) -> None:
+        self._say(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (body["model"], body["stream"], body["ignore_eos"]) == ("tiny", True, True)
+        if len(body["prompt"]) == 13:
+            self._say(400, b"unlucky")
+            return
+        count = 0 if len(body["prompt"]) == 14 else body["max_tokens"]
+        self._say(200, b'data: {"choices": []}\n\n' * count + b"data: [DONE]\n\n")
+
+    def _say(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def test_a_live_instance_is_timed(url: str) -> None:
+    instance = LiveInstance(url)
+    done = instance.complete([9] * 20, 5)
+    assert instance.model == "tiny"
+    assert (len(done.arrivals), len(done.gaps)) == (5, 4)
+    assert done.ttft > 0
+
+
+def test_what_fails_is_an_error_of_one_line(url: str, tmp_path: Path, capsys) -> None:
+    instance = LiveInstance(url)
+    with pytest.raises(CalibrationFailed, match="answered 400: unlucky"):
+        instance.complete([9] * 13, 1)
+    with pytest.raises(CalibrationFailed, match="without a token"):
+        instance.complete([9] * 14, 1)
+    with pytest.raises(CalibrationFailed, match="http://HOST:PORT"):
+        LiveInstance("localhost:8000")
+    assert main(["calibrate", "http://127.0.0.1:9", "--out", str(tmp_path / "row.json")]) == 1
+    assert "can't be reached" in capsys.readouterr().err
+
+
+def test_the_command_writes_a_row(url: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "row.json"
+    small = ["--prompt-tokens", "16,32", "--batches", "1", "--decode-context", "16"]
+    assert main(["calibrate", url, "--out", str(path), *small]) == 0
+    assert "per_token" in capsys.readouterr().out
+    assert read_row(path).model == "tiny"
