@@ -28,8 +28,10 @@ def nonnegative_least_squares(
     """
     free = np.ones(len(moment), dtype=np.bool_)
     found = np.zeros(len(moment))
+    # Reports that are too few to tell features apart share the value among them.
+    ridge = 1e-9 * max(float(np.trace(gram)), 1e-9)
     while free.any():
-        tiny = 1e-9 * np.eye(int(free.sum()))
+        tiny = ridge * np.eye(int(free.sum()))
         found[:] = 0.0
         found[free] = np.linalg.solve(gram[np.ix_(free, free)] + tiny, moment[free])
         if (found >= 0).all():
