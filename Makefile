@@ -9,7 +9,8 @@ PYTHON_IN_VENV = .venv/bin/python
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
     test-faults test-mixed test-pool-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm \
-    bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays check-deploy \
+    bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
+    check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
 
@@ -119,6 +120,10 @@ bench-proxy:  ## the proxy beside the field's routers
 bench-conductor:  ## decisions of the conductor, and its index beside NVIDIA Dynamo's
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_conductor.py $(ARGS)
+
+test-simulator:  ## real engines beside the simulator, the same requests; needs a quiet machine
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_simulator.py $(ARGS)
 
 test-replays:  ## policies on Mooncake's traces over a grid of clusters; ARGS=FOLDER with the traces
 	@ci/install dev

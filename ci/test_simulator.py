@@ -2,9 +2,9 @@
 
 python ci/test_simulator.py [--requests N] [--bound SHARE]
 
-Starts examples/tiny-llama behind the proxy, measures it with ``mooncake-conductor calibrate``, sends
-a trace (sessions that grow, Poisson, fixed seed) in real time, and replays the same trace in the
-simulator with what was measured. Prints TTFT and TBT of both, mean and P90, with signed errors.
+Starts examples/tiny-llama behind the proxy, measures it as ``mooncake-conductor calibrate`` does,
+sends a trace (sessions that grow, Poisson, fixed seed) in real time, and replays the same trace in
+the simulator with what was measured. Prints TTFT and TBT of both, mean and P90, with signed errors.
 Exits 0 only if all are within the bound (15 %). It needs a quiet machine: engines share its cores,
 which the simulator's do not.
 """
