@@ -56,7 +56,7 @@ def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
     Raises:
         KVConfigError: there is none.
     """
-    device = context.memory.region.device
+    device = context.memory.regions[0].device
     try:
         if device != "cpu":
             return DeviceMemory(context, context.registry.host_copies(device))
@@ -88,7 +88,7 @@ class DeviceMemory:
             undo.callback(pinned.close)
             memory = replace(
                 context.memory,
-                region=MemoryRegion(pinned.address, pinned.nbytes),
+                regions=(MemoryRegion(pinned.address, pinned.nbytes),),
                 transports=HOST_TRANSPORTS,
             )
             config = replace(context.config, transports=host_transports(context.config.transports))

@@ -51,6 +51,7 @@ async def _until_saved(of, num_chunks):
 
 
 @pytest.mark.usefixtures("always_loads")
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("way", "tp"),
     [("pulled", (1, 1)), ("pulled early", (1, 1)), ("pushed", (1, 1)), ("pulled", (2, 1))],

@@ -89,6 +89,7 @@ def test_too_little_memory_for_all(models):
     assert stats.kv_pool.num_loaded_chunks > 0
 
 
+@pytest.mark.timeout(400)
 def test_ranks_and_stages_read_what_others_wrote(models, tmp_path):
     """A writer of one shape, a reader of another; each through one store, in both directions."""
     shapes = [{}, {"tp_size": 2, "block_size": 8}, {"pp_size": 2}]

@@ -73,7 +73,7 @@ def device():
     def unused(*_):
         raise AssertionError("not here")
 
-    memory = RankMemory(None, None, None, MemoryRegion(1, 1, "gpu:0"), ())
+    memory = RankMemory(None, None, None, (MemoryRegion(1, 1, "gpu:0"),), ())
     context = RankContext(
         0, KVTransferConfig(transports=("shm",)), memory, Registry.discover(), *[unused] * 4
     )
