@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_environment import CACHE, ROOT, SKIPPED, Skip, install_connector
+from vllm_pool_check import check_pool
 from vllm_serving import (
     ANSWER_TIMEOUT_S,
     EXAMPLE,
@@ -54,6 +55,9 @@ FREED_S = 120.0
 """How long blocks may take to be free again: leases, and machines that others use."""
 COMPLETIONS = "/v1/completions"
 BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
+LOADS = "vllm:mooncake_hal_loads_total"
+PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+"""What the model server protocol of the Gateway API inference extension wants of a server."""
 ALL_PAIRS = ",".join(
     f"{prefill}:{decode}/{transport}/{flow}"
     for flow in ("pull", "push")
@@ -67,6 +71,7 @@ def main() -> int:
     """Install, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pairs", default=ALL_PAIRS, help="P:D/transport[/push], ...: all")
+    parser.add_argument("--no-pool", action="store_true", help="without the pool's connector")
     parser.add_argument("--no-unit", action="store_true", help="without tests/vllm")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
@@ -75,6 +80,7 @@ def main() -> int:
         install_connector(python)
         failed = [] if args.no_unit else run_tests(python)
         wanted = answers_alone(python, args.start_timeout, cases())
+        failed += [] if args.no_pool else pool_problems(python, wanted, args.start_timeout)
         wrong = failed + [
             problem
             for pairs in by_prefill(Pair.parse(text) for text in args.pairs.split(","))
@@ -93,6 +99,13 @@ def run_tests(python: Path) -> list[str]:
     # Warnings of other people's packages are not ours to mend.
     status = subprocess.run([*command, "-o", "filterwarnings=default"], cwd=ROOT, check=False)
     return ["tests/vllm failed"] if status.returncode else []
+
+
+def pool_problems(python: Path, wanted: dict[str, Json], timeout_s: float) -> list[str]:
+    """The pool's connector, with prompts of whole blocks and more."""
+    chosen = {f"{n} tokens": cases()[f"{n} tokens"] for n in LENGTHS if n > 128}
+    said = {name: token_ids(wanted[name]) for name in chosen}
+    return check_pool(python, chosen, said, lambda *asked: token_ids(post(*asked)), timeout_s)
 
 
 # ---------------------------------------------------------------- what runs
@@ -323,6 +336,34 @@ def at_once(run: Run) -> None:
     run.expect(f"{NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
 
 
+def through_a_sidecar(run: Run) -> None:
+    """The order of calls and the fields of llm-d's routing sidecar, which sits before D and is told
+    of P by a header; and the gauges that an InferencePool's endpoint picker reads."""
+    body = completion(tokens(210, 8))
+    wanted = token_ids(post(run.prefill, COMPLETIONS, body))
+    nobody: Json = dict.fromkeys(
+        ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+    )
+    asked = body | {"stream": False, "max_tokens": 1, "max_completion_tokens": 1}
+    asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False} | nobody
+    params = post(run.prefill, COMPLETIONS, asked).get("kv_transfer_params")
+    before = figure(run.decode, LOADS)
+    answer = post(run.decode, COMPLETIONS, body | {"kv_transfer_params": params})
+    run.expect("a sidecar's order of calls", token_ids(answer), wanted)
+    run.expect("its KV was handed over", figure(run.decode, LOADS) - before, 1)
+    for url in (run.prefill, run.decode):
+        found = {name for name in PICKED if has_one_gauge(url, name)}
+        run.expect("an endpoint picker's gauges", found, {*PICKED})
+
+
+def has_one_gauge(url: str, name: str) -> bool:
+    """Whether a /metrics page has that gauge, and one series of it."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    series = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
+    return f"# TYPE {name} gauge" in lines and len(series) == 1
+
+
 def kv_came_over(run: Run) -> None:
     """So far everything that was not here has been pulled, and nothing failed."""
     run.expect("load failures", figure(run.decode, "vllm:mooncake_hal_load_failures_total"), 0)
@@ -446,6 +487,7 @@ CHECKS: dict[str, tuple[Callable[[Run], None], ...]] = {
         same_tokens,
         at_once,
         kv_came_over,
+        through_a_sidecar,
         through_the_proxy,
         trouble,
         clients_leave,

@@ -37,13 +37,12 @@ from test_vllm import (
     COMPLETIONS,
     answers_alone,
     completion,
-    instance_log,
     post,
     tokens,
     transfer_config,
     until_zero,
 )
-from vllm_environment import SKIPPED, Skip, install_connector
+from vllm_environment import CACHE, SKIPPED, Skip, install_connector
 from vllm_serving import (
     PROXY_LOG,
     Json,
@@ -103,6 +102,11 @@ def questions() -> dict[str, tuple[str, Json]]:
         str(length): (COMPLETIONS, completion(tokens(length, 20), max_tokens=NUM_TOKENS))
         for length in LENGTHS
     }
+
+
+def faults_log(role: str) -> Path:
+    """Where an instance of that role writes."""
+    return CACHE / f"vllm-faults-{role}.log"
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
@@ -191,7 +195,7 @@ def running(python: Path, flow: str, wanted: dict[str, str], timeout_s: float) -
     """All three, up."""
     parts = {}
     for name, role, core in (("P", "kv_producer", "0"), ("D", "kv_consumer", "1")):
-        log = instance_log(role)
+        log = faults_log(role)
         log.unlink(missing_ok=True)
         transfer = transfer_config(role, flow, ["shm", "tcp"])
         # The old names: a restarted instance has the engine id that it had before.
@@ -460,12 +464,12 @@ def come_late(
                 transfer["kv_load_failure_policy"] = "recompute"
                 transfer["kv_connector_extra_config"] = {"lease_seconds": LEASE_S}
             bound = str(core % (os.cpu_count() or 1))
-            log = instance_log(role)
+            log = faults_log(role)
             urls.append(
                 stack.enter_context(serving(python, transfer, bound, log, *few, **variables))
             )
         for url, role in zip(urls, ("kv_producer", "kv_consumer"), strict=True):
-            wait_until_healthy(url, instance_log(role), timeout_s)
+            wait_until_healthy(url, faults_log(role), timeout_s)
         return ask_late(*urls, wanted)
 
 

@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from support.metaserver import Metaserver
-from support.vllm_scheduler import VllmInstance, answer_to, engine_config, settle, vllm_instance
+from support.vllm_scheduler import (
+    PAUSE_S,
+    VllmInstance,
+    answer_to,
+    engine_config,
+    settle,
+    vllm_instance,
+)
 
 NUM_EXAMPLES = int(os.environ.get("VLLM_EXAMPLES", "15"))
 NUM_BLOCKS = 30  # three long prompts with their answers: vLLM has to preempt
@@ -57,7 +64,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("steps"), st.integers(1, 6), st.sampled_from([0, 1])),
     st.tuples(st.just("pause"), st.integers(1, 8), st.just(0)),
 )
-ORDERS = st.lists(EVENTS, min_size=4, max_size=40)
+ORDERS = st.lists(EVENTS, min_size=20, max_size=60)
 
 
 @dataclass
@@ -125,9 +132,11 @@ class World:
         self.asked[name] = Asked(PROMPTS[prompt], num_tokens)
         if self.metaserver is None:
             self._submit(0, name, PROMPTS[prompt], 1, {"do_remote_decode": True})
+            self._steps(3, 0)  # else most orders would end before anything can be handed over
         else:
             params = {"do_remote_prefill": True, "metaserver": self.metaserver.url(name)}
             self._submit(1, name, PROMPTS[prompt], num_tokens, params)
+            self._steps(3, 1)
 
     def _ready(self) -> list[str]:
         """Those that can be forwarded."""
@@ -195,6 +204,7 @@ class World:
     def _steps(self, count: int, at: int) -> None:
         for _ in range(count):
             self._both[at].step()
+            time.sleep(PAUSE_S)  # in which the connector's own threads work
 
     def _pause(self, milliseconds: int, _: int) -> None:
         time.sleep(milliseconds / 1000)

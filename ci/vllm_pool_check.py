@@ -1,0 +1,72 @@
+"""The pool's connector inside two real vLLM instances, one of which has the store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from vllm_environment import CACHE
+from vllm_serving import Json, figure, free_port, serving, wait_until_healthy
+
+CHUNK = 128
+"""Tokens: vLLM's CPU pages have as many and are moved whole."""
+LOADED = "vllm:mooncake_hal_pool_num_loaded_chunks_total"
+SAVED = "vllm:mooncake_hal_pool_num_saved_chunks_total"
+
+
+def check_pool(
+    python: Path,
+    cases: dict[str, tuple[str, Json]],
+    wanted: dict[str, object],
+    ask: Callable[[str, str, Json], object],
+    timeout_s: float,
+) -> list[str]:
+    """One instance computes and saves, the other one loads; returns what was wrong.
+
+    Args:
+        python: of vLLM's environment.
+        cases: path and body by name, of prompts that share no prefix.
+        wanted: what one vLLM says to each.
+        ask: an instance's answer to a path and a body, as ``wanted`` has it.
+        timeout_s: for an instance to start.
+    """
+    port, problems = free_port(), []
+    pools = (f"dram=256MiB,port={port},chunk={CHUNK}", f"connect=127.0.0.1:{port},chunk={CHUNK}")
+    with ExitStack() as stack:
+        urls = []
+        for number, pool in enumerate(pools):
+            log = CACHE / f"vllm-pool-{number}.log"
+            urls.append(stack.enter_context(serving(python, config(pool), core(number), log)))
+            wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
+        for name, (path, body) in cases.items():
+            for url, what in zip(urls, ("computed", "loaded"), strict=True):
+                found = ask(url, path, body)
+                verdict = "ok" if found == wanted[name] else "WRONG"
+                print(f"pool          {f'{name}, {what}':34} {verdict}", flush=True)
+                if found != wanted[name]:
+                    problems.append(f"pool {name} {what}: {found!r:.200}")
+        saved, loaded = figure(urls[0], SAVED), figure(urls[1], LOADED)
+        print(f"pool          {saved:g} chunks saved, {loaded:g} loaded", flush=True)
+        if not saved or not loaded:
+            problems.append(f"pool: {saved:g} chunks were saved, {loaded:g} loaded")
+        for url in urls:
+            if failed := figure(url, "vllm:mooncake_hal_hook_errors_total"):
+                problems.append(f"pool: {failed:g} hooks of {url} have failed")
+    return problems
+
+
+def config(pool: str) -> Json:
+    """``--kv-transfer-config`` of an instance."""
+    return {
+        "kv_connector": "HalPoolConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"pool": pool},
+    }
+
+
+def core(number: int) -> str:
+    """What an instance's worker is bound to."""
+    return str(number % (os.cpu_count() or 1))
