@@ -343,7 +343,8 @@ class EngineConfig:
         metadata=option(
             metavar="TOKENS",
             help="minimum number of tokens of a prompt in one step; fewer at its end, or where "
-            "--max-num-batched-tokens has no room for them beside --max-num-seqs sequences",
+            "--max-num-batched-tokens has no room for them beside --max-num-seqs sequences; a "
+            "quarter of it where --target-tbt-ms has no time for more",
         ),
     )
     prefill_chunk_size: int | None = field(

@@ -17,6 +17,11 @@ _NEWEST = 0.25
 """Weight of the newest step in a running mean: what a minute ago has cost no longer counts."""
 
 
+_CHUNKS_BELOW_TARGET = 4
+"""A target may cut the smallest chunk in so many: at the end of a long prompt a token costs a
+multiple of one at its beginning, and the smallest chunk that suits this one breaks the target."""
+
+
 class StepTimes:
     """What steps take: a step of decodes, and each prompt token beside them.
 
@@ -67,7 +72,8 @@ class StepBudget:
 
     Attributes:
         max_num_seqs: sequences that may run at once.
-        min_chunk: tokens of a prompt in a step, unless it has fewer left.
+        min_chunk: tokens of a prompt in a step, unless it has fewer left; with a target for the
+            time between tokens a part of what was asked for.
         times: of steps.
     """
 
@@ -76,6 +82,8 @@ class StepBudget:
         most = limits.max_num_batched_tokens
         self.max_num_seqs = min(limits.max_num_seqs, most)
         smallest = min(limits.min_prefill_chunk, limits.prefill_chunk_size or most)
+        if limits.target_tbt_s is not None:
+            smallest //= _CHUNKS_BELOW_TARGET
         self.min_chunk = max(1, min(smallest, most - self.max_num_seqs + 1))
         self.times = StepTimes(self.min_chunk)
 
@@ -103,7 +111,7 @@ class StepBudget:
         """Take in what a step took, where that is asked for."""
         if self._limits.target_tbt_s is None or not plan.sequences:
             return
-        num_decodes = sum(1 for sequence in plan.sequences if sequence.count == 1)
+        num_decodes = sum(1 for s in plan.sequences if s.count == 1 and s.is_sampling)
         self.times.learn(num_decodes, plan.num_tokens - num_decodes, seconds)
 
     def _largest_chunk(self, request: Request) -> int:

@@ -8,6 +8,7 @@ from support.scheduling import Bench
 
 from mooncake_engine.scheduling.request import RequestStatus
 from mooncake_engine.scheduling.step_budget import StepTimes
+from mooncake_engine.scheduling.step_plan import SampledToken, StepResult
 
 
 def counts_of(bench: Bench) -> dict[str, int]:
@@ -229,3 +230,34 @@ def test_a_scheduler_keeps_to_a_target_that_steps_are_measured_against() -> None
         took.append(seconds)
     assert max(took[1:]) <= 0.055
     assert max(took[1:]) > 0.04, "the room there is goes unused"
+
+
+def test_a_long_prompts_last_chunks_keep_to_the_target_as_its_first_ones_do() -> None:
+    """A token costs more the more there is before it: at last the smallest chunk takes longer than
+    the target allows. What steps cost is as measured: 32 decodes, one thread, a small Llama."""
+    bench = Bench(
+        num_blocks=1500,
+        block_size=16,
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+        prefix_caching=False,
+        target_tbt_s=0.035,
+        min_prefill_chunk=16,
+    )
+    for index in range(32):
+        bench.add(f"d{index}", range(8), max_tokens=500)
+    now, took = 0.0, []
+    for step in range(220):
+        if step == 20:
+            bench.add("prompt", range(2000), max_tokens=1, arrival=1.0)
+        bench.scheduler.expire(now)
+        plan = bench.scheduler.schedule()
+        chunks = [sequence for sequence in plan.sequences if sequence.count > 1]
+        prompts_s = [0.002 + c.count * (0.00045 + 4e-7 * c.start) for c in chunks]
+        now += 0.0235 + sum(prompts_s)
+        tokens = {s.request_id: (SampledToken(7),) for s in plan.sequences if s.is_sampling}
+        bench.scheduler.update(plan, StepResult(plan.step, tokens), now)
+        if step >= 20:
+            took += [0.0235 + seconds for seconds in prompts_s]
+    assert not chunks, "it is done"
+    assert max(took) <= 0.035 * 1.1
