@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """Faults of the KVCache pool, each against a store process that has ordinary traffic.
 
-Three ranks put and get chunks all the time, over shm and tcp, and compare every byte of every hit.
-A row per fault: operations, chunks that were hits and misses, wrong hits, operations that were
-stuck, handles that were left when all users had gone, and the longest operation. Exits 0 only if
-the last three counts are 0 in every row, and the traffic had hits again after each fault.
+First three ranks put and get chunks all the time, over shm and tcp, and compare every byte of every
+hit. Then an engine with ``--kv-pool`` answers prompts whose KV only the store has, and all tokens
+are compared with those of an engine without a pool. A row per fault: operations, hits and misses,
+wrong ones, operations that were stuck, handles that were left when all users had gone, and the
+longest operation. Exits 0 only if wrong, stuck and leaked are 0 in every row, and the traffic had
+hits again after each fault.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.pool_faults import FAULTS, FaultyPool  # noqa: E402  # tests/ is not installed
-from support.pool_traffic import Tally  # noqa: E402
+from support.pool_traffic import PoolTraffic, Tally  # noqa: E402
+
+TRAFFIC = ("ranks", "engine")
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(FAULTS), metavar="FAULT")
+    parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=TRAFFIC)
     parser.add_argument("--list", action="store_true", help="print the faults")
     args = parser.parse_args()
     if args.list:
@@ -37,17 +42,21 @@ def main() -> int:
     os.chdir(ROOT)
     logging.basicConfig(level=logging.ERROR)  # that a store is lost is what is tried here
     began = time.monotonic()
-    print(f"{'fault':<54} {'tries':>6} {'hits':>7} {'misses':>7} {'wrong':>6} {'stuck':>6} "
+    print(f"{'':<7}{'fault':<54} {'tries':>6} {'hits':>7} {'misses':>7} {'wrong':>6} {'stuck':>6} "
           f"{'leaked':>7} {'longest':>8}")  # fmt: skip
-    is_good = all([run(name) for name in args.only or FAULTS])
+    faults = args.only or list(FAULTS)
+    is_good = all([run(name, traffic) for traffic in args.traffic for name in faults])
     print(f"{time.monotonic() - began:.0f} s; {'all good' if is_good else 'NOT GOOD'}")
     return 0 if is_good else 1
 
 
-def run(name: str) -> bool:
+def run(name: str, traffic: str) -> bool:
     """One row; whether it is good."""
     fault = FAULTS[name]
-    with tempfile.TemporaryDirectory() as directory, FaultyPool(Path(directory)) as pool:
+    start = PoolTraffic
+    if traffic == "engine":
+        from support.pool_engine_traffic import EngineTraffic as start
+    with tempfile.TemporaryDirectory() as directory, FaultyPool(Path(directory), start) as pool:
         has_begun = pool.traffic.await_hits()
         complaint = "" if has_begun else "no hits before the fault"
         try:
@@ -58,11 +67,9 @@ def run(name: str) -> bool:
             complaint = complaint or "no hits after the fault"
         tally: Tally = pool.traffic.end()
         leaked = pool.leaked_handles()
-    print(
-        f"{fault.__doc__:<54} {tally.tries:>6} {tally.hits:>7} {tally.misses:>7} {tally.wrong:>6} "
-        f"{tally.stuck:>6} {leaked:>7} {tally.longest_s:>6.1f} s  {complaint}",
-        flush=True,
-    )
+    counts = f"{tally.tries:>6} {tally.hits:>7} {tally.misses:>7} {tally.wrong:>6} {tally.stuck:>6}"
+    times = f"{leaked:>7} {tally.longest_s:>6.1f} s"
+    print(f"{traffic:<7}{fault.__doc__:<54} {counts} {times}  {complaint}", flush=True)
     return not (tally.wrong or tally.stuck or leaked or complaint)
 
 

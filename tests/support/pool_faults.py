@@ -23,15 +23,18 @@ OBEDIENT = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 
 
 class FaultyPool:
-    """A store with an SSD directory, and its traffic; ``with`` ends both."""
+    """A store with an SSD directory, and its traffic, which ``start_traffic`` makes of its address.
 
-    def __init__(self, directory):
+    ``with`` ends the store.
+    """
+
+    def __init__(self, directory, start_traffic=PoolTraffic):
         self.directory = directory
         self.ssd = directory / "ssd"
         self.ssd.mkdir()
         self.prefix = () if os.geteuid() else OBEDIENT
         self.store = self.start()
-        self.traffic = PoolTraffic(self.store.address)
+        self.traffic = start_traffic(self.store.address)
 
     def start(self, port=0):
         options = ["--dram", DRAM, "--ssd", f"{self.ssd}:{SSD}"]
