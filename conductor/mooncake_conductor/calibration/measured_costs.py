@@ -18,6 +18,9 @@ from mooncake_conductor.cost.latency_model import LatencyModel
 from mooncake_conductor.cost.online_fit import nonnegative_least_squares
 from mooncake_conductor.errors import CalibrationFailed, ConductorConfigError
 
+_LONGEST = 8
+"""Times the tokens of a plan that an answer may have at most, where answers don't overlap."""
+
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPlan:
@@ -28,7 +31,7 @@ class CalibrationPlan:
         repeats: after one that is not counted.
         batches: requests that decode at once.
         decode_context: tokens of their prompts.
-        decode_tokens: of each answer.
+        decode_tokens: of each answer; up to 8 times as many where answers don't overlap.
         max_token_id: token ids are drawn below it; at least 16.
     """
 
@@ -50,7 +53,7 @@ class CalibrationPlan:
 
     @property
     def num_requests(self) -> int:
-        """How many requests it sends in all."""
+        """How many requests it sends, if all answers overlap; at most 4 times as many decode."""
         prefills = len(self.prompt_tokens) * (self.repeats + 1)
         return prefills + sum(self.batches) * len(self.decode_context)
 
@@ -118,8 +121,9 @@ def calibrate(
     for context in plan.decode_context:
         for batch in plan.batches:
             prompts = [_prompt(rng, context, plan) for _ in range(batch)]
-            held = batch * (context + plan.decode_tokens / 2)
-            steps.append(((1.0, batch - 1, held), _step_seconds(instance, prompts, plan)))
+            seconds, num_tokens = _step_seconds(instance, prompts, plan.decode_tokens)
+            held = batch * (context + num_tokens / 2)
+            steps.append(((1.0, batch - 1, held), seconds))
             say(len(prefills) + len(steps))
     prefill, prefill_error = _fit(prefills)
     step, step_error = _fit(steps)
@@ -153,26 +157,33 @@ def _prompt(rng: random.Random, length: int, plan: CalibrationPlan) -> list[int]
 
 
 def _step_seconds(
-    instance: Completer, prompts: Sequence[Sequence[int]], plan: CalibrationPlan
-) -> float:
-    """The median gap while all of them decode."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        done: list[TimedCompletion] = list(
-            pool.map(lambda prompt: instance.complete(prompt, plan.decode_tokens), prompts)
-        )
+    instance: Completer, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> tuple[float, int]:
+    """The median gap while all of them decode, and how many tokens each took for that.
+
+    Answers that are over before the last prompt is computed are asked for again, longer.
+    """
+    for tokens in (num_tokens, 2 * num_tokens, 4 * num_tokens, _LONGEST * num_tokens):
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = [pool.submit(instance.complete, prompt, tokens) for prompt in prompts]
+            gaps = _common_gaps([answer.result() for answer in answers])
+        if gaps:
+            return median(gaps), tokens
+    raise CalibrationFailed(
+        f"{len(prompts)} requests of {_LONGEST * num_tokens} tokens never decoded at once: ask for "
+        "more decode tokens"
+    )
+
+
+def _common_gaps(done: Sequence[TimedCompletion]) -> list[float]:
     begin = max(each.arrivals[0] for each in done)
     end = min(each.arrivals[-1] for each in done)
-    gaps = [
+    return [
         later - earlier
         for each in done
         for earlier, later in zip(each.arrivals, each.arrivals[1:], strict=False)
         if earlier >= begin and later <= end
     ]
-    if not gaps:
-        raise CalibrationFailed(
-            f"{len(prompts)} requests never decoded at once: more decode tokens are needed"
-        )
-    return median(gaps)
 
 
 def _fit(
