@@ -26,7 +26,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HU
 from support.emulated_devices import KINDS, DeviceKind  # noqa: E402  # the path is set above
 from support.mixed_fleet import Side, start_all  # noqa: E402
 from support.npu import FEW  # noqa: E402
-from support.pd import prompt_of  # noqa: E402
+from support.pd import ORDER, prompt_of  # noqa: E402
 from support.pd_processes import Served, body_of  # noqa: E402
 from support.programs import TINY_LLAMA  # noqa: E402
 
@@ -124,8 +124,10 @@ async def ask(
 
 
 async def across(prefill: Served, decode: Served, prompt: Sequence[int], tokens: int) -> Answer:
-    """One answer of both."""
-    return await ask(decode, prompt, tokens, await prefill.prefill(prompt))
+    """One answer of both; P says the first token, and its log-probability."""
+    body = {**body_of(prompt, replace(FEW, max_tokens=1), ORDER), "logprobs": 1}
+    params: KVTransferDict = (await prefill.complete(body))["kv_transfer_params"]
+    return await ask(decode, prompt, tokens, params)
 
 
 def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
@@ -134,7 +136,7 @@ def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
     for mine, other in zip(ours, theirs, strict=True):
         pairs = list(zip(mine.tokens, other.tokens, strict=False))
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        both = zip(mine.logprobs[:same], other.logprobs[:same], strict=False)
+        both = zip(mine.logprobs[:same], other.logprobs[:same], strict=True)
         apart += [abs(a - b) for a, b in both]
     total = sum(len(each.tokens) for each in theirs)
     return Distance(len(apart), total, sum(apart) / max(len(apart), 1), max(apart, default=0.0))

@@ -37,6 +37,12 @@ from support.mixed_fleet import (  # noqa: E402
     write_mixed_model,
 )
 from support.mixed_kills import KILLS, check_kill  # noqa: E402
+from support.mixed_wire import (  # noqa: E402
+    LIMIT,
+    bytes_by_kv,
+    enter_own_network,
+    write_wide_model,
+)
 from support.npu import Case, cpu  # noqa: E402
 
 from mooncake_engine.errors import EngineError  # noqa: E402
@@ -52,10 +58,14 @@ Sides = tuple[Side, Side]
 def main() -> int:
     """Run what was asked for; the exit status."""
     args = parse_args()
+    if args.wire:
+        enter_own_network()
     began, before = time.monotonic(), left_in_shared_memory()
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        if args.short:
+        if args.wire:
+            problems += asyncio.run(run_wire(args, Path(folder)))
+        elif args.short:
             problems += asyncio.run(run_short(Path(folder)))
         else:
             for family in args.family:
@@ -74,6 +84,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--short", action="store_true", help="three P, three D and a proxy, all pairs, one model")
+    add("--wire", action="store_true", help="only what crosses, in a network of its own")
     add("--family", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
     add("--how", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
     add("--pair", nargs="+", metavar="P:D", help=f"kinds, of {', '.join(KINDS)}; default: all")
@@ -150,6 +161,20 @@ async def run_kills(args: argparse.Namespace, folder: Path) -> list[str]:
             else:
                 print(f"{'ok':<30}", end="", flush=True)
         print(flush=True)
+    return problems
+
+
+async def run_wire(args: argparse.Namespace, folder: Path) -> list[str]:
+    """What crosses, by the bytes of the KV; what was wrong."""
+    model, problems = write_wide_model(folder), []
+    print(f"bytes on the wire by bytes of KV, at most {LIMIT}", flush=True)
+    for sides, how in itertools.product(list(sides_of(args.pair)), args.how):
+        row = f"{sides[0]!s:>8} → {sides[1]!s:<8} {how}"
+        try:
+            found = await asyncio.wait_for(bytes_by_kv(model, how, sides), CELL_TIMEOUT_S)
+            print(f"{row}  {found:.4f}", flush=True)
+        except FAILURES as exc:
+            problems.append(f"{row}: {describe(exc)}")
     return problems
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -177,11 +178,12 @@ async def check_idle(served: Served, within_s: float = 2 * LEASE_S + 5.0) -> Non
     Raises:
         AssertionError: there is still something after that time.
     """
+    names = ("mooncake:kv_transfer_leases_held", "mooncake:kv_transfer_reservations")
+    deadline = time.monotonic() + within_s
     await served.wait_until_idle(within_s)
-    for name in ("leases_held", "reservations"):
-        with contextlib.suppress(IndexError):  # only pushed instances have reservations
-            held = await served.figure(f"mooncake:kv_transfer_{name}")
-            assert held == 0, f"{name}: {held}"
+    while held := {name: count for name in names if (count := await served.figure(name))}:
+        assert time.monotonic() < deadline, f"{served.url} still has {held} after {within_s:g} s"
+        await asyncio.sleep(0.2)
 
 
 def freeze(served: Served) -> None:
@@ -195,5 +197,10 @@ def thaw(served: Served) -> None:
 
 
 def left_in_shared_memory() -> set[str]:
-    """Names of what lies in /dev/shm."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Names of what lies in /dev/shm and no running process has mapped."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            lines = maps.read_text().splitlines()
+            mapped |= {Path(line.split()[-1]).name for line in lines if "/dev/shm/" in line}
+    return {path.name for path in Path("/dev/shm").iterdir()} - mapped
