@@ -1,4 +1,4 @@
-"""All that crosses between a P and a D, counted where nothing else is: in a network of their own."""
+"""All that crosses between a P and a D, counted in a network where nothing else is."""
 
 from __future__ import annotations
 
