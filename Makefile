@@ -10,6 +10,7 @@ PYTHON_IN_VENV = .venv/bin/python
     test-faults test-mixed test-pool-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
+    bench-second-turn \
     check-deploy \
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract wheels
@@ -108,6 +109,10 @@ bench-transfer:  ## transports beside memcpy, plain sockets and the field's engi
 bench-connectors:  ## KV hand-over beside memcpy and plain sockets
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/connectors tests/benchmarks/push $(ARGS)
+
+bench-second-turn:  ## a conversation's second turn from device, pool memory, SSD, computed again; what saving costs
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench_second_turn.py $(ARGS)
 
 bench-pool:  ## the KVCache pool beside memcpy, transports and fio; ARGS=--policies: hit rates of traces
 	@ci/install dev

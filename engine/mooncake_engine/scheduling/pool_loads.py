@@ -193,14 +193,18 @@ class PoolLoads:
         if request.shares_prompt and request.group.find_prompt() is not None:
             del self._hits[request.request_id]
             return Turn.COMPUTE
+        if leader := request.group.find_leader(request):
+            del self._hits[request.request_id]
+            self._queues.follow(request, leader)
+            return Turn.LOADS
         choice, num_cached = self._choose(hit)
         if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
             num_found = len(hit.sources) - num_cached // self._pool.chunk_tokens
             self._pool.stats.num_recomputed_chunks += max(num_found, 0)
             del self._hits[request.request_id]
             return Turn.COMPUTE
-        if leader := self._same_load(hit, choice, num_cached):
-            self._wait_for(leader, hit)
+        if load := self._same_load(hit, choice, num_cached):
+            self._wait_for(load, hit)
             return Turn.LOADS
         if len(self._loads) >= MAX_LOADS:
             return Turn.NO_ROOM
@@ -261,8 +265,8 @@ class PoolLoads:
             remaining_s = abs(load.estimated_end - self._queues.now)
             if _num_equal(load.keys, hit.keys[: choice.num_chunks]) <= first:
                 continue
-            # loading it twice would slow both down: it costs the link's time, too
-            if remaining_s + choice.compute_s <= choice.total_s + choice.load_s:
+            # loading it twice would take the link twice, and slow both loads down
+            if remaining_s + choice.compute_s <= choice.total_s + 2 * choice.load_s:
                 return load
         return None
 
