@@ -7,7 +7,7 @@ UP_vllm = .venv/bin/python ci/up_vllm.py
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
-    test-faults test-mixed test-pool-faults test-abuse test-proxy test-proxy-vllm test-vllm test-vllm-faults \
+    test-faults test-mixed test-pool-faults test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
     bench-second-turn \
@@ -72,6 +72,10 @@ test-pool-faults:  ## a store killed, frozen, damaged, full, beside traffic that
 test-abuse:  ## attacks on a running deployment beside ordinary traffic; ARGS: --list --only --short --soak
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_abuse.py $(ARGS)
+
+test-overload:  ## ten times the load for a minute per admission mode; ARGS: --seconds --factor
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_overload.py $(ARGS)
 
 test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
 	@ci/install dev

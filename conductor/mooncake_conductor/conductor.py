@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mooncake_conductor.cost.latency_model import LatencyModel
-from mooncake_conductor.cost.online_fit import LatencyEstimator
+from mooncake_conductor.cost.online_fit import LatencyEstimator, RunningQuantile
 from mooncake_conductor.decode_choice import DecodeChoice, DecodeChooser
 from mooncake_conductor.decode_load import DecodeLedger
 from mooncake_conductor.errors import UnknownInstance
@@ -35,7 +35,7 @@ from mooncake_conductor.slo_admission import (
 )
 
 _REFIT_EVERY = 16
-"""Reports between two solutions of the regression."""
+"""Reports between two solutions of the regression; the first ones are used at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ class ConductorSettings:
         replication: when copies of hot chunks are proposed; None for never.
         reservation_s: after which a reservation is taken away.
         decode_share: quantile of past decode durations that a request is expected to take.
+        lateness_share: quantile of past delays, against what was forecast, that admission adds to
+            a first token's forecast; 0 adds none. Under overload every request is admitted at the
+            edge of its objective: without it half of them would miss it.
     """
 
     policy: str = DEFAULT_POLICY
@@ -65,6 +68,7 @@ class ConductorSettings:
     replication: ReplicationRule | None = None
     reservation_s: float = 600.0
     decode_share: float = 0.5
+    lateness_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class Conductor:
         if settings.replication is not None:
             self._replicator = Replicator(fleet, self.heat, self.reports, settings.replication)
         self._rng = rng
+        self._lateness = RunningQuantile(settings.lateness_share, 0.0, window=128)
         self._estimators: dict[int, tuple[LatencyEstimator, int]] = {}
 
     def add(self, spec: InstanceSpec) -> int:
@@ -186,9 +191,12 @@ class Conductor:
         A request that is refused now has lost its reservation. One without a reservation, because
         it took too long, is admitted nowhere in particular: None.
         """
+        was_prefilling = self.book.is_prefilling(request_id)
         made = self.book.prefilled(request_id, now)
         if made is None:
             return ADMITTED, None
+        if was_prefilling:
+            self._lateness.report(now - made.expected_at)
         request = made.request
         # What is bound to the instance already must not be counted as its own rival.
         self.ledger.release(request_id)
@@ -249,7 +257,8 @@ class Conductor:
         choice = decision.prefill
         self.fleet.links.book_all(choice.fetches, choice.slot, self.fleet.chunk_bytes, now)
         deadline = now + choice.ttft + self.settings.reservation_s
-        self.book.reserve(Reservation(request, choice, decision.decode.slot, deadline), now)
+        made = Reservation(request, choice, decision.decode.slot, deadline, now + choice.ttft)
+        self.book.reserve(made, now)
 
     def _takers(self, request: RoutingRequest, prefill_slot: int) -> frozenset[int] | None:
         """Slots that can decode what that one prefills; None if all can."""
@@ -270,6 +279,8 @@ class Conductor:
     ) -> Forecast:
         expected = self.ledger.expected_seconds(request.request_class)
         drain = expected / max(decode.num_sequences, 1.0)
+        if ttft and self.settings.lateness_share:
+            ttft += max(self._lateness.value, 0.0)
         return Forecast(ttft, decode.tbt, drain, alone)
 
     def _wanted(self, request: RoutingRequest) -> tuple[Objective, Alone]:
@@ -293,7 +304,6 @@ class Conductor:
 
     def _refit(self, slot: int) -> None:
         estimator, reports = self._estimators[slot]
-        reports = (reports + 1) % _REFIT_EVERY
-        self._estimators[slot] = (estimator, reports)
-        if not reports:
+        self._estimators[slot] = (estimator, reports + 1)
+        if reports < _REFIT_EVERY or reports % _REFIT_EVERY == 0:
             self.fleet.set_latency(slot, estimator.model())

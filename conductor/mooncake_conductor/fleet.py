@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -157,8 +158,11 @@ class Fleet:
         return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
 
     def set_latency(self, slot: int, latency: LatencyModel) -> None:
-        """An instance's costs are known better now."""
+        """An instance's costs are known better now, and so is what is queued there."""
+        before = self.prefill[:, slot].tolist()
         self.prefill[:, slot] = latency.prefill_coefficients
+        if tuple(before) != latency.prefill_coefficients:
+            self.queues.rescale(slot, lambda tokens: _ratio(before, latency, tokens))
         self.step[:, slot] = latency.step_coefficients
         self._gather_costs()
 
@@ -212,6 +216,13 @@ class Fleet:
         self._prefill_costs = self.prefill[:, self.prefill_slots]
 
 
+def _ratio(before: Sequence[float], after: LatencyModel, num_tokens: int) -> float:
+    """How many times as long as was thought a prefill of so many tokens takes."""
+    fixed, per_token, squared = before
+    seconds = fixed + per_token * num_tokens + squared * num_tokens * num_tokens
+    return after.prefill_seconds(num_tokens, 0) / seconds if seconds > 0 else 1.0
+
+
 class PrefillQueues:
     """What every prefill instance still has to do: first come, first served.
 
@@ -258,6 +269,16 @@ class PrefillQueues:
         self.num_tokens[slot] -= num_tokens
         if was_head or not entries:
             self._new_head(slot, now)
+
+    def rescale(self, slot: int, ratio_of: Callable[[int], float]) -> None:
+        """Each of the queued prefills takes so many times as long, by the tokens it computes."""
+        entries = self._entries[slot]
+        if not entries:
+            return
+        for request_id, (seconds, num_tokens) in entries.items():
+            entries[request_id] = (seconds * ratio_of(num_tokens), num_tokens)
+        self._pending[slot] = sum(seconds for seconds, _ in entries.values())
+        self._head[slot] = next(iter(entries.values()))[0]
 
     def clear(self, slot: int) -> None:
         """Nothing is queued there any more."""

@@ -36,12 +36,14 @@ class Reservation:
         choice: of its prefill instance.
         decode_slot: bound to it; may change until it decodes.
         deadline: when it is taken away.
+        expected_at: when the prefill should be done.
     """
 
     request: RoutingRequest
     choice: PrefillChoice
     decode_slot: int
     deadline: float
+    expected_at: float = 0.0
     stage: Stage = Stage.PREFILLING
 
 
@@ -95,6 +97,11 @@ class ReservationBook:
             self._fleet.queues.leave(made.choice.slot, request_id, now)
             self._index.retract(made.choice.slot, self._new_chunks(made))
         return made
+
+    def is_prefilling(self, request_id: str) -> bool:
+        """Whether a live one's prefill is not done."""
+        made = self._live.get(request_id)
+        return made is not None and made.stage is Stage.PREFILLING
 
     def rebind(self, request_id: str, decode_slot: int, now: float) -> None:
         """The request will decode elsewhere."""

@@ -20,12 +20,14 @@ import uvloop
 from mooncake_proxy import __version__
 from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import (
+    ADMISSIONS,
     CONDUCTOR_POLICIES,
     FLOWS,
     POLICY_CHOICES,
     AdmissionConfig,
     ConductorConfig,
     ProxyConfig,
+    RequestClass,
     TlsConfig,
 )
 from mooncake_proxy.errors import AddressTaken, ConfigError
@@ -354,14 +356,33 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_objectives(parser: argparse.ArgumentParser) -> None:
-    objectives = parser.add_argument_group("objectives")
+    objectives = parser.add_argument_group("objectives and admission")
     for name, text in (
         ("ttft", "time to first token"),
         ("tbt", "time between tokens, for nine in ten of a stream's gaps"),
     ):
         objectives.add_argument(
-            f"--slo-{name}", type=float, metavar="MS", help=f"objective to count by: {text}"
+            f"--slo-{name}",
+            metavar="MS",
+            help=f"objective to count and admit by: {text}; or, to admit by, a multiple of what "
+            "the request would take alone, such as 5x",
         )
+    objectives.add_argument(
+        "--request-class",
+        action="append",
+        default=[],
+        metavar="NAME:ttft=MS,tbt=MS,best-effort",
+        help="objectives of requests whose X-Request-Class header or API key names it; best-effort "
+        "ones are refused the more often, the nearer the load comes to them; repeat for each",
+    )
+    objectives.add_argument(
+        "--admission",
+        choices=ADMISSIONS,
+        default="none",
+        help="refuse with 429 what would miss its objectives: by the prefill load at arrival and "
+        "the decode load after it (baseline), by both at arrival (early), by the decode load that "
+        "will be there when the prefill ends (predictive)",
+    )
 
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
@@ -381,8 +402,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         admin_keys=read_keys(args.admin_key_file),
         min_priority=args.min_priority,
         cache_salt_per_key=args.cache_salt_per_key,
-        slo_ttft_s=_in_seconds(args.slo_ttft),
-        slo_tbt_s=_in_seconds(args.slo_tbt),
+        slo_ttft_s=_in_seconds("--slo-ttft", args.slo_ttft),
+        slo_tbt_s=_in_seconds("--slo-tbt", args.slo_tbt),
         pool_file=args.pool_file,
         kubernetes=args.kubernetes,
         kubernetes_api=args.kubernetes_api,
@@ -414,10 +435,16 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
 def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
     """What places requests, None where the proxy's own policies do."""
     policy = args.prefill_policy or args.policy
-    if policy not in CONDUCTOR_POLICIES:
+    if policy not in CONDUCTOR_POLICIES and args.admission == "none":
+        for flag, given in (("--request-class", args.request_class), *_multiples(args)):
+            if given:
+                raise ConfigError(f"{flag}: wanted --admission or a policy of the conductor")
         return None
     return ConductorConfig(
         policy=policy,
+        admission=args.admission,
+        default_class=RequestClass("default", args.slo_ttft or "inf", args.slo_tbt or "inf"),
+        classes=tuple(RequestClass.parse(text) for text in args.request_class),
         costs=args.costs,
         binds_late=args.flow == "pull",
         link_gb_s=args.link_gb_s,
@@ -426,12 +453,23 @@ def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
     )
 
 
+def _multiples(args: argparse.Namespace) -> list[tuple[str, str]]:
+    given = (("--slo-ttft", args.slo_ttft), ("--slo-tbt", args.slo_tbt))
+    return [(flag, text) for flag, text in given if text and text.endswith("x")]
+
+
 def _tokens_or_auto(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def _in_seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
+def _in_seconds(flag: str, text: str | None) -> float | None:
+    """Of milliseconds; None for a multiple, which depends on the request."""
+    if text is None or text.endswith("x"):
+        return None
+    try:
+        return float(text) / 1000
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: wanted milliseconds, or a multiple as 5x") from None
 
 
 def check_can_serve(config: ProxyConfig) -> None:

@@ -14,9 +14,12 @@ from mooncake_proxy.pool.instances import InstanceSpec
 from mooncake_proxy.routing.policies import POLICIES
 
 FLOWS = ("pull", "push", "sglang")
+ADMISSIONS = ("none", "baseline", "early", "predictive")
 # Of mooncake-conductor beside those of routing/policies.py; its own names for all that it has:
 # random, round-robin and least-loaded of both are alike but for the unit of load.
 CONDUCTOR_POLICIES = ("cost", "mooncake", "cache-local", "lmetric", "dynamo", "preble")
+# What the conductor can place by where it also admits.
+ADMITTING_POLICIES = ("random", "round-robin", "least-loaded", *CONDUCTOR_POLICIES)
 POLICY_CHOICES = (*POLICIES, *CONDUCTOR_POLICIES)
 
 
@@ -40,13 +43,43 @@ class AdmissionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestClass:
+    """Requests that share objectives: milliseconds, or multiples of the time alone such as "5x"."""
+
+    name: str
+    slo_ttft: str = "inf"
+    slo_tbt: str = "inf"
+    is_best_effort: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> RequestClass:
+        """`NAME:ttft=2000,tbt=5x,best-effort`; ConfigError where it is not of that form."""
+        name, _, rest = text.partition(":")
+        limits, flags = {}, set()
+        for part in filter(None, rest.split(",")):
+            key, equals, value = part.partition("=")
+            if equals and key in ("ttft", "tbt"):
+                limits[key] = value
+            else:
+                flags.add(part)
+        if not name or flags - {"best-effort"}:
+            wanted = "NAME:ttft=MS,tbt=MULTIPLEx,best-effort"
+            raise ConfigError(f"--request-class {text!r}: wanted {wanted}, as much as applies")
+        return cls(name, limits.get("ttft", "inf"), limits.get("tbt", "inf"), bool(flags))
+
+
+@dataclass(frozen=True, slots=True)
 class ConductorConfig:
-    """What the conductor is told of the instances, and how it places requests.
+    """What the conductor is told of the instances, and how it places and admits requests.
 
     `costs`: MODEL:DEVICE:NUMBER, what prefills and steps cost until they were measured.
+    `default_class`: of requests that name none of `classes`.
     """
 
     policy: str = "cost"
+    admission: str = "none"
+    default_class: RequestClass = field(default_factory=lambda: RequestClass("default"))
+    classes: tuple[RequestClass, ...] = ()
     costs: str = "llama-3-8b:A100:1"
     # The decode instance is chosen again when the prefill ends.
     binds_late: bool = True
@@ -186,6 +219,13 @@ class ProxyConfig:
             )
         if chosen and self.conductor is None:
             raise ConfigError(f"--policy {chosen[0]}: wanted the settings of the conductor")
+        if self.conductor is not None:
+            self._check_choice("--admission", self.conductor.admission, ADMISSIONS)
+            if self.conductor.policy not in ADMITTING_POLICIES:
+                raise ConfigError(
+                    f"--policy {self.conductor.policy} does not go together with --admission: "
+                    f"wanted one of {', '.join(ADMITTING_POLICIES)}"
+                )
 
     def _check_ports(self) -> None:
         for flag, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):

@@ -13,7 +13,7 @@ from mooncake_conductor.cost.latency_model import LatencyModel
 
 _FORGETTING = 0.999
 """A report of a thousand reports ago counts a third."""
-_PRIOR_REPORTS = 5.0
+_PRIOR_REPORTS = 1.0
 """How many reports the coefficients of the start are worth."""
 
 

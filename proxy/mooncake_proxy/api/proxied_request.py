@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -111,6 +111,8 @@ class RequestContext:
     is_committed: bool = False
     # The answer's id once the client has seen it; D's own is replaced from then on.
     answer_id: str | None = None
+    # To be called once D streams and before anything of it is forwarded: P's token goes out then.
+    on_accepted: Callable[[], None] | None = None
     # Token ids of all passes, where D may give the request back.
     record: TokenRecord | None = None
     session: str | None = None

@@ -69,6 +69,9 @@ async def _stream(
     forwarder.on_tokens = partial(router.note_tokens, context)
     with await instance.connections.exchange(payload, context.deadline, whole=False) as answer:
         check_streams(answer)
+        if context.on_accepted is not None:
+            context.on_accepted()
+            context.on_accepted = None
         context.request.attach(answer)
         try:
             await answer.forward(forwarder)

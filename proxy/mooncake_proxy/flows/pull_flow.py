@@ -150,10 +150,17 @@ class HeldKV:
         params = self._prefill.params
         assert params is not None
         continued = self._prefill.continued if instance.spec.emits_first_token else None
+        is_held = False
         if context.streams:
-            _deliver_first_token(router, context, self._prefill, instance)
+            is_held = router.holds_headers and context.answer_id is None and continued is None
+            is_held = is_held and not instance.spec.repeats_first_token
+            deliver = partial(_deliver_first_token, router, context, self._prefill, instance)
+            if is_held:
+                context.on_accepted = deliver
+            else:
+                deliver()
         if continued is None:
-            delivered = context.answer_id is not None
+            delivered = is_held or context.answer_id is not None
             body = pull_decode_body(context, params, delivered=delivered)
             await generate(router, context, instance, body)
         else:

@@ -180,7 +180,7 @@ class KVEventFeed:
     def _receive_replay(self, followed: _Followed) -> None:
         """Frames: empty, topic (not from vLLM before 0.26), sequence number, payload."""
         assert followed.replay is not None
-        batches = []
+        batches: list[tuple[int, EventBatch]] = []
         for _ in range(BATCHES_PER_TURN):
             try:
                 frames = followed.replay.recv_multipart(zmq.DONTWAIT)

@@ -25,7 +25,7 @@ from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
 from mooncake_conductor.policies.situation import RoutingRequest
 from mooncake_conductor.simulator.engine_models import ChunkCache
-from mooncake_conductor.slo_admission import Verdict
+from mooncake_conductor.slo_admission import AdmissionMode, Objectives, Verdict, objective
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.pool.device_classes import costs_of
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MAX_INSTANCES = 1024
+# Of past delays of first tokens, the quantile that admission reckons with.
+LATENESS_SHARE = 0.95
 # What an answer is expected to have until some were seen.
 INITIAL_OUTPUT_TOKENS = 256.0
 _OWNER = os.urandom(6).hex()
@@ -97,7 +99,12 @@ class ConductorFleet:
         self._roles = (Role.BOTH,) if is_coupled else (Role.PREFILL, Role.DECODE)
         self._cold, fleet = _costs(config)
         settings = ConductorSettings(
-            policy=config.policy, binds_late=config.binds_late, is_coupled=is_coupled
+            policy=config.policy,
+            admission=AdmissionMode(config.admission),
+            objectives=_objectives(config),
+            binds_late=config.binds_late,
+            is_coupled=is_coupled,
+            lateness_share=LATENESS_SHARE,
         )
         self.conductor = Conductor(fleet, settings, rng)
         self._seats: dict[int, _Seat] = {}
@@ -336,6 +343,19 @@ class ConductorFleet:
         new, evicted = seat.believed.insert(keys)
         self.conductor.index.stored(slot, Tier.DEVICE, new)
         self.conductor.index.removed(slot, Tier.DEVICE, evicted)
+
+
+def _objectives(config: ConductorConfig) -> Objectives:
+    """What classes want. ConfigError names the one that can't be read."""
+    found = {}
+    for each in (config.default_class, *config.classes):
+        try:
+            found[each.name] = objective(
+                each.slo_ttft, each.slo_tbt, is_best_effort=each.is_best_effort
+            )
+        except ConductorConfigError as exc:
+            raise ConfigError(f"objectives of class {each.name!r}: {exc}") from exc
+    return Objectives(found.pop(config.default_class.name), found)
 
 
 def _costs(config: ConductorConfig) -> tuple[LatencyModel, Fleet]:

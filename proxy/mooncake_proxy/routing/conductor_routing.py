@@ -12,7 +12,7 @@ from mooncake_conductor.slo_admission import Verdict
 from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import ConductorConfig
-from mooncake_proxy.errors import NotFound, SloRefused
+from mooncake_proxy.errors import BadRequest, NotFound, SloRefused
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
 from mooncake_proxy.routing.prefix_index import given_token_ids
@@ -34,6 +34,9 @@ class ConductorRouting:
     ) -> None:
         self._pool = pool
         self._now = now
+        self._classes = frozenset(each.name for each in config.classes)
+        # Then nothing goes to a client before its decode instance has accepted the request.
+        self.refuses = config.admission != "none"
         # Requests that are split go through one, those that one instance serves through the other.
         self.pairs = ConductorFleet(pool, config, self._open_feed, is_coupled=False, rng=rng)
         self.whole = ConductorFleet(pool, config, self._open_feed, is_coupled=True, rng=rng)
@@ -56,7 +59,7 @@ class ConductorRouting:
             num_tokens=context.prompt_tokens,
             keys=keys_of(context),
             token_limit=context.parsed.token_limit,
-            request_class=context.request_class,
+            request_class=self._class_of(context),
             now=self._now(),
         )
         if routed is None:
@@ -144,6 +147,17 @@ class ConductorRouting:
         now = self._now()
         self.pairs.sweep(now)
         self.whole.sweep(now)
+
+    def _class_of(self, context: RequestContext) -> str:
+        """What its header names, else interactive or batch."""
+        given = context.request.headers.get(b"x-request-class")
+        if given is None:
+            return context.request_class
+        name = given.decode("latin-1")
+        if name not in self._classes:
+            known = ", ".join(sorted(self._classes)) or "none (--request-class)"
+            raise BadRequest(f"X-Request-Class {name!r}: there are {known}")
+        return name
 
     def poll(self) -> None:
         """Raise what ended the thread that follows KV events."""

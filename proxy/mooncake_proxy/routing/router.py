@@ -227,6 +227,11 @@ class RequestRouter:
 
     # ------------------------------------------------ the conductor
 
+    @property
+    def holds_headers(self) -> bool:
+        """Whether a client gets its first byte only once D has accepted its request."""
+        return self.conductor is not None and self.conductor.refuses
+
     def place(self, context: RequestContext, role: Role | None) -> None:
         """Let the conductor, if there is one, choose the instances of a request that is split
         (`role` None) or served by one of that role. SloRefused where it would be late."""

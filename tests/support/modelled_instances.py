@@ -1,0 +1,80 @@
+"""Fake instances that take as long as a latency model says: prefills in turn, decodes together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from support.proxy_fakes import Behaviour, FakeInstance, Seen, Stand
+
+from mooncake_conductor.cost.latency_model import LatencyModel
+from mooncake_proxy.api.application import ProxyApplication
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec, Role
+
+
+class ModelledInstance(FakeInstance):
+    """A P that computes one prompt of token ids at a time, or a D that takes up to `max_batch`
+    requests and refuses more."""
+
+    def __init__(self, name: str, latency: LatencyModel, max_batch: int = 256) -> None:
+        super().__init__(name, Behaviour())
+        self._latency = latency
+        self._max_batch = max_batch
+        self._turn = asyncio.Lock()
+        self.num_decoding = 0
+
+    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        params = seen.body.get("kv_transfer_params") or {}
+        if not seen.body.get("prompt"):
+            await super()._answer(seen, writer)
+        elif params.get("do_remote_decode"):
+            async with self._turn:
+                num_tokens = len(seen.body["prompt"])
+                await asyncio.sleep(self._latency.prefill_seconds(num_tokens, 0))
+            await super()._answer(seen, writer)
+        else:
+            await self._decode_in_batch(seen, writer)
+
+    async def _decode_in_batch(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        self.num_decoding += 1
+        try:
+            full = self.num_decoding > self._max_batch
+            self.behaviour.status = 503 if full else 200
+            self.behaviour.token_delay_s = self._latency.step_seconds(self.num_decoding, 0)
+            await super()._answer(seen, writer)
+        finally:
+            self.num_decoding -= 1
+
+
+@asynccontextmanager
+async def modelled_stand(
+    num_prefills: int, num_decodes: int, latency: LatencyModel, **config: Any
+) -> AsyncIterator[Stand]:
+    """A proxy in front of modelled instances."""
+    prefills = [ModelledInstance(f"p{number}", latency) for number in range(num_prefills)]
+    decodes = [ModelledInstance(f"d{number}", latency) for number in range(num_decodes)]
+    specs = []
+    for fake in (*prefills, *decodes):
+        await fake.start()
+        role = Role.PREFILL if fake in prefills else Role.DECODE
+        specs.append(InstanceSpec(Origin.parse(fake.url), role))
+    settings: dict[str, Any] = {
+        "port": 0,
+        "instances": tuple(specs),
+        "health": HealthConfig(interval_s=0),
+        "access_log": "off",
+        "shutdown_timeout_s": 1.0,
+    }
+    app = ProxyApplication(ProxyConfig(**(settings | config)))
+    await app.start()
+    try:
+        yield Stand(app, list(prefills), list(decodes))
+    finally:
+        await app.close()
+        for fake in (*prefills, *decodes):
+            await fake.kill()
