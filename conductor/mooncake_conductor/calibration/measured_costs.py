@@ -159,7 +159,7 @@ def _prompt(rng: random.Random, length: int, plan: CalibrationPlan) -> list[int]
 def _step_seconds(
     instance: Completer, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[float, int]:
-    """The median gap while all of them decode, and how many tokens each took for that.
+    """A step's time while all of them decode, and how many tokens each took for that.
 
     Answers that are over before the last prompt is computed are asked for again, longer.
     """
@@ -176,14 +176,15 @@ def _step_seconds(
 
 
 def _common_gaps(done: Sequence[TimedCompletion]) -> list[float]:
+    """Each answer's mean gap while all of them decode: a mean, as tokens may arrive in bursts."""
     begin = max(each.arrivals[0] for each in done)
     end = min(each.arrivals[-1] for each in done)
-    return [
-        later - earlier
-        for each in done
-        for earlier, later in zip(each.arrivals, each.arrivals[1:], strict=False)
-        if earlier >= begin and later <= end
-    ]
+    found = []
+    for each in done:
+        common = [at for at in each.arrivals if begin <= at <= end]
+        if len(common) > 1:
+            found.append((common[-1] - common[0]) / (len(common) - 1))
+    return found
 
 
 def _fit(
