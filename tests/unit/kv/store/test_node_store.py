@@ -7,7 +7,7 @@ from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.store.chunk_store import Chunk, PutRefusal, Residence, Tier
+from mooncake_kv.store.chunk_store import Chunk, CopyTerms, PutRefusal, Residence, Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 
 CHUNK_BYTES = 64 << 10
@@ -110,3 +110,44 @@ def test_a_store_that_can_not_be_is_refused():
         NodeStore(NodeStoreConfig(dram_bytes=1 << 60))
     with pytest.raises(KVConfigError, match="'fifo' is not known; known are"):
         NodeStore(NodeStoreConfig(dram_bytes=CHUNK_BYTES, policy="fifo"))
+
+
+def test_a_replica_is_a_source_chunk_by_chunk():
+    """While a store still copies the end of a sequence, others fetch its beginning from it."""
+    numbers = (1, 2, 3)
+    chunks = [chunk(n, None if n == 1 else n - 1) for n in numbers]
+    first, second, third = (NodeStore(NodeStoreConfig(4 * CHUNK_BYTES)) for _ in range(3))
+    registry, options = Registry.discover(), EndpointOptions(secret=b"secret")
+    served = [Transports.open(registry, options, wanted="shm") for _ in range(3)]
+    for store, transports in zip((first, second, third), served, strict=True):
+        store.offer(transports)
+    try:
+        origin = first.open_user()
+        for number, handle in zip(numbers, origin.reserve(chunks).result(), strict=True):
+            first.memory.view(handle.offset, CHUNK_BYTES)[:] = bytes([number]) * CHUNK_BYTES
+            origin.commit([handle])
+        copying = second.open_user()
+        grants = copying.reserve(chunks, copy=CopyTerms(1, 0.1, 1.0)).result()
+        fetch(served[1], second, first, chunks[0].key, copying, grants[0])
+        found = copying.probe([c.key for c in chunks]).result()
+        assert found == [Residence.DRAM, Residence.STAGING, Residence.STAGING]
+        reader = third.open_user()
+        (grant,) = reader.reserve(chunks[:1], copy=CopyTerms(2, 0.1, 1.0)).result()
+        fetch(served[2], third, second, chunks[0].key, reader, grant)
+        assert bytes(third.memory.view(grant.offset, CHUNK_BYTES)) == bytes([1]) * CHUNK_BYTES
+    finally:
+        for transports in served:
+            transports.close()
+        for store in (first, second, third):
+            store.close()
+
+
+def fetch(transports, store, source, key, user, grant):
+    """Copy a chunk from one store's memory into another's, and commit it."""
+    other = source.open_user()
+    (handle,) = other.pin([key]).result()
+    peer = transports.connect(source.arena.endpoints, timeout=20).peer
+    rows = (store.arena.address + grant.offset, source.arena.address + handle.offset, CHUNK_BYTES)
+    peer.read(Spans(*(np.array([value], np.uint64) for value in rows)), timeout=20).wait()
+    assert other.release([handle]).result() == [True]
+    assert user.commit([grant]).result() == [True]
