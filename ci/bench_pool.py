@@ -102,7 +102,7 @@ def compare_policies(traces: list[Path], capacities: list[float]) -> int:
             ours, lru = found[DEFAULT_POLICY], found["lru"]
             optimum = f"{best.hit_rate:.3f}/{bound / best.seconds:.3f}"
             hits_gap = 1 - ours.num_hits / max(1, best.num_hits)
-            gap = f"{hits_gap:>6.1%}/{1 - ours.saved_seconds / (bound or 1):.1%}"
+            gap = f"{hits_gap:>6.1%}/{max(0.0, 1 - ours.saved_seconds / (bound or 1)):.1%}"
             print(f"{path.name:<28} {capacity:>8g} {optimum:>12}", *cells, gap, flush=True)
             if ours.num_hits < lru.num_hits or ours.saved_seconds < lru.saved_seconds:
                 print(f"{DEFAULT_POLICY} hits or saves less than lru", file=sys.stderr)

@@ -4,7 +4,8 @@ python ci/docs_pages.py            # rewrite them
 python ci/docs_pages.py --check    # exit 1 if one is out of date; part of `make check`
 
 docs/code-map.md gets a table of files per folder, from the docstrings of packages and modules;
-docs/options.md the options of `mooncake-engine serve`, from the fields that declare them.
+docs/options.md the options of `mooncake-engine serve` and `mooncake-kv store`, from the fields that
+declare them.
 """
 
 from __future__ import annotations
@@ -62,9 +63,15 @@ def tables() -> str:
 
 
 def options() -> str:
-    """What ``mooncake-engine serve`` takes."""
-    command = [sys.executable, "-m", "mooncake_engine", "options", "serve"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """What ``mooncake-engine serve`` takes, and ``mooncake-kv store``."""
+
+    def printed(*command: str) -> str:
+        whole = [sys.executable, "-m", *command]
+        return subprocess.run(whole, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    engine = printed("mooncake_engine", "options", "serve")
+    store = printed("mooncake_kv", "options")
+    return f"{engine.rstrip()}\n\n## `mooncake-kv store`\n\n{store.rstrip()}\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -17,7 +17,15 @@ from typing import TypeVar
 from mooncake_hal.command_line import DefaultsInHelp
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import AUTO, Transports
-from mooncake_hal.options import add_to_parser, byte_count, from_arguments, option, options_of
+from mooncake_hal.options import (
+    Option,
+    add_to_parser,
+    byte_count,
+    from_arguments,
+    markdown_table,
+    option,
+    options_of,
+)
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.addresses import settle_addresses
@@ -155,8 +163,8 @@ def build_parser() -> argparse.ArgumentParser:
         return added
 
     store = command("store", "run a node store until SIGINT or SIGTERM", run_store)
-    add_to_parser(store, options_of(StoreOptions))
-    add_to_parser(store, options_of(KVTransferConfig, only=NETWORK_FIELDS))
+    add_to_parser(store, store_options())
+    command("options", "print the options of `store` as a table for the docs", show_options)
     stats = command("stats", "print a store's counters", show_stats)
     stats.add_argument("--json", action="store_true", help="print JSON")
     stats.add_argument("--prometheus", action="store_true", help="print what Prometheus reads")
@@ -179,6 +187,17 @@ def build_parser() -> argparse.ArgumentParser:
             "--kv-secret-file", type=Path, metavar="FILE", help="file with the deployment's secret"
         )
     return parser
+
+
+def store_options() -> list[Option]:
+    """What ``mooncake-kv store`` takes."""
+    return [*options_of(StoreOptions), *options_of(KVTransferConfig, only=NETWORK_FIELDS)]
+
+
+def show_options(_: argparse.Namespace) -> int:
+    """Print them in Markdown."""
+    print(markdown_table(store_options()))
+    return 0
 
 
 def run_store(args: argparse.Namespace) -> int:
