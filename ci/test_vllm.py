@@ -54,6 +54,7 @@ NUM_TOKENS = 16
 FREED_S = 120.0
 """How long blocks may take to be free again: leases, and machines that others use."""
 COMPLETIONS = "/v1/completions"
+PUSH_FAILURES = "vllm:mooncake_hal_push_failures_total"
 BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
 LOADS = "vllm:mooncake_hal_loads_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
@@ -234,10 +235,11 @@ class Run:
     proxy: str
     wanted: dict[str, Json]
     problems: list[str] = field(default_factory=list)
-    sent_before: float = field(init=False)
+    before: dict[str, float] = field(init=False)
+    """What P has counted for the pairs before this one."""
 
     def __post_init__(self) -> None:
-        self.sent_before = figure(self.prefill, BYTES_SENT)
+        self.before = {name: figure(self.prefill, name) for name in (BYTES_SENT, PUSH_FAILURES)}
 
     def expect(self, what: str, found: object, wanted: object) -> None:
         """Say whether something is as wanted."""
@@ -403,9 +405,10 @@ def at_once_through_the_proxy(run: Run) -> None:
 
 def kv_was_pushed(run: Run) -> None:
     """Both sides have counted it, and nothing failed."""
-    for url, what in ((run.prefill, "push_failures"), (run.decode, "load_failures")):
-        run.expect(what, figure(url, f"vllm:mooncake_hal_{what}_total"), 0)
-    sent = figure(run.prefill, BYTES_SENT) - run.sent_before
+    failures = figure(run.prefill, PUSH_FAILURES) - run.before[PUSH_FAILURES]
+    run.expect("push failures", failures, 0)
+    run.expect("load failures", figure(run.decode, "vllm:mooncake_hal_load_failures_total"), 0)
+    sent = figure(run.prefill, BYTES_SENT) - run.before[BYTES_SENT]
     run.expect("bytes", figure(run.decode, "vllm:mooncake_hal_bytes_received_total"), sent)
     run.expect("some bytes", sent > 0, True)
 
