@@ -85,6 +85,7 @@ class Topology(msgspec.Struct, frozen=True):
         must_match: facts that instances which exchange KV have alike, by name.
         pulls_early: KV can be pulled while it is computed, into blocks that were reserved before.
         rounding: how its KV was rounded, by name; may differ.
+        splits_choices: several answers to one prompt are served from one reservation.
     """
 
     engine_id: str
@@ -100,6 +101,7 @@ class Topology(msgspec.Struct, frozen=True):
     must_match: dict[str, str] = {}
     pulls_early: bool = False
     rounding: dict[str, str] = {}
+    splits_choices: bool = True
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):

@@ -193,7 +193,10 @@ class RemoteKVQueue:
         self._queues.wait(request)
         for follower in self._queues.followers(request):
             self._queues.dequeue(follower)
-            self._share(follower, request)
+            if follower.loads_kv:
+                self._share(follower, request)
+            else:
+                self._queues.wait(follower)
         if first_token is not None:
             request.num_cached_tokens = first_token.num_cached_tokens
             self._outputs.append(request, (_sampled(first_token),))

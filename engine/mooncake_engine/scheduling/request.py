@@ -62,13 +62,13 @@ class SequenceGroup:
         return None
 
     def find_leader(self, request: Request) -> Request | None:
-        """A member that is computing the prompt, or loads it from the KVCache pool, and has not
-        sampled from it: ``request`` may sample its first token with it."""
+        """A member that is computing the prompt, loads it from the KVCache pool, or has reserved
+        blocks for it, and has no token yet: ``request`` may begin with what comes of that."""
         if not request.shares_first_token:
             return None
         for member in self.members:
-            is_coming = member.state in _HAS_PROMPT_SOON and not member.loads_kv
-            if is_coming and member.shares_first_token:
+            is_reserving = member.loads_kv and member.state is RequestStatus.PREALLOCATING
+            if (is_reserving or member.state in _HAS_PROMPT_SOON) and member.shares_first_token:
                 return member
         return None
 

@@ -121,12 +121,15 @@ def kv_transfer_response(
     return top if len(choices) == 1 else {**top, "choices": choices}
 
 
-def _choices(params: KVTransferDict, num_choices: int) -> tuple[KVTransferDict, ...]:
+def _choices(params: KVTransferDict, num_choices: int) -> tuple[KVTransferDict | None, ...]:
     if num_choices == 1:
         return (params,)
     choices = params.get("choices")
     if choices is None and _flag(params, "do_remote_decode"):
         return (params,) * num_choices
+    if choices is None and params.get("metaserver"):
+        # one reservation; the others wait for its prompt, and sample from it here
+        return (params, *(None,) * (num_choices - 1))
     if not isinstance(choices, list) or len(choices) != num_choices:
         raise InvalidRequest(
             f"{_PARAM}.choices must have one entry for each of {num_choices} answers", param=_PARAM

@@ -224,10 +224,19 @@ TRUE = Raw(b"true")
 
 
 def prefill_body(
-    context: RequestContext, params: Raw = HOLD_KV_PARAMS, *, wants_token_ids: bool = False
+    context: RequestContext,
+    params: Raw = HOLD_KV_PARAMS,
+    *,
+    wants_token_ids: bool = False,
+    is_single: bool = False,
 ) -> bytes:
-    """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first."""
+    """The body for P: one token, no stream. `min_tokens` only shrinks: EOS may come first.
+
+    `is_single`: of the first answer alone; the others begin at D.
+    """
     fields = context.fields.copy()
+    if is_single:
+        fields.pop("n", None)
     fields["stream"] = FALSE
     fields["max_tokens"] = _ONE
     if "max_completion_tokens" in fields:

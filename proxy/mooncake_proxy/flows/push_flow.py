@@ -45,8 +45,8 @@ def push(router: RequestRouter, context: RequestContext) -> Awaitable[None]:
 async def _pass(router: RequestRouter, context: RequestContext) -> None:
     """Decode and prefill once."""
     role = role_without_disaggregation(router, context)
-    if role is None and (context.parsed.n or 1) > 1:
-        # A push transfers the KV and first token of one choice.
+    if role is None and (context.parsed.n or 1) > 1 and not router.pool.splits_choices:
+        # A push transfers the KV and first token of one choice; the others need a D that knows.
         router.metrics.fallbacks.add("several_answers")
         role = Role.DECODE
     router.place(context, role)
@@ -104,7 +104,7 @@ async def _dispatch_prefill(
 ) -> None:
     """The prefill, on another P if one fails."""
     try:
-        prefill = partial(_prefill, prefill_body(context, params))
+        prefill = partial(_prefill, prefill_body(context, params, is_single=True))
         await router.attempt(Role.PREFILL, context, prefill, decoder.is_compatible)
     except UpstreamError as error:
         if not context.is_committed:

@@ -250,6 +250,8 @@ class InstancePool:
         self.recomputes = False
         # Whether any decode instance sends the first token again, but for a continued prompt.
         self.emits_first_token = False
+        # Whether all D's serve several answers from one reservation.
+        self.splits_choices = False
         # Whether all P's and D's let KV be pulled while it is computed.
         self.pulls_early = False
         self._refresh()
@@ -433,6 +435,9 @@ class InstancePool:
         self.can_disaggregate = bool(prefills and decodes)
         self._compare_topologies(prefills, decodes)
         instances = (*prefills, *decodes)
+        self.splits_choices = all(
+            i.topology is not None and i.topology.splits_choices for i in decodes
+        )
         self.pulls_early = all(i.topology is not None and i.topology.pulls_early for i in instances)
         if not any(i.compatibility.refused_peers or i.unfit_peers for i in instances):
             return

@@ -32,6 +32,8 @@ class PairTopology(Struct, frozen=True):
     pp_size: int = 1
     # Whether KV can be pulled while it is computed, into blocks that were reserved before.
     pulls_early: bool = False
+    # Whether D serves several answers to one prompt from one reservation.
+    splits_choices: bool = False
 
     @property
     def num_devices(self) -> int:

@@ -104,6 +104,16 @@ def test_other_forms_of_answers(deployment: Deployment, change: dict[str, Any]) 
     deployment.wait_until_idle()
 
 
+def test_several_answers_begin_from_one_reservation(deployment: Deployment) -> None:
+    """P computes the prompt; D has it pushed once, for all of them."""
+    before = figure(deployment.decode.url, "mooncake:kv_transfer_loads_total")
+    case = {"prompt": PAGE[20:300], "max_tokens": 8, "n": 3, **CASE}
+    answer = deployment.client.completions.create(**case)
+    assert [choice.text for choice in answer.choices] == [PAGE[300:308]] * 3
+    assert figure(deployment.decode.url, "mooncake:kv_transfer_loads_total") == before + 1
+    deployment.wait_until_idle()
+
+
 def test_a_client_that_leaves_frees_both_sides(deployment: Deployment) -> None:
     client = deployment.client.with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):

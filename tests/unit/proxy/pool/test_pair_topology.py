@@ -73,4 +73,5 @@ def test_it_reads_what_an_instance_publishes() -> None:
         must_match={"model": "m"},
     )
     found = msgspec.json.decode(msgspec.json.encode(published), type=PairTopology)
-    assert found == PairTopology("e", 2, "npu", "A2", {"hccs": HCCS}, {"model": "m"})
+    wanted = PairTopology("e", 2, "npu", "A2", {"hccs": HCCS}, {"model": "m"}, splits_choices=True)
+    assert found == wanted
