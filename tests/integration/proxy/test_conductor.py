@@ -13,8 +13,15 @@ from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.config import CONDUCTOR_POLICIES, ConductorConfig, ProxyConfig
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 IDS = list(range(100, 100 + 64 * 8))
+
+
+@pytest.fixture(autouse=True)
+def no_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fakes take on a busy machine says nothing about instances."""
+    monkeypatch.setattr(ConductorFleet, "measure_prefill", lambda *args: None)
 
 
 async def prefillers(s: Stand, prompt: list[int], times: int) -> set[str]:

@@ -20,6 +20,12 @@ from mooncake_proxy.pool.instances import Compatibility, KVEventEndpoints
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 
+@pytest.fixture(autouse=True)
+def no_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fakes take on a busy machine says nothing about instances."""
+    monkeypatch.setattr(ConductorFleet, "measure_prefill", lambda *args: None)
+
+
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for what threads and sockets bring about."""
     for _ in range(int(seconds / 0.01)):
