@@ -22,12 +22,9 @@ from mooncake_kv.pool.pool_events import PoolEvent
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, extend_keys
-from mooncake_kv.store.chunk_store import MAX_TENANT_BYTES
 
 EXTENSION = "mooncake_engine.pool_connector:PoolExtension"
 """As an executor takes it."""
-
-MAX_SALT_BYTES = MAX_TENANT_BYTES
 
 
 def check_pool(config: KVPoolConfig, block_size: int) -> None:

@@ -53,6 +53,7 @@ from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.ranks import SendToRank
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import (
+    MAX_TENANT_BYTES,
     ArenaInfo,
     Chunk,
     ChunkStore,
@@ -403,6 +404,7 @@ class PoolClient:
         self._refuse("elsewhere", len(elsewhere))
         if not missing:
             return [], ()
+        is_named = len(save.tenant.encode()) <= MAX_TENANT_BYTES
         chunks = [
             Chunk(
                 keys[position],
@@ -410,7 +412,7 @@ class PoolClient:
                 position,
                 self.chunk_bytes,
                 self._chunk_tokens,
-                save.tenant,
+                save.tenant if is_named else "",
             )
             for position in missing
         ]
