@@ -8,7 +8,7 @@ PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
     test-faults test-mixed test-pool-faults test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
-    test-vllm-contract bench-vllm \
+    test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
     bench-second-turn \
     check-deploy \
@@ -105,6 +105,10 @@ bench-engine:  ## the engine's speed, beside transformers, reading the weights, 
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/engine tests/benchmarks/cpu $(ARGS)
 	@$(PYTHON_IN_VENV) ci/bench_offline.py
+
+bench-host:  ## streams over HTTP from a device that takes as long as a large GPU, and is pretended
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/host $(ARGS)
 
 bench-transfer:  ## transports beside memcpy, plain sockets and the field's engines
 	@ci/install dev

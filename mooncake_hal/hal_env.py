@@ -4,6 +4,8 @@
 MOONCAKE_HAL_BACKEND      backend that ``auto`` stands for; unset: the best available one
 MOONCAKE_HAL_BLOCK        comma-separated names of plugins (entry points) that are not loaded
 MOONCAKE_HAL_CPU_NATIVE   ``0`` keeps the CPU backend from compiling its kernels; default ``1``
+MOONCAKE_HAL_PACED        microseconds that a layer of the backend ``paced`` takes for its decodes,
+                          and for a token of a prompt, with a space between them; default ``300 1``
 MOONCAKE_HAL_RDMA         settings of the rdma transport, ``name=value`` with spaces between them
 ========================  =======================================================================
 """
@@ -50,6 +52,22 @@ def cpu_native() -> bool:
     if value not in ("0", "1"):
         raise HalError(f"MOONCAKE_HAL_CPU_NATIVE={value!r} must be 0 or 1")
     return value == "1"
+
+
+def paced_settings() -> tuple[float, float]:
+    """Seconds of a layer's decodes and of a prompt's token in MOONCAKE_HAL_PACED.
+
+    Raises:
+        HalError: the value is not two numbers.
+    """
+    value = os.environ.get("MOONCAKE_HAL_PACED", "300 1")
+    try:
+        decode_us, token_us = map(float, value.split())
+    except ValueError:
+        raise HalError(
+            f"MOONCAKE_HAL_PACED={value!r} must be two numbers of microseconds, such as '300 1'"
+        ) from None
+    return decode_us * 1e-6, token_us * 1e-6
 
 
 def rdma_settings() -> dict[str, str]:

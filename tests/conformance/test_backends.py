@@ -14,14 +14,18 @@ AVAILABLE = [row.name for row in TABLE if row.status is PluginStatus.AVAILABLE]
 
 
 class TestComputing(BackendConformance):
-    # null computes nothing on purpose: it has a form, and no numbers to compare
-    @pytest.fixture(params=[name for name in AVAILABLE if name != "null"])
+    # these compute nothing on purpose: they have a form, and no numbers to compare
+    @pytest.fixture(params=[name for name in AVAILABLE if name not in ("null", "paced")])
     def backend(self, request: pytest.FixtureRequest) -> Backend:
         return load_backend(request.param)
 
 
 class TestNull(BackendBasics):
     backend_name = "null"
+
+
+class TestPaced(BackendBasics):
+    backend_name = "paced"
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)

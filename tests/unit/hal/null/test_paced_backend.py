@@ -1,0 +1,61 @@
+"""A device that takes time: its events pass in order, and not before their work is done."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.errors import HalError
+from mooncake_hal.null.paced_backend import PacedBackend
+
+DECODE_S, TOKEN_S = 0.03, 0.01
+
+
+def batch(query_lens: tuple[int, ...]) -> AttentionBatch:
+    num_tokens, one = sum(query_lens), torch.ones(1, dtype=torch.int32)
+    slots = torch.zeros(num_tokens, dtype=torch.int64)
+    num_decodes = query_lens.count(1)
+    return AttentionBatch(num_decodes, one, one, one[None], slots, 16, query_lens, query_lens)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> PacedBackend:
+    monkeypatch.setenv("MOONCAKE_HAL_PACED", f"{DECODE_S * 1e6} {TOKEN_S * 1e6}")
+    return PacedBackend()
+
+
+def test_work_takes_its_time_one_after_another(backend: PacedBackend) -> None:
+    query, cache = torch.zeros(3, 2, 4), torch.zeros(1, 16, 2, 4)
+    start = time.perf_counter()
+    events = []
+    backend.ops.decode_attention(query[:1], cache, cache, batch((1,)), 1.0)
+    for attention in (backend.ops.decode_attention, backend.ops.prefill_attention):
+        events.append(backend.runtime.event(0))
+        events[-1].record()
+        attention(query, cache, cache, batch((3,)), 1.0)
+    events.append(backend.runtime.event(0))
+    events[-1].record()
+    assert not events[0].query(), "nothing waits for the device"
+    passed = []
+    for event in events:
+        event.synchronize()
+        assert event.query()
+        passed.append(time.perf_counter() - start)
+    wanted = [DECODE_S, 2 * DECODE_S, 2 * DECODE_S + 3 * TOKEN_S]
+    assert all(a >= b - 0.001 for a, b in zip(passed, wanted, strict=True)), passed
+
+
+def test_a_device_that_has_nothing_to_do_begins_at_once(backend: PacedBackend) -> None:
+    event = backend.runtime.event(0)
+    event.record()
+    assert event.query()
+
+
+@pytest.mark.parametrize("value", ["", "3", "a b", "1 2 3"])
+def test_a_pace_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_PACED", value)
+    with pytest.raises(HalError, match="two numbers of microseconds"):
+        PacedBackend()
