@@ -73,7 +73,8 @@ def main() -> int:
                 problems += asyncio.run(run_grid(args, family, model))
             if not args.no_kills:
                 problems += asyncio.run(run_kills(args, Path(folder)))
-    left = left_in_shared_memory() - before
+    # in a namespace of its own it can't see what others have mapped
+    left = set() if args.wire else left_in_shared_memory() - before
     problems += [f"left in /dev/shm: {name}" for name in sorted(left)]
     print("\n".join(["", *problems, f"{len(problems)} problems, {time.monotonic() - began:.0f} s"]))
     return min(len(problems), 1)
