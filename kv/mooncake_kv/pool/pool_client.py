@@ -119,7 +119,8 @@ class PoolClient:
         self._active: set[str] = set()  # loads
         self._cancelled: set[str] = set()  # of these
         self._known_epochs: dict[int, str] = {}
-        self._num_saves = 0
+        self._loading: set[str] = set()  # added to by the core's thread, taken from by the loop's
+        self._saving: set[str] = set()  # the same
         self._save_slots = asyncio.Semaphore(SAVES_AT_ONCE)
         self._send: SendToRank | None = None
 
@@ -187,7 +188,8 @@ class PoolClient:
     def start_load(self, load: LoadRequest) -> None:
         """Load; ``PoolLoadEnded`` follows, whatever happens."""
         self.stats.num_loads += 1
-        self.stats.loads_under_way += 1
+        self._loading.add(load.load_id)
+        self._count_under_way()
         self._loop.call(load.load_id, self._begin_load, load)
 
     def cancel_load(self, load_id: str) -> None:
@@ -197,9 +199,10 @@ class PoolClient:
     def save(self, save: SaveRequest) -> bool:
         """Save; ``ChunksCopied`` follows. False: it does not, as too much is under way, or there is
         no store."""
-        if self._num_saves >= MAX_SAVES or self._stores.home.arena is None:
+        if len(self._saving) >= MAX_SAVES or self._stores.home.arena is None:
             return False
-        self._num_saves += 1
+        self._saving.add(save.save_id)
+        self._count_under_way()
         self._spawn(self._save(save), save.save_id)
         return True
 
@@ -268,7 +271,8 @@ class PoolClient:
                 await self._release(pinned)
             self._active.discard(load.load_id)
             self._cancelled.discard(load.load_id)
-            self.stats.loads_under_way -= 1
+            self._loading.discard(load.load_id)
+            self._count_under_way()
             self.stats.num_failed_loads += bool(error)
             self.stats.num_loaded_chunks += num_right - load.first_chunk
             self._post(PoolLoadEnded(load.load_id, num_right, error or None))
@@ -361,7 +365,6 @@ class PoolClient:
         return all(is_valid for answer in answers for is_valid in answer)
 
     async def _save(self, save: SaveRequest) -> None:
-        self.stats.saves_under_way += 1
         handles: list[WriteHandle] = []
         was_asked = is_right = False
         try:
@@ -379,12 +382,18 @@ class PoolClient:
                         logger.info("%s was not saved: %s", save.save_id, failure)
                         self._refuse("failed", len(handles))
         finally:
-            self._num_saves -= 1
-            self.stats.saves_under_way -= 1
             if not was_asked:
                 self._post(ChunksCopied(save.save_id, is_complete=False))
-            if handles:
-                await self._end_writes(handles, is_right=is_right)
+            try:
+                if handles:
+                    await self._end_writes(handles, is_right=is_right)
+            finally:
+                self._saving.discard(save.save_id)
+                self._count_under_way()
+
+    def _count_under_way(self) -> None:
+        self.stats.loads_under_way = len(self._loading)
+        self.stats.saves_under_way = len(self._saving)
 
     async def _end_writes(self, handles: Sequence[WriteHandle], *, is_right: bool) -> None:
         home = self._stores.home
