@@ -326,10 +326,11 @@ def _keeps_native_latents(
     """Whether latents are kept in the backend's own form rather than as rows.
 
     What moves between instances is rows. So only a decode instance does so, which turns what it is
-    given and hands nothing on; one that was asked for a layout by its name keeps to it.
+    given and hands nothing on, neither to a peer nor to a KVCache pool; one that was asked for a
+    layout by its name keeps to it.
     """
     is_latent = geometry.kind is AttentionKind.MLA
-    is_free = config.role is Role.DECODE and config.kv_layout == "auto"
+    is_free = config.role is Role.DECODE and config.kv_layout == "auto" and config.kv_pool is None
     return is_latent and is_free and capabilities.native_latents
 
 

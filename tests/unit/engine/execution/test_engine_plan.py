@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.checkpoints import random_model, write_checkpoint
 
-from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.engine_plan import choose_swap_space, make_plan, rank_device
 from mooncake_engine.execution.memory_profiling import profiling_pool_size
 from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.pool.pool_config import read_kv_pool
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +212,24 @@ def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(
     assert "swap space is 2.0 GiB per rank instead of 4: that is a quarter" in record.getMessage()
     assert choose_swap_space(EngineConfig(model, swap_space_bytes=0), 64 * gib) == 0
     assert choose_swap_space(EngineConfig(model, swap_space_bytes=9 * gib), gib) == 9 * gib
+
+
+@pytest.mark.parametrize(("pool", "is_native"), [(None, True), ("dram=1MiB", False)])
+def test_latents_that_a_pool_reads_are_rows(
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    pool: str | None,
+    is_native: bool,
+) -> None:
+    model = write_checkpoint(random_model("deepseek_v2"), tmp_path)
+    capabilities = replace(backend.capabilities, native_latents=True)
+    monkeypatch.setattr(backend, "capabilities", capabilities)
+    config = EngineConfig(
+        model,
+        role=Role.DECODE,
+        num_kv_blocks=10,
+        kv_transfer=KVTransferConfig(),
+        kv_pool=None if pool is None else read_kv_pool(pool),
+    )
+    assert make_plan(config, backend).has_native_latents is is_native
