@@ -62,13 +62,6 @@ def load(candidate: Candidate) -> int:
     return candidate.total_prompt_tokens + TOKENS_PER_RUNNING * candidate.total_running
 
 
-def _time(candidate: Candidate, hint: RoutingHint, hit: int = 0) -> float:
-    """When it would be through with the request too, on its devices: an idle CPU is no match for a
-    busy GPU."""
-    prompt_tokens = max(hint.prompt_tokens, TOKENS_PER_RUNNING) - min(hit, hint.prompt_tokens)
-    return (load(candidate) + prompt_tokens) / candidate.relative_speed
-
-
 def _least(candidates: Sequence[C], cost: Callable[[C], float], rng: Random) -> C:
     """The cheapest one; equal ones take random turns."""
     if len(candidates) == 1:
@@ -95,8 +88,10 @@ def random_choice(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
 
 
 def least_loaded(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """The least outstanding work, in time of its devices."""
-    return _least(candidates, lambda candidate: _time(candidate, hint), rng)
+    """The first to be through with the request, too, on its devices: an idle CPU is no match for a
+    busy GPU."""
+    own = max(hint.prompt_tokens, TOKENS_PER_RUNNING)
+    return _least(candidates, lambda c: (load(c) + own) / c.relative_speed, rng)
 
 
 def power_of_two(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
@@ -112,13 +107,18 @@ def power_of_two(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
 
 
 def prefix_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
-    """The least work if the cached prefix needs no prefill: load + prompt - hit.
+    """As ``least_loaded``, if the cached prefix needs no prefill: load + prompt - hit.
 
     A hit is worth exactly the tokens it saves, so a hot prefix spreads by itself as soon as its
     holder has that much more to do than another instance.
     """
-    cached = hint.cached_tokens
-    return _least(candidates, lambda c: _time(c, hint, cached.get(c.name, 0)), rng)
+    own = max(hint.prompt_tokens, TOKENS_PER_RUNNING)
+
+    def time(candidate: C) -> float:
+        hit = min(hint.cached_tokens.get(candidate.name, 0), hint.prompt_tokens)
+        return (load(candidate) + own - hit) / candidate.relative_speed
+
+    return _least(candidates, time, rng)
 
 
 def session_affinity(candidates: Sequence[C], hint: RoutingHint, rng: Random) -> C:
