@@ -49,8 +49,9 @@ class PublishedBlocks:
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
-        # Key of a chunk -> hashes of its blocks.
-        self._parts: dict[int, tuple[int, ...]] = {}
+        # Key of a chunk -> hashes of its blocks; more than once where prompts part behind the
+        # chunk and inside of a block.
+        self._parts: dict[int, list[tuple[int, ...]]] = {}
         self.num_unknown = 0
 
     def __len__(self) -> int:
@@ -77,8 +78,8 @@ class PublishedBlocks:
             block = self._blocks.get(hash_)
             if block is None:
                 continue
-            gone += block.chunks
             block.tiers &= ~bit
+            gone += [key for key in block.chunks if not self._is_held(key, bit)]
             if not block.tiers:
                 self._forget(hash_, block)
         return tuple(gone)
@@ -89,7 +90,9 @@ class PublishedBlocks:
         self._parts.clear()
 
     def _is_held(self, key: int, bit: int) -> bool:
-        return all(self._blocks[part].tiers & bit for part in self._parts[key])
+        return any(
+            all(self._blocks[part].tiers & bit for part in parts) for parts in self._parts[key]
+        )
 
     def _name(self, event: BlocksStored) -> None:
         """Place new blocks in their prompts' chains."""
@@ -120,11 +123,12 @@ class PublishedBlocks:
                 continue
             key, first = key_of(link), offset - LINKS_PER_CHUNK
             parts = self._back_to(hash_, first)
-            if parts is None or key in self._parts:
+            if parts is None:
                 continue
-            self._parts[key] = parts
+            self._parts.setdefault(key, []).append(parts)
             for part in parts:
-                self._blocks[part].chunks.append(key)
+                if key not in self._blocks[part].chunks:
+                    self._blocks[part].chunks.append(key)
 
     def _back_to(self, hash_: int, first_link: int) -> tuple[int, ...] | None:
         """The blocks from this one back to that which has ``first_link``; None if one is gone."""
@@ -137,8 +141,13 @@ class PublishedBlocks:
         return tuple(parts)
 
     def _forget(self, hash_: int, block: _Block) -> None:
-        del self._blocks[hash_]
         for key in block.chunks:
-            for part in self._parts.pop(key, ()):
-                if part != hash_:
+            left = [parts for parts in self._parts[key] if hash_ not in parts]
+            for part in {part for parts in self._parts[key] for part in parts} - {hash_}:
+                if not any(part in parts for parts in left):
                     self._blocks[part].chunks.remove(key)
+            if left:
+                self._parts[key] = left
+            else:
+                del self._parts[key]
+        del self._blocks[hash_]

@@ -50,6 +50,7 @@ def test_blocks_that_came_are_shared_copied_and_swapped(model: Path) -> None:
 
     async def main() -> None:
         cramped = {"num_kv_blocks": 6, "swap_space_bytes": 8 << 20, "prefix_caching": False}
+        cramped["async_scheduling"] = False
         async with (
             cpu(model) as on_cpu,
             pair(model, decode=cramped, **OVER_HCCS) as both,

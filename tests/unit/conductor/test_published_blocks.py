@@ -80,6 +80,18 @@ def test_the_index_knows_exactly_the_whole_chunks(steps, block_size, seed) -> No
         assert found == cache.keys()
 
 
+def test_a_chunk_is_held_while_one_of_two_blocks_that_begin_with_it_is() -> None:
+    beginning, blocks = list(range(CHUNK_TOKENS)), PublishedBlocks()
+    [key] = token_keys(beginning)
+    size = 2 * CHUNK_TOKENS
+    for name in (1, 2):
+        tokens = (*beginning, *([name] * CHUNK_TOKENS))
+        assert key in blocks.stored(BlocksStored((name,), None, size, Tier.DEVICE, tokens))
+    assert key not in blocks.removed((1,), Tier.DEVICE)
+    assert key in blocks.removed((2,), Tier.DEVICE)
+    assert len(blocks) == 0
+
+
 def test_a_copy_in_host_memory_needs_no_tokens() -> None:
     ids, blocks = list(range(CHUNK_TOKENS)), PublishedBlocks()
     [key] = token_keys(ids)
