@@ -31,10 +31,11 @@ from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.addresses import settle_addresses
 from mooncake_kv.config import KVTransferConfig, read_secret
 from mooncake_kv.errors import KVConfigError, KVError
+from mooncake_kv.pool.pool_config import ssd_directory
 from mooncake_kv.store.chunk_store import Tier
 from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig, ssd_directory
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
 from mooncake_kv.store.ssd_tier import SsdConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_metrics import MetricsServer, prometheus_text

@@ -11,12 +11,8 @@ from typing import Any
 from mooncake_hal.options import byte_count, positive_int
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.store.chunk_keys import DEFAULT_CHUNK_TOKENS
-from mooncake_kv.store.node_store import NodeStoreConfig
-from mooncake_kv.store.ssd_directory import SsdDirectoryConfig, ssd_directory
-from mooncake_kv.store.ssd_tier import SsdConfig
 
-MIN_QUARANTINE_S = 30.0
+DEFAULT_CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +56,6 @@ class KVPoolConfig:
         """The same over another network."""
         return replace(self, network=network)
 
-    def store_config(self) -> NodeStoreConfig:
-        """The store in this instance."""
-        directories = tuple(SsdDirectoryConfig(path, size) for path, size in self.ssd)
-        return NodeStoreConfig(
-            self.dram_bytes,
-            quarantine_s=max(MIN_QUARANTINE_S, self.network.transfer_timeout_s),
-            ssd=SsdConfig(directories) if directories else None,
-        )
-
 
 def read_kv_pool(text: str) -> KVPoolConfig:
     """``--kv-pool``: settings with commas between them; ``ssd`` and ``connect`` may be repeated.
@@ -99,6 +86,14 @@ def read_kv_pool(text: str) -> KVPoolConfig:
             raise KVConfigError(f"--kv-pool has {name} twice")
         found[field_name] = parsed
     return KVPoolConfig(**found)
+
+
+def ssd_directory(text: str) -> tuple[Path, int]:
+    """A directory and how much of it to use, such as ``/ssd0/kv:200GiB``; parses such an option."""
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise argparse.ArgumentTypeError(f"wanted DIR:BYTES such as /ssd0/kv:200GiB, got {text!r}")
+    return Path(path), byte_count(size)
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -13,7 +13,9 @@ from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.store.chunk_store import ChunkStore
-from mooncake_kv.store.node_store import NodeStore
+from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
+from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
+from mooncake_kv.store.ssd_tier import SsdConfig
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 
@@ -21,6 +23,19 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 """How long the start of an instance waits for each store; one that comes later is found then."""
+
+
+MIN_QUARANTINE_S = 30.0
+
+
+def own_store(config: KVPoolConfig) -> NodeStoreConfig:
+    """The store in this instance. Freed memory rests for as long as a transfer may take."""
+    directories = tuple(SsdDirectoryConfig(path, size) for path, size in config.ssd)
+    return NodeStoreConfig(
+        config.dram_bytes,
+        quarantine_s=max(MIN_QUARANTINE_S, config.network.transfer_timeout_s),
+        ssd=SsdConfig(directories) if directories else None,
+    )
 
 
 class PoolStores:
@@ -70,7 +85,7 @@ class PoolStores:
     def _open_own(self, config: KVPoolConfig, registry: Registry, undo: ExitStack) -> ChunkStore:
         network = config.network
         secret = network.secret.encode()
-        store = NodeStore(config.store_config())
+        store = NodeStore(own_store(config))
         undo.callback(store.close)
         forced = host_transports(network.transports)
         try:

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.pool.pool_config import DEFAULT_CHUNK_TOKENS
 
 KEY_BYTES = 16
-DEFAULT_CHUNK_TOKENS = 256
 
 KEY_VERSION = 1
 """Of keys and of the layout of the bytes behind them: what is stored under another is a miss."""

@@ -7,7 +7,6 @@ rather than replaced: new extents cost the file system twice the time.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import logging
 import mmap
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
 
-from mooncake_hal.options import byte_count
 from mooncake_kv.errors import KVConfigError, StoreIOError
 from mooncake_kv.store.chunk_keys import KEY_VERSION
 from mooncake_kv.store.ssd_records import (
@@ -57,14 +55,6 @@ class SsdDirectoryConfig:
     capacity_bytes: int
     segment_bytes: int = 256 << 20
     min_free_bytes: int = 2 << 30
-
-
-def ssd_directory(text: str) -> tuple[Path, int]:
-    """A directory and how much of it to use, such as ``/ssd0/kv:200GiB``; parses such an option."""
-    path, colon, size = text.rpartition(":")
-    if not colon or not path:
-        raise argparse.ArgumentTypeError(f"wanted DIR:BYTES such as /ssd0/kv:200GiB, got {text!r}")
-    return Path(path), byte_count(size)
 
 
 @dataclass(slots=True, eq=False)

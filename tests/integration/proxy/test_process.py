@@ -297,8 +297,11 @@ def _listening_ports(pid: int) -> set[int]:
 
 
 def test_workers_of_the_pull_flow_share_one_port() -> None:
+    """But for the metaservers of early pulls, one per worker."""
+
     async def main() -> None:
-        async with proxy("--workers", "2", "--backend-url", "http://127.0.0.1:1") as (url, process):
+        options = ("--workers", "2", "--backend-url", "http://127.0.0.1:1")
+        async with proxy(*options, "--early-pull-tokens", "0") as (url, process):
             await _ready(url)
             assert _listening_ports(process.pid) == {int(url.rpartition(":")[2])}
 

@@ -7,6 +7,7 @@ import pytest
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
+from mooncake_kv.pool.pool_stores import own_store
 
 
 def test_a_store_in_the_instance_and_others():
@@ -49,4 +50,4 @@ def test_what_can_not_be(text, words):
 
 def test_memory_rests_at_least_as_long_as_a_transfer_may_take():
     pool = read_kv_pool("dram=1G").with_network(KVTransferConfig(transfer_timeout_s=77))
-    assert pool.store_config().quarantine_s == 77
+    assert own_store(pool).quarantine_s == 77
