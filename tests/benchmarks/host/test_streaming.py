@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import uvloop
 from support.figures import Figure, record
 from support.programs import TINY_LLAMA, Program, descendants
 
@@ -60,8 +59,7 @@ class StreamReader(asyncio.Protocol):
         self.is_done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(self._request)
+        cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -91,11 +89,17 @@ async def stream_all(port: int, num_streams: int, num_tokens: int) -> list[list[
         f"content-length: {len(body)}\r\n\r\n{body}"
     ).encode()
     loop = asyncio.get_running_loop()
-    readers = []
+    transports, readers = [], []
     for _ in range(num_streams):
-        _, reader = await loop.create_connection(lambda: StreamReader(request), "127.0.0.1", port)
+        transport, reader = await loop.create_connection(
+            lambda: StreamReader(request), "127.0.0.1", port
+        )
+        transports.append(transport)
         readers.append(reader)
     await asyncio.gather(*(reader.is_done for reader in readers))
+    for transport in transports:
+        transport.close()
+    await asyncio.sleep(0.1)
     return [reader.times for reader in readers]
 
 
@@ -110,9 +114,9 @@ def cpu_seconds(program: Program) -> float:
 def test_streams_keep_the_device_busy(num_streams: int, step_ms: float, benchmark: Any) -> None:
     num_tokens = int(SECONDS * 1e3 / step_ms)
     with paced_instance(step_ms) as (port, program):
-        uvloop.run(stream_all(port, min(num_streams, 4), 8))
+        asyncio.run(stream_all(port, min(num_streams, 4), 8))
         before = cpu_seconds(program)
-        times = uvloop.run(stream_all(port, num_streams, num_tokens))
+        times = asyncio.run(stream_all(port, num_streams, num_tokens))
         spent = cpu_seconds(program) - before
     assert all(len(stream) == num_tokens for stream in times)
     # all streams run between these two
