@@ -14,11 +14,12 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_environment import ROOT, SKIPPED, Skip
-from vllm_interfaces import SOURCES, download, unpack
+from vllm_environment import ROOT
+from vllm_interfaces import SOURCES, download, unpack, write_or_compare
 
 VERSIONS = ("0.30.0rc2",)
 CONTRACTS = ROOT / "tests" / "contract" / "vllm_ascend"
@@ -28,21 +29,12 @@ HOOKS = ("wait_for_layer_load", "save_kv_layer", "on_kv_cache_written")
 
 def main(arguments: list[str]) -> int:
     """Write the files, or compare them."""
-    differing = []
-    try:
-        for version in VERSIONS:
-            text = json.dumps(describe(fetch(version)), indent=1, sort_keys=True) + "\n"
-            path = CONTRACTS / f"{version}.json"
-            if "--check" not in arguments:
-                path.write_text(text)
-            elif not path.exists() or path.read_text() != text:
-                differing.append(version)
-    except Skip as reason:
-        print(f"skipped: {reason}")
-        return SKIPPED
-    for version in differing:
-        print(f"vLLM-Ascend {version} is not what tests/contract/vllm_ascend/{version}.json says")
-    return int(bool(differing))
+    texts = {version: partial(_text_of, version) for version in VERSIONS}
+    return write_or_compare("vLLM-Ascend", CONTRACTS, texts, arguments)
+
+
+def _text_of(version: str) -> str:
+    return json.dumps(describe(fetch(version)), indent=1, sort_keys=True) + "\n"
 
 
 def fetch(version: str) -> Path:

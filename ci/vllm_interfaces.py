@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +91,39 @@ Facts = dict[str, Any]
 
 def main(arguments: list[str]) -> int:
     """Write the files, or compare them."""
+    texts = {version: partial(_text_of, version) for version in VERSIONS}
+    return write_or_compare("vLLM", CONTRACTS, texts, arguments)
+
+
+def _text_of(version: str) -> str:
+    return as_text(describe(fetch(version)))
+
+
+def write_or_compare(
+    project: str, contracts: Path, texts: dict[str, Callable[[], str]], arguments: list[str]
+) -> int:
+    """A file per release in ``contracts``: written, or with ``--check`` compared; the exit status.
+
+    Args:
+        project: its name, for messages.
+        contracts: the folder.
+        texts: by release, what makes its file's text; may raise ``Skip``.
+        arguments: of the command line.
+    """
     differing = []
     try:
-        for version in VERSIONS:
-            text = as_text(describe(fetch(version)))
-            path = CONTRACTS / f"{version}.json"
+        for version, make_text in texts.items():
+            text = make_text()
+            path = contracts / f"{version}.json"
             if "--check" not in arguments:
                 path.write_text(text)
             elif not path.exists() or path.read_text() != text:
-                differing.append(version)
+                differing.append(path)
     except Skip as reason:
         print(f"skipped: {reason}")
         return SKIPPED
-    for version in differing:
-        print(f"vLLM {version} is not what tests/contract/vllm/{version}.json says")
+    for path in differing:
+        print(f"{project} {path.stem} is not what {path.relative_to(ROOT)} says")
     return int(bool(differing))
 
 
