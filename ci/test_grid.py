@@ -45,6 +45,7 @@ from support.push import LAYERWISE  # noqa: E402
 from mooncake_engine.config import Role  # noqa: E402
 from mooncake_engine.errors import EngineError  # noqa: E402
 
+LOG = ROOT / ".cache" / "test-grid.log"
 PAIR_TIMEOUT_S = 300.0
 CONNECTORS = {"pull": PULL, "push": LAYERWISE}
 BLOCK_SIZES = {"16/16": (16, 16), "128/16": (128, 16)}
@@ -74,6 +75,7 @@ class Grid:
 def main() -> int:
     """Run the grid that was asked for; the exit status."""
     args = parse_args()
+    keep_logs_apart()
     started = time.monotonic()
     num_pairs = num_failures = 0
     for name in args.model:
@@ -83,6 +85,14 @@ def main() -> int:
     seconds = time.monotonic() - started
     print(f"\n{num_pairs} pairs, {num_failures} failed, {seconds:.0f} s", flush=True)
     return min(num_failures, 1)
+
+
+def keep_logs_apart() -> None:
+    """Standard error to a file: dozens of instances would write their warnings into the table."""
+    LOG.parent.mkdir(exist_ok=True)
+    print(f"what the instances log: {LOG.relative_to(ROOT)}", flush=True)
+    with LOG.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
 
 
 def parse_args() -> argparse.Namespace:
