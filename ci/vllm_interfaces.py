@@ -78,7 +78,7 @@ WITH_SIGNATURES = (
 """Classes that are overridden or called; of the others, names do."""
 STUB_TORCH = '__version__ = "2.13.0"\nclass version:\n    cuda = hip = xpu = None\n'
 BUILD_NEEDS = (
-    "setuptools",
+    "setuptools>=77.0.3",  # reads "license" as a name; Python's own venvs bring an older one
     "setuptools_scm",
     "setuptools-rust",
     "wheel",
@@ -155,10 +155,7 @@ def download(name: str, version: str, **variables: str) -> None:
     python = home / "bin" / "python"
     if not python.exists():
         venv.create(home, with_pip=True)
-        run(
-            [python, "-m", "pip", "-q", "install", *BUILD_NEEDS],
-            "pip install what vLLM's setup wants",
-        )
+    run([python, "-m", "pip", "-q", "install", *BUILD_NEEDS], "pip install what vLLM's setup wants")
     stub = SOURCES / "stub" / "torch"
     (stub / "utils").mkdir(parents=True, exist_ok=True)
     (stub / "__init__.py").write_text(STUB_TORCH)
