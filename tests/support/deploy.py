@@ -17,7 +17,7 @@ import msgspec
 from mooncake_engine.cli import build_parser as engine_parser
 from mooncake_hal import doctor
 from mooncake_hal.cli import build_parser as hal_parser
-from mooncake_proxy.cli import build_parser as proxy_parser
+from mooncake_proxy.proxy_options import build_parser as proxy_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -18,9 +18,9 @@ from support.proxy_fakes_client import BODY, events_of, post, streamed_text
 from support.virtual_time import run_virtually
 
 from mooncake_conductor.cost.latency_model import LatencyModel
-from mooncake_proxy.cli import build_parser, config_from
 from mooncake_proxy.config import RequestClass
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.proxy_options import build_parser, config_from
 
 STREAM = BODY | {"stream": True}
 

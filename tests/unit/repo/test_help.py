@@ -8,7 +8,7 @@ import pytest
 
 from mooncake_engine import cli as engine
 from mooncake_hal import bench, cli as hal, command_line, doctor
-from mooncake_proxy import cli as proxy
+from mooncake_proxy import proxy_options as proxy
 
 FORMATTERS = (command_line.DefaultsInHelp, proxy.DefaultsInHelp)
 

@@ -1,0 +1,498 @@
+"""The flags of `mooncake-proxy`, and the configuration that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mooncake_proxy import __version__
+from mooncake_proxy.config import (
+    ADMISSIONS,
+    CONDUCTOR_POLICIES,
+    FLOWS,
+    POLICY_CHOICES,
+    AdmissionConfig,
+    ConductorConfig,
+    ProxyConfig,
+    RequestClass,
+    TlsConfig,
+)
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.server_connection import ServerLimits
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec, Role
+
+
+class DefaultsInHelp(argparse.HelpFormatter):
+    """Appends the default to an option's help, unless the text states it in words or there is none.
+
+    Units are given by metavars: `--timeout SECONDS ... (default: 25)`.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not _has_default(action) or "(default: " in text:
+            return text
+        return f"{text} (default: {_shown(action.default).replace('%', '%%')})"
+
+
+def _has_default(action: argparse.Action) -> bool:
+    default = action.default
+    if default is argparse.SUPPRESS or default is None or isinstance(default, bool):
+        return False
+    return default not in ("", [], ())
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, (list, tuple)):
+        return ",".join(map(str, default))
+    return str(default)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags, in the groups they belong to."""
+    parser = argparse.ArgumentParser(
+        prog="mooncake-proxy",
+        description="OpenAI-compatible proxy for prefill and decode instances.",
+        formatter_class=DefaultsInHelp,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (:: for IPv6)")
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="PORT",
+        help="port to listen on; 0 takes a free one",
+    )
+    add(
+        "--admin-port",
+        type=int,
+        metavar="PORT",
+        help="serve the live page, /metrics and /instances on this port only (default: --port)",
+    )
+    add("--workers", type=int, default=1, metavar="N", help="worker processes on this port")
+    add(
+        "--flow",
+        default="pull",
+        choices=FLOWS,
+        help="who transfers KV: decode instances pull it, or prefill instances push it; sglang: "
+        "SGLang's pairs, which meet at the prefill instance's bootstrap server",
+    )
+    add(
+        "--advertise-url",
+        metavar="URL",
+        help="URL of this proxy for decode instances, in the push flow (default: --host, --port)",
+    )
+    for add_group in (
+        _add_pools,
+        _add_choice,
+        _add_conductor,
+        _add_health,
+        _add_limits,
+        _add_objectives,
+        _add_access,
+    ):
+        add_group(parser)
+    return parser
+
+
+def _add_pools(parser: argparse.ArgumentParser) -> None:
+    pools = parser.add_argument_group("instances")
+    for role in ("prefill", "decode"):
+        pools.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="URL",
+            help=f"a {role} instance, http://HOST:PORT; repeat for each",
+        )
+    pools.add_argument(
+        "--backend-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an OpenAI server that prefills and decodes whole requests",
+    )
+    pools.add_argument(
+        "--decode-emits-first-token",
+        action="store_true",
+        help="decode instances send the first token again, as vLLM does: theirs is forwarded",
+    )
+    pools.add_argument(
+        "--prefill-bootstrap-port",
+        type=int,
+        metavar="PORT",
+        help="port of the bootstrap server on prefill instances: of vLLM's own Mooncake connector, "
+        "or of SGLang (there 8998 unless given)",
+    )
+    pools.add_argument(
+        "--pool-file", metavar="FILE", help="YAML or JSON list of instances, watched for changes"
+    )
+    pools.add_argument(
+        "--kubernetes", metavar="NAMESPACE/SELECTOR", help="watch the pods with these labels"
+    )
+    pools.add_argument(
+        "--kubernetes-api", metavar="URL", help="API server of the cluster (default: this one's)"
+    )
+    pools.add_argument(
+        "--decode-recomputes",
+        action="store_true",
+        help='decode instances may answer stop_reason "recomputed" (vLLM-Ascend)',
+    )
+    pools.add_argument(
+        "--short-prompt-tokens",
+        type=_tokens_or_auto,
+        default=0,
+        metavar="TOKENS",
+        help="prompts of up to so many uncached tokens are computed by decode instances, without "
+        "a hand-over; auto: as long as that takes no longer than the hand-over, as measured",
+    )
+    pools.add_argument(
+        "--no-local-prefill",
+        action="store_true",
+        help="fail requests that no prefill instance can take; do not prefill on decode instances",
+    )
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    choice = parser.add_argument_group("routing and retries")
+    add = choice.add_argument
+    add(
+        "--early-pull-tokens",
+        type=int,
+        default=4096,
+        metavar="TOKENS",
+        help="pull flow: of prompts of so many uncached tokens and more, decode instances reserve "
+        "blocks first and read the KV chunk by chunk while it is computed; 0 never",
+    )
+    add(
+        "--policy",
+        default="least-loaded",
+        choices=POLICY_CHOICES,
+        help="routing policy for both roles; the conductor's (cost, mooncake, cache-local, "
+        "lmetric, dynamo, preble) choose both instances together",
+    )
+    for role in ("prefill", "decode"):
+        add(
+            f"--{role}-policy",
+            choices=POLICY_CHOICES,
+            help=f"routing policy for {role} instances (default: --policy)",
+        )
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help="folder with the model's tokenizer.json: prefixes are compared by token ids",
+    )
+    for flag, number, text in (
+        ("--max-attempts", 3, "attempts per step of a request, each on another instance"),
+        ("--max-running", 0, "requests served at once; 0: no limit"),
+        ("--max-waiting", 1024, "requests that may wait in the queue; more are refused"),
+    ):
+        add(flag, type=int, default=number, metavar="N", help=text)
+    add("--max-wait", type=float, default=30.0, metavar="SECONDS", help="longest wait in the queue")
+    add(
+        "--retry-ratio",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="retries allowed per request, on average",
+    )
+
+
+def _add_conductor(parser: argparse.ArgumentParser) -> None:
+    defaults = ConductorConfig()
+    add = parser.add_argument_group("conductor").add_argument
+    add(
+        "--costs",
+        default=defaults.costs,
+        metavar="MODEL:DEVICE:N",
+        help="what prefills and steps cost until they were measured: rows of mooncake-conductor's "
+        "tables, and devices per instance",
+    )
+    for flag, number, unit, text in (
+        ("--link-gb-s", defaults.link_gb_s, "GB/S", "network bandwidth of an instance"),
+        ("--kv-tokens", defaults.kv_tokens, "TOKENS", "KV that fits on an instance"),
+        ("--max-batch", defaults.max_batch, "N", "sequences that an instance decodes at once"),
+    ):
+        add(flag, type=type(number), default=number, metavar=unit, help=text)
+    add(
+        "--kv-events-port",
+        type=int,
+        metavar="PORT",
+        help="port of the KV events of all given instances; those of mooncake-engine tell theirs",
+    )
+    add(
+        "--kv-events-replay-port",
+        type=int,
+        metavar="PORT",
+        help="port at which they send lost events again",
+    )
+
+
+def _add_health(parser: argparse.ArgumentParser) -> None:
+    health = parser.add_argument_group("health")
+    add = health.add_argument
+    for flag, seconds, text in (
+        (
+            "--health-interval",
+            1.0,
+            "time between health checks; 0: no checks, all instances count as up",
+        ),
+        ("--health-timeout", 2.0, "time limit of a health check"),
+    ):
+        add(flag, type=float, default=seconds, metavar="SECONDS", help=text)
+    add(
+        "--health-path",
+        default="/health",
+        metavar="PATH",
+        help="path of the health check; 200 is good",
+    )
+    for flag, number, text in (
+        ("--health-rise", 2, "good checks in a row after which an instance is up"),
+        ("--health-fall", 3, "bad checks in a row after which it is down"),
+        ("--eject-after", 3, "failed requests in a row after which it is down; 0: never"),
+    ):
+        add(flag, type=int, default=number, metavar="N", help=text)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    limits = parser.add_argument_group("limits")
+    add = limits.add_argument
+    for flag, seconds, text in (
+        ("--request-timeout", 3600.0, "time limit of a whole request; clients may ask for less"),
+        ("--connect-timeout", 5.0, "time limit of connecting to an instance"),
+        (
+            "--first-byte-timeout",
+            600.0,
+            "time limit until an instance answers, including its prefill",
+        ),
+        ("--stall-timeout", 120.0, "longest silence inside a response"),
+    ):
+        add(flag, type=float, default=seconds, metavar="SECONDS", help=text)
+    add(
+        "--shutdown-timeout",
+        "--drain-timeout",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="how long running requests may take after SIGTERM or Ctrl-C; a second one ends them",
+    )
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=64 * 1024 * 1024,
+        metavar="BYTES",
+        help="longest request body; a longer one is refused",
+    )
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    access = parser.add_argument_group("access")
+    access.add_argument("--api-key-file", metavar="FILE", help="API keys of clients, one per line")
+    access.add_argument(
+        "--cache-salt-per-key",
+        action="store_true",
+        help="set cache_salt from the API key: clients with different keys share no prefix cache",
+    )
+    access.add_argument(
+        "--min-priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="smallest priority value that clients may send; smaller ones are raised to it",
+    )
+    access.add_argument(
+        "--admin-key-file", metavar="FILE", help="keys of the admin API, one per line"
+    )
+    access.add_argument("--tls-cert", metavar="FILE", help="the proxy's certificate: serve https")
+    access.add_argument("--tls-key", metavar="FILE", help="the certificate's private key")
+    access.add_argument("--upstream-ca", metavar="FILE", help="CA certificate of https instances")
+    access.add_argument(
+        "--upstream-insecure", action="store_true", help="do not verify certificates of instances"
+    )
+    access.add_argument(
+        "--access-log",
+        choices=("off", "errors", "all"),
+        default="errors",
+        help="one JSON line per request on stderr",
+    )
+    access.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="export OpenTelemetry spans to this collector, as OTLP over HTTP (http://collector:4318)",
+    )
+    access.add_argument(
+        "--log-level",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+        help="lowest level of log lines on stderr",
+    )
+
+
+def _add_objectives(parser: argparse.ArgumentParser) -> None:
+    objectives = parser.add_argument_group("objectives and admission")
+    for name, text in (
+        ("ttft", "time to first token"),
+        ("tbt", "time between tokens, for nine in ten of a stream's gaps"),
+    ):
+        objectives.add_argument(
+            f"--slo-{name}",
+            metavar="MS",
+            help=f"objective to count and admit by: {text}; or, to admit by, a multiple of what "
+            "the request would take alone, such as 5x",
+        )
+    objectives.add_argument(
+        "--request-class",
+        action="append",
+        default=[],
+        metavar="NAME:ttft=MS,tbt=MS,best-effort",
+        help="objectives of requests whose X-Request-Class header or API key names it; best-effort "
+        "ones are refused the more often, the nearer the load comes to them; repeat for each",
+    )
+    objectives.add_argument(
+        "--admission",
+        choices=ADMISSIONS,
+        default="none",
+        help="refuse with 429 what would miss its objectives: by the prefill load at arrival and "
+        "the decode load after it (baseline), by both at arrival (early), by the decode load that "
+        "will be there when the prefill ends (predictive)",
+    )
+
+
+def config_from(args: argparse.Namespace) -> ProxyConfig:
+    """The configuration that the flags describe; ConfigError names the bad one."""
+    return ProxyConfig(
+        host=args.host,
+        port=args.port,
+        admin_port=args.admin_port,
+        workers=args.workers,
+        flow=args.flow,
+        advertise_url=args.advertise_url,
+        instances=_instances(args),
+        prefill_policy=args.prefill_policy or args.policy,
+        decode_policy=args.decode_policy or args.policy,
+        tokenizer=args.tokenizer,
+        api_keys=read_keys(args.api_key_file),
+        admin_keys=read_keys(args.admin_key_file),
+        min_priority=args.min_priority,
+        cache_salt_per_key=args.cache_salt_per_key,
+        slo_ttft_s=_in_seconds("--slo-ttft", args.slo_ttft),
+        slo_tbt_s=_in_seconds("--slo-tbt", args.slo_tbt),
+        pool_file=args.pool_file,
+        kubernetes=args.kubernetes,
+        kubernetes_api=args.kubernetes_api,
+        local_prefill=not args.no_local_prefill,
+        short_prompt_tokens=args.short_prompt_tokens,
+        early_pull_tokens=args.early_pull_tokens,
+        max_attempts=args.max_attempts,
+        retry_ratio=args.retry_ratio,
+        eject_after=args.eject_after,
+        request_timeout_s=args.request_timeout,
+        shutdown_timeout_s=args.shutdown_timeout,
+        access_log=args.access_log,
+        otlp_endpoint=args.otlp_endpoint,
+        server=ServerLimits(max_body_bytes=args.max_body_bytes),
+        client=ClientLimits(args.connect_timeout, args.first_byte_timeout, args.stall_timeout),
+        health=HealthConfig(
+            args.health_interval,
+            args.health_timeout,
+            args.health_path,
+            args.health_rise,
+            args.health_fall,
+        ),
+        admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
+        conductor=_conductor_from(args),
+        tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
+    )
+
+
+def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
+    """What places requests, None where the proxy's own policies do."""
+    policy = args.prefill_policy or args.policy
+    if policy not in CONDUCTOR_POLICIES and args.admission == "none":
+        for flag, given in (("--request-class", args.request_class), *_multiples(args)):
+            if given:
+                raise ConfigError(f"{flag}: wanted --admission or a policy of the conductor")
+        return None
+    return ConductorConfig(
+        policy=policy,
+        admission=args.admission,
+        default_class=RequestClass("default", args.slo_ttft or "inf", args.slo_tbt or "inf"),
+        classes=tuple(RequestClass.parse(text) for text in args.request_class),
+        costs=args.costs,
+        binds_late=args.flow == "pull",
+        link_gb_s=args.link_gb_s,
+        kv_tokens=args.kv_tokens,
+        max_batch=args.max_batch,
+    )
+
+
+def _multiples(args: argparse.Namespace) -> list[tuple[str, str]]:
+    given = (("--slo-ttft", args.slo_ttft), ("--slo-tbt", args.slo_tbt))
+    return [(flag, text) for flag, text in given if text and text.endswith("x")]
+
+
+def _tokens_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def _in_seconds(flag: str, text: str | None) -> float | None:
+    """Of milliseconds; None for a multiple, which depends on the request."""
+    if text is None or text.endswith("x"):
+        return None
+    try:
+        return float(text) / 1000
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: wanted milliseconds, or a multiple as 5x") from None
+
+
+def check_can_serve(config: ProxyConfig) -> None:
+    """ConfigError for a proxy without decode instances that could not get one later either."""
+    may_grow = config.pool_file or config.kubernetes or config.admin_keys
+    if not may_grow and all(spec.role is Role.PREFILL for spec in config.instances):
+        raise ConfigError(
+            "no instance to decode, now or later: give --prefill URL and --decode URL, or "
+            "--backend-url URL, or --pool-file or --kubernetes to follow instances, or "
+            "--admin-key-file to add them over HTTP"
+        )
+
+
+def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
+    given = [
+        (Role.PREFILL, args.prefill),
+        (Role.DECODE, args.decode),
+        (Role.BOTH, args.backend_url),
+    ]
+    return tuple(
+        InstanceSpec(
+            Origin.parse(url),
+            role,
+            emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
+            recomputes=role is Role.DECODE and args.decode_recomputes,
+            bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
+            kv_events_port=args.kv_events_port,
+            kv_events_replay_port=args.kv_events_replay_port,
+        )
+        for role, urls in given
+        for url in urls
+    )
+
+
+def read_keys(path: str | None) -> frozenset[str]:
+    """Keys of a file, one per line; empty lines and `#` comments are skipped."""
+    if path is None:
+        return frozenset()
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except OSError as exc:
+        raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
+    keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"key file {path} holds no key: nobody could send requests")
+    return keys
