@@ -295,8 +295,9 @@ def _serve(service: StoreService, store: NodeStore, host: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: service.stop())
     levels = store.stats()
+    shown_host = f"[{host}]" if ":" in host else host
     print(
-        f"mooncake-kv: store listens at {host} port {service.port}: "
+        f"mooncake-kv: store listens on tcp://{shown_host}:{service.port} with "
         f"{levels.capacity_bytes / (1 << 30):.3g} GiB of memory, "
         f"{levels.ssd_capacity_bytes / (1 << 30):.3g} GiB on SSDs with {levels.ssd_chunks} chunks",
         flush=True,

@@ -44,7 +44,7 @@ class StoreProcess:
         watchdog.start()
         self.ready_line = self._process.stdout.readline()
         watchdog.cancel()
-        found = re.search(r"port (\d+)", self.ready_line)
+        found = re.search(r"tcp://127.0.0.1:(\d+) ", self.ready_line)
         assert found, (directory / "store.log").read_text()
         self.port = int(found[1])
 

@@ -2,9 +2,9 @@
 ends with its parent.
 
 A child that dies once it has been ready may be started again, at the address that it had; else it
-takes the parent along. Every child leads a process group of its own, so that a terminal's Ctrl-C
-reaches the parent only and stopping a child stops what it has started. The kernel tells it to end
-if the parent is killed.
+takes the parent along. One that the others can do without is always started again. Every child
+leads a process group of its own, so that a terminal's Ctrl-C reaches the parent only and stopping
+a child stops what it has started. The kernel tells it to end if the parent is killed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class RestartPolicy:
     """How often, and after which delay, one program is restarted; pure.
 
     Args:
-        most: restarts in a row.
+        most: restarts in a row; None: any number.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         self.most = most
         self.num_in_a_row = 0
 
@@ -53,10 +53,15 @@ class RestartPolicy:
         """
         if ran_s >= _STEADY_S:
             self.num_in_a_row = 0
-        if self.num_in_a_row >= self.most:
+        if self.most is not None and self.num_in_a_row >= self.most:
             return None
+        doublings = min(self.num_in_a_row, _LONGEST_DELAY_S)
         self.num_in_a_row += 1
-        return float(min(_FIRST_DELAY_S * 2.0 ** (self.num_in_a_row - 1), _LONGEST_DELAY_S))
+        return float(min(_FIRST_DELAY_S * 2.0**doublings, _LONGEST_DELAY_S))
+
+    def __str__(self) -> str:
+        """Which restart this is."""
+        return f"time {self.num_in_a_row}" + ("" if self.most is None else f" of {self.most}")
 
 
 _SAME_STOP_S = 1.0
@@ -85,7 +90,7 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_URL = re.compile(r"https?://\S+")
+_URL = re.compile(r"(?:https?|tcp)://\S+")
 _PR_SET_PDEATHSIG = 1
 _HURRY_S = 5.0
 """From the second SIGTERM to SIGKILL."""
@@ -224,9 +229,17 @@ class ChildProcesses:
         self._restarting: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
 
-    async def start(self, name: str, argv: Sequence[str]) -> Child:
-        """Run a program."""
-        supervised = _SupervisedChild(name, argv, RestartPolicy(self._max_restarts))
+    async def start(self, name: str, argv: Sequence[str], *, is_needed: bool = True) -> Child:
+        """Run a program.
+
+        Args:
+            name: for logs and errors.
+            argv: its command line.
+            is_needed: False: the others go on without it, and it is started again however often it
+                dies, once it has been ready.
+        """
+        restarts = RestartPolicy(self._max_restarts if is_needed else None)
+        supervised = _SupervisedChild(name, argv, restarts)
         self._supervised.append(supervised)
         return await self._run(supervised)
 
@@ -301,10 +314,8 @@ class ChildProcesses:
         if delay_s is None:
             self._fail(child.death())
             return
-        restarts = supervised.restarts
         log.error(
-            "%s; it is started again in %g s, for time %d of %d",
-            *(child.death(), delay_s, restarts.num_in_a_row, restarts.most),
+            "%s; it is started again in %g s, for %s", child.death(), delay_s, supervised.restarts
         )
         restarting = asyncio.ensure_future(self._run_again(supervised, child, delay_s))
         self._restarting.add(restarting)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.kv_connector import find_connector
@@ -58,7 +59,7 @@ class LocalDeployment:
         otlp_endpoint: where the proxy's traces go; those of the instances are in ``engine_argv``.
         shutdown_timeout_s: how long the proxy's running requests may continue after a stop.
         max_restarts: how often in a row a part that dies is started again, while the others go on;
-            0 ends everything with the first one that dies.
+            0 ends everything with the first one that dies. A pool's store is always started again.
     """
 
     host: str
@@ -166,26 +167,19 @@ async def _start_store(
     """One node store for all instances, where they were to have one; what connects them to it.
 
     What decode instances save is what prefill instances load: a store in each would know nothing
-    of the others'.
+    of the others'. Nobody needs it to answer: it may die, and is started again.
     """
     if pool is None:
         return []
     connect = [f"connect={host}:{port}" for host, port in pool.connect]
     if pool.dram_bytes:
-        port = pool.port or _free_port()
         argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]
-        argv += ["--port", str(port), "--kv-secret-file", str(secret_file)]
+        argv += ["--port", str(pool.port or 0), "--kv-secret-file", str(secret_file)]
         for directory, nbytes in pool.ssd:
             argv += ["--ssd", f"{directory}:{nbytes}"]
-        await children.start("kv-store", argv)
-        connect.insert(0, f"connect=127.0.0.1:{port}")
+        store = await children.start("kv-store", argv, is_needed=False)
+        connect.insert(0, f"connect={urlsplit(await store.ready).netloc}")
     return ["--kv-pool", ",".join([*connect, f"chunk={pool.chunk_tokens}"])]
-
-
-def _free_port() -> int:
-    with bind("127.0.0.1", 0) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list[str]:

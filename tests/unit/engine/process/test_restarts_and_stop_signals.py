@@ -39,3 +39,11 @@ def test_who_ran_well_gets_all_chances_again() -> None:
 @pytest.mark.parametrize("ran_s", [0.0, 1e6])
 def test_no_chances_are_none(ran_s: float) -> None:
     assert RestartPolicy(0).next_delay_s(ran_s) is None
+
+
+def test_who_has_any_number_of_chances_never_waits_longer_than_half_a_minute() -> None:
+    restarts = RestartPolicy(None)
+    delays = [restarts.next_delay_s(0.5) for _ in range(5000)]
+    assert delays[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert set(delays[5:]) == {30.0}
+    assert str(restarts) == "time 5000"

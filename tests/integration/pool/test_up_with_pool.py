@@ -1,0 +1,101 @@
+"""``mooncake-engine up --kv-pool``: a conversation over a deployment with a store of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+
+from support.programs import TINY_LLAMA, Program, descendants, running
+
+OPTIONS = ("--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "256", "--threads", "1")
+TURN = "What is prefill, and what is decoding? Tell me of both, and of what lies between them. "
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def complete(url: str, prompt: str) -> str:
+    """What the deployment makes of a text."""
+    body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 64, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body | {"ignore_eos": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)["choices"][0]["text"]
+
+
+def counted(url: str, name: str) -> float:
+    """A counter of an instance's pool, over all its labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    lines = re.findall(rf"^mooncake:kv_pool_{name}(?:_total)?{{.*}} (\S+)$", text, re.MULTILINE)
+    return sum(map(float, lines))
+
+
+def instances(up: Program) -> dict[str, str]:
+    """URLs by role, of the log of a deployment with one instance of each."""
+    found = re.findall(r"(prefill|decode)-0 │ ready (\S+)", up.error_text)
+    return dict(found)
+
+
+def store_pid(up: Program) -> int | None:
+    commands = descendants(up.process.pid).items()
+    return next((pid for pid, command in commands if "mooncake_kv store" in command), None)
+
+
+def test_a_second_turn_loads_the_answer_and_a_dead_store_is_replaced() -> None:
+    pool = ("--kv-pool", "dram=64MiB,chunk=32")
+    with running("mooncake_engine.cli", "up", *OPTIONS, *pool) as up:
+        url = up.wait_for("curl -N http://127.0.0.1:").split()[2].split("/v1")[0]
+        up.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
+        urls = instances(up)
+        said: dict[str, str] = {}
+
+        def converses() -> bool:
+            """Two turns; whether a prefill instance has ever loaded what only the decode instance
+            had: on a model this small, computing it again may be estimated to be faster."""
+            first = f"{len(said)} {TURN}"
+            said[first] = complete(url, first)
+            until(lambda: counted(urls["decode"], "saves_under_way") == 0)
+            second = first + said[first] + TURN
+            said[second] = complete(url, second)
+            return counted(urls["prefill"], "num_loaded_chunks") > 0
+
+        until(converses)
+        assert counted(urls["prefill"], "num_found_chunks") > 0
+
+        first_store = store_pid(up)
+        assert first_store is not None
+        os.kill(first_store, signal.SIGKILL)
+        assert {prompt: complete(url, prompt) for prompt in said} == said
+        until(lambda: store_pid(up) not in (None, first_store))
+        saved = counted(urls["decode"], "num_saved_chunks")
+
+        def saves_again() -> bool:
+            converses()
+            return counted(urls["decode"], "num_saved_chunks") > saved
+
+        until(saves_again)
+        assert {prompt: complete(url, prompt) for prompt in said} == said
+        assert up.end(signal.SIGINT) == 0
+    assert "kv-store died, killed by SIGKILL" in up.error_text
+    assert "it is started again in 1 s, for time 1" in up.error_text
+
+
+def test_a_store_that_cannot_be_had_is_said_at_once() -> None:
+    pool = ("--kv-pool", "dram=64MiB,ssd=/proc/nowhere:1GiB")
+    with running("mooncake_engine.cli", "up", *OPTIONS, *pool) as up:
+        assert up.wait(60) == 1
+    assert "mooncake-engine: error: kv-store died, " in up.error_text
+    assert "/proc/nowhere can't be used for a store" in up.error_text.splitlines()[-1]
