@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from mooncake_proxy.errors import ConfigError
@@ -81,12 +82,18 @@ class ConductorConfig:
     default_class: RequestClass = field(default_factory=lambda: RequestClass("default"))
     classes: tuple[RequestClass, ...] = ()
     costs: str = "llama-3-8b:A100:1"
+    # The same of models by name, where several are served.
+    model_costs: Mapping[str, str] = field(default_factory=dict)
     # The decode instance is chosen again when the prefill ends.
     binds_late: bool = True
     link_gb_s: float = 12.5
     # Of each instance: tokens of KV, and sequences that it decodes at once.
     kv_tokens: int = 1_000_000
     max_batch: int = 256
+
+    def of_model(self, model: str) -> ConductorConfig:
+        """What a conductor of one model's instances is told."""
+        return replace(self, costs=self.model_costs.get(model, self.costs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +108,9 @@ class ProxyConfig:
     instances: tuple[InstanceSpec, ...] = ()
     prefill_policy: str = "least-loaded"
     decode_policy: str = "least-loaded"
-    # A model's folder; only the prefix policy reads prompts.
-    tokenizer: str | None = None
+    # Folders of models by name, empty for that of instances without one. Only the prefix policy and
+    # the conductor's read prompts.
+    tokenizers: Mapping[str, str] = field(default_factory=dict)
     api_keys: frozenset[str] = frozenset()
     admin_keys: frozenset[str] = frozenset()
     # Smaller `priority` values of clients, which would run sooner, are raised to this.
@@ -149,10 +157,11 @@ class ProxyConfig:
         self._check_conductor()
         self._check_choice("--access-log", self.access_log, ("off", "errors", "all"))
         reads_prompts = "prefix" in (self.prefill_policy, self.decode_policy) or self.conductor
-        if self.tokenizer and not reads_prompts:
+        if self.tokenizers and not reads_prompts:
             raise ConfigError(
-                f"--tokenizer {self.tokenizer}: only prefix and the conductor's policies read "
-                "prompts; add --policy cost, --policy prefix or --prefill-policy prefix"
+                f"--tokenizer {', '.join(self.tokenizers.values())}: only prefix and the "
+                "conductor's policies read prompts; add --policy cost, --policy prefix or "
+                "--prefill-policy prefix"
             )
         if self.flow == "push" and not self.is_reachable:
             raise ConfigError(

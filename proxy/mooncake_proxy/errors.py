@@ -8,6 +8,7 @@ ProxyError
 │   ├── Unauthorized        401
 │   ├── Forbidden           403
 │   ├── NotFound            404
+│   │   └── ModelNotFound   404, as OpenAI's
 │   ├── MethodNotAllowed    405
 │   ├── Conflict            409
 │   ├── Quarantined         422, with Retry-After
@@ -101,6 +102,17 @@ class NotFound(Refusal):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    """No pool serves a model of that name."""
+
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"The model `{model}` does not exist or you do not have access to it.", param="model"
+        )
 
 
 class MethodNotAllowed(Refusal):

@@ -109,14 +109,15 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
             f"--{role}",
             action="append",
             default=[],
-            metavar="URL",
-            help=f"a {role} instance, http://HOST:PORT; repeat for each",
+            metavar="[MODEL=]URL",
+            help=f"a {role} instance, http://HOST:PORT; repeat for each; where several models "
+            "are served, with the model's name, and aliases behind commas",
         )
     pools.add_argument(
         "--backend-url",
         action="append",
         default=[],
-        metavar="URL",
+        metavar="[MODEL=]URL",
         help="an OpenAI server that prefills and decodes whole requests",
     )
     pools.add_argument(
@@ -186,8 +187,11 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         )
     add(
         "--tokenizer",
-        metavar="DIR",
-        help="folder with the model's tokenizer.json: prefixes are compared by token ids",
+        action="append",
+        default=[],
+        metavar="[MODEL=]DIR",
+        help="folder with the model's tokenizer.json: prefixes are compared by token ids; repeat "
+        "for each of several models",
     )
     for flag, number, text in (
         ("--max-attempts", 3, "attempts per step of a request, each on another instance"),
@@ -210,10 +214,12 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("conductor").add_argument
     add(
         "--costs",
-        default=defaults.costs,
-        metavar="MODEL:DEVICE:N",
+        action="append",
+        default=[],
+        metavar="[MODEL=]ROW:DEVICE:N",
         help="what prefills and steps cost until they were measured: rows of mooncake-conductor's "
-        "tables, and devices per instance",
+        "tables, and devices per instance; repeat for each of several models "
+        f"(default: {defaults.costs})",
     )
     for flag, number, unit, text in (
         ("--link-gb-s", defaults.link_gb_s, "GB/S", "network bandwidth of an instance"),
@@ -377,7 +383,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         instances=_instances(args),
         prefill_policy=args.prefill_policy or args.policy,
         decode_policy=args.decode_policy or args.policy,
-        tokenizer=args.tokenizer,
+        tokenizers=_by_model("--tokenizer", args.tokenizer),
         api_keys=read_keys(args.api_key_file),
         admin_keys=read_keys(args.admin_key_file),
         min_priority=args.min_priority,
@@ -420,12 +426,14 @@ def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
             if given:
                 raise ConfigError(f"{flag}: wanted --admission or a policy of the conductor")
         return None
+    costs = _by_model("--costs", args.costs)
     return ConductorConfig(
         policy=policy,
         admission=args.admission,
         default_class=RequestClass("default", args.slo_ttft or "inf", args.slo_tbt or "inf"),
         classes=tuple(RequestClass.parse(text) for text in args.request_class),
-        costs=args.costs,
+        costs=costs.pop("", ConductorConfig().costs),
+        model_costs=costs,
         binds_late=args.flow == "pull",
         link_gb_s=args.link_gb_s,
         kv_tokens=args.kv_tokens,
@@ -436,6 +444,28 @@ def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
 def _multiples(args: argparse.Namespace) -> list[tuple[str, str]]:
     given = (("--slo-ttft", args.slo_ttft), ("--slo-tbt", args.slo_tbt))
     return [(flag, text) for flag, text in given if text and text.endswith("x")]
+
+
+def _by_model(flag: str, given: list[str]) -> dict[str, str]:
+    """`MODEL=VALUE`, or a value alone for instances without a model name."""
+    found: dict[str, str] = {}
+    for text in given:
+        model, equals, value = text.rpartition("=")
+        if not value or (equals and not model):
+            raise ConfigError(f"{flag} {text!r}: wanted VALUE or MODEL=VALUE")
+        if model in found:
+            raise ConfigError(f"{flag}: given twice for {model or 'instances without a model'}")
+        found[model] = value
+    return found
+
+
+def _named_url(flag: str, text: str) -> tuple[tuple[str, ...], Origin]:
+    """`MODEL,ALIAS=URL`, or a URL alone."""
+    before, equals, url = text.partition("=") if "=http" in text else ("", "", text)
+    names = tuple(name.strip() for name in before.split(",")) if equals else ()
+    if not all(names):
+        raise ConfigError(f"{flag} {text!r}: wanted URL, MODEL=URL or MODEL,ALIAS=URL")
+    return names, Origin.parse(url)
 
 
 def _tokens_or_auto(text: str) -> int | None:
@@ -465,23 +495,26 @@ def check_can_serve(config: ProxyConfig) -> None:
 
 def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
     given = [
-        (Role.PREFILL, args.prefill),
-        (Role.DECODE, args.decode),
-        (Role.BOTH, args.backend_url),
+        (Role.PREFILL, "--prefill", args.prefill),
+        (Role.DECODE, "--decode", args.decode),
+        (Role.BOTH, "--backend-url", args.backend_url),
     ]
-    return tuple(
-        InstanceSpec(
-            Origin.parse(url),
-            role,
-            emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
-            recomputes=role is Role.DECODE and args.decode_recomputes,
-            bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
-            kv_events_port=args.kv_events_port,
-            kv_events_replay_port=args.kv_events_replay_port,
-        )
-        for role, urls in given
-        for url in urls
-    )
+    specs = []
+    for role, flag, urls in given:
+        for text in urls:
+            names, origin = _named_url(flag, text)
+            spec = InstanceSpec(
+                origin,
+                role,
+                emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
+                recomputes=role is Role.DECODE and args.decode_recomputes,
+                bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
+                kv_events_port=args.kv_events_port,
+                kv_events_replay_port=args.kv_events_replay_port,
+                models=names,
+            )
+            specs.append(spec)
+    return tuple(specs)
 
 
 def read_keys(path: str | None) -> frozenset[str]:

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import msgspec
+from msgspec import Struct
 
 from mooncake_proxy import __version__
 from mooncake_proxy.api.admission_queue import check_key
@@ -17,7 +18,7 @@ from mooncake_proxy.errors import (
     BadRequest,
     ConfigError,
     Forbidden,
-    NotFound,
+    NoInstance,
     Rejected,
     UpstreamError,
 )
@@ -26,12 +27,13 @@ from mooncake_proxy.http1.http_wire import header_lines
 from mooncake_proxy.ops.proxy_metrics import gauge_lines
 from mooncake_proxy.ops.proxy_process import ProxyProcess, live_page, live_view
 from mooncake_proxy.pool.device_classes import describe_device
-from mooncake_proxy.pool.instances import Instance, Role
+from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.pool.membership import MembershipChange
 
 Handler = Callable[[HttpRequest], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
 ANSWER_TIMEOUT_S = 10.0
+MODELS_PATH = "/v1/models"
 # Of every path below it: one model's card.
 MODEL_PATH = "/v1/models/"
 INSTANCES_PATH = "/instances"
@@ -54,7 +56,7 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
         "/health": {"GET": handlers.health},
         "/ready": {"GET": handlers.ready},
         "/metrics": {"GET": handlers.metrics},
-        "/v1/models": {"GET": handlers.forward_to_instance},
+        MODELS_PATH: {"GET": handlers.models},
         MODEL_PATH: {"GET": handlers.forward_to_instance},
         "/tokenize": {"POST": handlers.forward_to_instance},
         "/detokenize": {"POST": handlers.forward_to_instance},
@@ -78,6 +80,7 @@ class AdminHandlers:
         self._process = process
         self._handle = handle
         self._router = process.router
+        self._routers = process.routers
 
     async def no_query(self, request: HttpRequest) -> None:
         """A generating path that came with a query string: the query means nothing there."""
@@ -92,14 +95,14 @@ class AdminHandlers:
 
     async def view(self, request: HttpRequest) -> None:
         """The numbers of the live page."""
-        instances = [instance_info(instance) for instance in self._router.pool]
+        instances = [instance_info(instance) for instance in self._process.pools]
         respond_json(request, 200, live_view(self._process, instances))
 
     async def health(self, request: HttpRequest) -> None:
         """200 while the process serves at all. Instances are shown only where operators look."""
         answer: dict[str, Any] = {"status": "ok", "version": __version__}
         if request.is_admin or self._process.config.admin_port is None:
-            answer["instances"] = [instance_info(instance) for instance in self._router.pool]
+            answer["instances"] = [instance_info(instance) for instance in self._process.pools]
         respond_json(request, 200, answer)
 
     async def ready(self, request: HttpRequest) -> None:
@@ -113,7 +116,11 @@ class AdminHandlers:
     def _not_ready(self) -> str | None:
         if self._process.is_draining:
             return "the proxy is shutting down"
-        pool = self._router.pool
+        reasons = [self._pool_not_ready(pool) for pool in self._process.pools.in_use]
+        # One model that can be served is enough: another one's clients get 503 meanwhile.
+        return None if None in reasons else reasons[0]
+
+    def _pool_not_ready(self, pool: InstancePool) -> str | None:
         whole = pool.undisaggregated_role()
         if whole is None:
             return "no live decode instance"
@@ -127,7 +134,7 @@ class AdminHandlers:
     async def instances(self, request: HttpRequest) -> None:
         """All instances with their state. Needs an admin key, like every change."""
         self._check_admin_key(request)
-        respond_json(request, 200, {"instances": [instance_info(i) for i in self._router.pool]})
+        respond_json(request, 200, {"instances": [instance_info(i) for i in self._process.pools]})
 
     async def change(self, request: HttpRequest) -> None:
         """`{"operation": "add|drain|resume|remove|role", "url": ..., "role": ...}`."""
@@ -141,13 +148,10 @@ class AdminHandlers:
 
     async def explain(self, request: HttpRequest) -> None:
         """`?request=ID`: why a request went where it went, with all terms."""
-        conductor = self._router.conductor
-        if conductor is None:
-            raise NotFound("the conductor places no requests here: start with --policy cost")
         given = parse_qs(request.query).get("request", [])
         if len(given) != 1:
             raise BadRequest(f"{EXPLAIN_PATH}?request=ID: wanted one X-Request-Id, found {given}")
-        respond_json(request, 200, conductor.explain(given[0]))
+        respond_json(request, 200, self._routers.explain(given[0]))
 
     def _check_admin_key(self, request: HttpRequest) -> None:
         keys = self._process.config.admin_keys
@@ -162,7 +166,7 @@ class AdminHandlers:
         request.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
     def _gauges(self) -> Iterator[str]:
-        instances = list(self._router.pool)
+        instances = list(self._process.pools)
         prefix = "mooncake_proxy_"
 
         def rows(value: Callable[[Instance], float]) -> list[tuple[dict[str, str], float]]:
@@ -188,27 +192,78 @@ class AdminHandlers:
             f"{prefix}waiting", "Requests in the queue.", [({}, self._process.num_waiting)]
         )
 
+    async def models(self, request: HttpRequest) -> None:
+        """The models of all pools: each as one of its instances describes it."""
+        pools = self._process.pools.in_use
+        if len(pools) == 1:
+            await self.forward_to_instance(request)
+            return
+        check_key(request.headers, self._process.config.api_keys)
+        cards: dict[str, Any] = {}
+        for pool in pools:
+            for name in sorted(pool.model_names):
+                cards[name] = {"id": name, "object": "model", "created": 0, "owned_by": "mooncake"}
+            for card in await self._cards_of(pool, request):
+                if not pool.model_names or card.get("id") in pool.model_names:
+                    cards[card.get("id", "")] = card
+        respond_json(request, 200, {"object": "list", "data": list(cards.values())})
+
+    async def _cards_of(self, pool: InstancePool, request: HttpRequest) -> list[dict[str, Any]]:
+        """What a live instance of a pool says of its models; nothing where none answers."""
+        try:
+            answer = await self._ask_one(pool, request)
+            return msgspec.json.decode(answer, type=ModelList).data
+        except (UpstreamError, NoInstance, msgspec.DecodeError):
+            return []
+
     async def forward_to_instance(self, request: HttpRequest) -> None:
         """Models, tokenize and detokenize: the response of the first live instance that has one."""
         check_key(request.headers, self._process.config.api_keys)
+        pool = self._process.pools.pool_of(_model_of(request))
+        try:
+            body = await self._ask_one(pool, request)
+        except UpstreamError as error:
+            answer_error(request, error, b"")
+            return
+        request.respond(200, body, "application/json")
+
+    async def _ask_one(self, pool: InstancePool, request: HttpRequest) -> bytes:
+        """What the first live instance answers that has an answer."""
         last: UpstreamError | None = None
-        for instance in self._router.pool.require(
-            self._router.pool.undisaggregated_role() or Role.DECODE
-        ):
+        for instance in pool.require(pool.undisaggregated_role() or Role.DECODE):
             deadline = self._router.now() + ANSWER_TIMEOUT_S
             try:
-                body = await instance.connections.fetch(
+                return await instance.connections.fetch(
                     _forwarded_request(request, instance), deadline
                 )
             except UpstreamError as error:
                 last = error
                 if isinstance(error, Rejected) and error.is_client_fault:
                     break
-                continue
-            request.respond(200, body, "application/json")
-            return
         assert last is not None
-        answer_error(request, last, b"")
+        raise last
+
+
+class ModelList(Struct):
+    """`GET /v1/models`, as far as it is merged."""
+
+    data: list[dict[str, Any]] = []
+
+
+class NamedModel(Struct):
+    """The model that a body names."""
+
+    model: str | None = None
+
+
+def _model_of(request: HttpRequest) -> str | None:
+    """The model that a request outside of generation is about."""
+    if request.path.startswith(MODEL_PATH):
+        return unquote(request.path[len(MODEL_PATH) :])
+    try:
+        return msgspec.json.decode(request.body, type=NamedModel).model if request.body else None
+    except msgspec.DecodeError:
+        return None  # the instance says what is wrong with it
 
 
 def _forwarded_request(request: HttpRequest, instance: Instance) -> bytes:
@@ -231,4 +286,5 @@ def instance_info(instance: Instance) -> dict[str, Any]:
         "prompt_tokens": instance.total_prompt_tokens,
         "source": instance.spec.source,
         "device": describe_device(instance.topology),
+        "models": list(instance.spec.models),
     }

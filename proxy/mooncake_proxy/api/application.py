@@ -88,11 +88,12 @@ class ProxyApplication:
         self.client = ClientContext(limits=config.client, tls=_upstream_tls(config))
         self.process = ProxyProcess(config, self.client, link)
         self.router = self.process.router
+        self.routers = self.process.routers
         self.admission = self.process.admission
         self.access = AccessLog(config.access_log)
         self.server = ServerContext(self.handle, config.server, self.body_limit)
         self._servers = [self.server]
-        self.checker = HealthChecker(config.health, self.router.pool, self.router.note_verdict)
+        self.checker = HealthChecker(config.health, self.process.pools, self.routers.note_verdict)
         self._flow = FLOWS[config.flow]
         self._listener: asyncio.Server | None = None
         # Of the admin paths, where they have a port of their own.
@@ -107,11 +108,11 @@ class ProxyApplication:
     async def start(self) -> None:
         """Check the instances once, then listen. ConfigError when the address is taken."""
         for spec in self.config.instances:
-            self.router.pool.add(spec)
+            self.process.pools.add(spec)
         loop = asyncio.get_running_loop()
         await self._follow_sources(loop)
         if self._link is not None:
-            self._link.open(self.router, self.admission)
+            self._link.open(self.routers, self.admission)
             self._tasks.append(loop.create_task(self._link.run()))
         if self.config.health.interval_s > 0:
             await self.checker.check_all()
@@ -125,7 +126,7 @@ class ProxyApplication:
         if self._link is not None and config.has_metaserver:
             own = self._server(self._answer_metaserver)
             self._own_listener = await self._listen(own, 0)
-        self.router.set_own_url(self._own_url())
+        self.router.metaserver.set_own_url(self._own_url())
 
     def _server(self, handler: Handler) -> ServerContext:
         """One more listener's context; its connections are drained and swept with the others."""
@@ -147,12 +148,12 @@ class ProxyApplication:
     async def _follow_sources(self, loop: asyncio.AbstractEventLoop) -> None:
         """Add the instances that a file or a cluster declares, and follow its changes."""
         if self.config.pool_file is not None:
-            file_watch = PoolFileWatch(self.config.pool_file, self.router.pool)
+            file_watch = PoolFileWatch(self.config.pool_file, self.process.pools)
             file_watch.load()
             self._tasks.append(loop.create_task(file_watch.run()))
         if self.config.kubernetes is not None:
             wanted = KubernetesConfig.parse(self.config.kubernetes, self.config.kubernetes_api)
-            cluster_watch = KubernetesWatch(wanted, self.router.pool)
+            cluster_watch = KubernetesWatch(wanted, self.process.pools)
             await cluster_watch.poll_once()
             self._tasks.append(loop.create_task(cluster_watch.run()))
 
@@ -202,7 +203,7 @@ class ProxyApplication:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        await self.router.close()
+        await self.routers.close()
         if self._link is not None:
             self._link.close()
         self.access.flush()
@@ -213,14 +214,11 @@ class ProxyApplication:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             sweep_timeouts(self.client)
-            self.router.metrics.settle()
-            self.router.pool.finish_drains()
-            if self.router.conductor is not None:
-                self.router.conductor.sweep()
+            self.routers.sweep()
             now = self.router.now()
             if now >= forget_at:
                 forget_at = now + FORGET_INTERVAL_S
-                names = {instance.name for instance in self.router.pool}
+                names = {instance.name for instance in self.process.pools}
                 self.router.metrics.forget_instances(names, now)
             for connection in tuple(self.server.connections):
                 connection.sweep(now)
@@ -228,8 +226,7 @@ class ProxyApplication:
 
     def poll(self) -> None:
         """Raise what ended a background task: the proxy does not run without its health checks."""
-        if self.router.conductor is not None:
-            self.router.conductor.poll()
+        self.routers.poll()
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()):
                 raise error
@@ -293,17 +290,19 @@ class ProxyApplication:
             if self.process.is_draining:
                 raise ShuttingDown("the proxy is shutting down and takes no new requests")
             active.context = context = self._context(active, endpoint)
-            if self.router.tokenize is not None:
-                await self.router.tokenize_prompt(context, self.router.tokenize)
-            self.router.budget.deposit()
+            router = self.routers.of_model(context.parsed.model)
+            router.prepare(context)
+            if router.tokenize is not None:
+                await router.tokenize_prompt(context, router.tokenize)
+            router.budget.deposit()
             if not self.admission.enter():
                 await self._wait_in_queue(context)
             try:
-                await self._flow(self.router, context)
+                await self._flow(router, context)
             finally:
                 self.admission.leave()
-                if self.router.conductor is not None:
-                    self.router.conductor.ended(context)
+                if router.conductor is not None:
+                    router.conductor.ended(context)
             if self.router.suspects:
                 self.router.suspects.clear(context.client_body)
         except asyncio.CancelledError:
@@ -337,7 +336,6 @@ class ProxyApplication:
         )
         if self.router.suspects:
             self.router.check_suspect(context)
-        self.router.prepare(context)
         return context
 
     def _limit_tenant(self, request: HttpRequest, parsed: ParsedRequest, fields: Fields) -> None:

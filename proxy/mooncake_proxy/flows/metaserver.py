@@ -88,6 +88,16 @@ class Metaserver:
 
     def __init__(self) -> None:
         self.sessions: dict[str, MetaserverSession] = {}
+        # Where decode instances reach it; set once this process listens.
+        self._url = ""
+
+    def set_own_url(self, url: str) -> None:
+        """Set the address at which decode instances reach this process."""
+        self._url = url.rstrip("/") + PATH
+
+    def url_of(self, session: MetaserverSession) -> str:
+        """Where D posts to for this attempt."""
+        return self._url + session.key
 
     def expect(self, dispatch: Dispatch) -> MetaserverSession:
         """A new session, as a context manager."""

@@ -81,7 +81,7 @@ async def _decode(
     with router.metaserver.expect(
         lambda params: _dispatch_prefill(router, context, decoder, params)
     ) as session:
-        url = router.metaserver_url + session.key
+        url = router.metaserver.url_of(session)
         body = reserving_decode_body(context, url, is_pulled=is_pulled)
         decoding = router.client.loop.create_task(generate(router, context, decoder, body))
         await session.supervise_decode(decoding)

@@ -15,7 +15,7 @@ from mooncake_proxy.ops.proxy_metrics import SECONDS, ProxyMetrics
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.pool.instances import Instance
 from mooncake_proxy.pool.membership import MembershipChange, apply_change
-from mooncake_proxy.routing.router import RequestRouter
+from mooncake_proxy.routing.model_routers import ModelRouters
 
 
 class ProxyProcess:
@@ -24,13 +24,16 @@ class ProxyProcess:
     def __init__(self, config: ProxyConfig, client: ClientContext, link: WorkerLink | None) -> None:
         self.config = config
         self.link = link
-        self.router = RequestRouter(config, client)
+        self.routers = ModelRouters(config, client)
+        self.pools = self.routers.pools
+        # Of instances without a model name; has what the others share with it.
+        self.router = self.routers.first
         self.admission = AdmissionQueue(config.admission)
         self.is_draining = False
 
     def change(self, change: MembershipChange) -> Instance | None:
         """A change of the instance pool from the admin API; the other workers make it too."""
-        instance = apply_change(self.router.pool, change)
+        instance = apply_change(self.pools, change)
         if self.link is not None:
             self.link.broadcast(change)
         return instance

@@ -21,10 +21,10 @@ from msgspec import Struct
 from mooncake_proxy.api.admission_queue import AdmissionQueue
 from mooncake_proxy.errors import ConfigError, Refusal
 from mooncake_proxy.ops.proxy_metrics import MetricsSnapshot, ProxyMetrics
-from mooncake_proxy.pool.instances import InstancePool
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
+from mooncake_proxy.pool.model_pools import ModelPools
+from mooncake_proxy.routing.model_routers import ModelRouters
 from mooncake_proxy.routing.retries import SuspectBodies
-from mooncake_proxy.routing.router import RequestRouter
 
 logger = logging.getLogger(__name__)
 PUBLISH_S = 0.02
@@ -97,7 +97,7 @@ class WorkerLink:
     def __init__(self, worker: int, link: socket.socket) -> None:
         self.worker = worker
         self._link = link
-        self._instance_pool: InstancePool | None = None
+        self._pools: ModelPools | None = None
         self._metrics: ProxyMetrics | None = None
         self._admission: AdmissionQueue | None = None
         self._suspects: SuspectBodies | None = None
@@ -108,13 +108,13 @@ class WorkerLink:
         self._partial_counts: dict[int, MetricsSnapshot] = {}
         self._published = WorkerLoads(worker, {}, 0, 0)
 
-    def open(self, router: RequestRouter, admission: AdmissionQueue) -> None:
+    def open(self, routers: ModelRouters, admission: AdmissionQueue) -> None:
         """Begin to receive messages of the others."""
-        self._instance_pool = router.pool
-        self._metrics = router.metrics
-        self._suspects = router.suspects
+        self._pools = routers.pools
+        self._metrics = routers.first.metrics
+        self._suspects = routers.first.suspects
         self._admission = admission
-        router.suspects.publish = self._publish_loss
+        routers.first.suspects.publish = self._publish_loss
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
         self._read()  # what was changed before this worker started
@@ -161,13 +161,9 @@ class WorkerLink:
         return sum(loads.waiting for loads in self._loads.values())
 
     def _publish_loads(self) -> None:
-        assert self._instance_pool is not None
+        assert self._pools is not None
         assert self._admission is not None
-        own = {
-            i.name: (i.num_running, i.num_prompt_tokens)
-            for i in self._instance_pool
-            if i.num_running
-        }
+        own = {i.name: (i.num_running, i.num_prompt_tokens) for i in self._pools if i.num_running}
         admission = self._admission
         loads = WorkerLoads(self.worker, own, admission.num_running, admission.num_waiting)
         if loads != self._published:
@@ -222,15 +218,15 @@ class WorkerLink:
             self._counts[message.worker] = self._partial_counts.pop(message.worker)
 
     def _follow(self, change: MembershipChange) -> None:
-        assert self._instance_pool is not None
+        assert self._pools is not None
         try:
-            apply_change(self._instance_pool, change)
+            apply_change(self._pools, change)
         except (Refusal, ConfigError) as exc:
             logger.warning("cannot repeat another worker's change: %s", exc)
 
     def _sum_up(self) -> None:
-        assert self._instance_pool is not None
-        for instance in self._instance_pool:
+        assert self._pools is not None
+        for instance in self._pools:
             rows = [one.loads.get(instance.name, (0, 0)) for one in self._loads.values()]
             instance.num_elsewhere = (sum(row[0] for row in rows), sum(row[1] for row in rows))
 

@@ -20,7 +20,8 @@ from mooncake_proxy.errors import (
     UpstreamTimeout,
     is_leaving,
 )
-from mooncake_proxy.pool.instances import Compatibility, Instance, InstancePool
+from mooncake_proxy.pool.instances import Compatibility, Instance
+from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pair_topology import PairTopology
 
 logger = logging.getLogger(__name__)
@@ -93,13 +94,13 @@ class HealthConfig:
 
 
 class HealthChecker:
-    """Checks the health of every instance at an interval and reports verdicts to the pool."""
+    """Checks the health of every instance at an interval and reports verdicts to the pools."""
 
     def __init__(
-        self, config: HealthConfig, pool: InstancePool, on_verdict: Callable[[Instance], None]
+        self, config: HealthConfig, pools: ModelPools, on_verdict: Callable[[Instance], None]
     ) -> None:
         self._config = config
-        self._instance_pool = pool
+        self._pools = pools
         self._on_verdict = on_verdict
         self._tracks: dict[str, HealthTrack] = {}
 
@@ -111,7 +112,7 @@ class HealthChecker:
 
     async def check_all(self) -> None:
         """One round over all instances at once."""
-        instances = list(self._instance_pool)
+        instances = list(self._pools)
         if instances:
             await asyncio.gather(*(self.check(instance) for instance in instances))
         names = {instance.name for instance in instances}
@@ -130,7 +131,7 @@ class HealthChecker:
         verdict = track.observe(good=error is None, rise=self._config.rise, fall=fall)
         if verdict is not None:
             was_up = instance.is_up
-            self._instance_pool.set_up(instance, up=verdict, error=self._describe(error))
+            self._pools.set_up(instance, up=verdict, error=self._describe(error))
             if was_up is not verdict:
                 self._on_verdict(instance)
 
@@ -147,7 +148,7 @@ class HealthChecker:
             instance.topology is None or instance.topology.engine_id != compatibility.engine_id
         ):
             await self._ask_topology(instance, compatibility.engine_id, deadline)
-        self._instance_pool.note_compatibility(instance, compatibility)
+        self._pools.note_compatibility(instance, compatibility)
         return None
 
     async def _ask_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
@@ -158,7 +159,7 @@ class HealthChecker:
             published = _topology_decoder.decode(body)
             if published.engine_id == engine_id:
                 topology = published
-        self._instance_pool.note_topology(instance, topology)
+        self._pools.note_topology(instance, topology)
 
     def _describe(self, error: UpstreamError | None) -> str:
         if isinstance(error, Rejected):

@@ -62,6 +62,9 @@ class InstanceSpec:
     kv_events_replay_port: int | None = None
     # Who declared it: flags, file, api, kubernetes. Each source only removes its own.
     source: str = "flags"
+    # What requests call its model: the first name is that of its pool, the others are aliases and
+    # adapters. Empty: it takes what no pool has a name for.
+    models: tuple[str, ...] = ()
 
     @property
     def repeats_first_token(self) -> bool:
@@ -73,6 +76,11 @@ class InstanceSpec:
     def name(self) -> str:
         """Its name in metrics, logs and the admin API: the URL."""
         return str(self.origin)
+
+    @property
+    def model(self) -> str:
+        """Of its pool; empty where it has no name."""
+        return self.models[0] if self.models else ""
 
 
 class KVEventEndpoints(Struct, frozen=True):
@@ -230,10 +238,13 @@ class Instance:
 
 
 class InstancePool:
-    """All instances. Lists of live ones are kept ready; they change rarely and are read always."""
+    """All instances of one model. Lists of live ones are kept ready; they change rarely and are
+    read always."""
 
     def __init__(self, context: ClientContext) -> None:
         self._context = context
+        # What requests may call the model; empty for the pool of instances without a name.
+        self.model_names: frozenset[str] = frozenset()
         self._instances: dict[str, Instance] = {}
         # By Role.index.
         self._live: list[tuple[Instance, ...]] = [()] * len(Role)
@@ -261,6 +272,9 @@ class InstancePool:
 
     def __len__(self) -> int:
         return len(self._instances)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._instances
 
     def get(self, name: str) -> Instance:
         """The instance of that name, or NotFound with the names there are."""
@@ -422,6 +436,7 @@ class InstancePool:
     def _refresh(self) -> None:
         self.version += 1
         takes = [i for i in self._instances.values() if i.is_up and not i.is_draining]
+        self.model_names = frozenset(n for i in self._instances.values() for n in i.spec.models)
         self.recomputes = any(i.spec.recomputes for i in takes)
         self.emits_first_token = any(i.spec.emits_first_token for i in takes)
         for role in Role:

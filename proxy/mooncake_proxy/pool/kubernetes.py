@@ -21,14 +21,17 @@ from mooncake_proxy.errors import ConfigError, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool, timeout
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
-from mooncake_proxy.pool.instances import InstancePool, InstanceSpec, Role
+from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.membership import apply_plan, plan_membership
+from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
 SOURCE = "kubernetes"
 ROLE_LABEL = "mooncake-hal/role"
 PORT_ANNOTATION = "mooncake-hal/port"
 EMITS_ANNOTATION = "mooncake-hal/decode-emits-first-token"
+# Names of its model with commas between them; label values have no slash.
+MODELS_ANNOTATION = "mooncake-hal/models"
 POLL_S = 2.0
 TIMEOUT_S = 10.0
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -126,7 +129,9 @@ def specs_of_pods(pods: PodList) -> list[InstanceSpec]:
             continue
         emits = pod.metadata.annotations.get(EMITS_ANNOTATION) == "true"
         origin = Origin("http", pod.status.pod_ip, port)
-        found.append(InstanceSpec(origin, Role(role), emits, source=SOURCE))
+        models = pod.metadata.annotations.get(MODELS_ANNOTATION, "")
+        names = tuple(name.strip() for name in models.split(",") if name.strip())
+        found.append(InstanceSpec(origin, Role(role), emits, source=SOURCE, models=names))
     return found
 
 
@@ -145,9 +150,9 @@ def _port_of(pod: Pod) -> int | None:
 class KubernetesWatch:
     """Keeps the pool as the cluster declares it. While the API server is away, nothing changes."""
 
-    def __init__(self, config: KubernetesConfig, pool: InstancePool) -> None:
+    def __init__(self, config: KubernetesConfig, pools: ModelPools) -> None:
         self._config = config
-        self._instance_pool = pool
+        self._pools = pools
         tls = None
         if config.ca_file is not None:
             tls = ssl.create_default_context(cafile=str(config.ca_file))
@@ -170,8 +175,8 @@ class KubernetesWatch:
             logger.warning("cannot list pods, instances stay as they are: %r", exc)
             return
         apply_plan(
-            self._instance_pool,
-            plan_membership(specs_of_pods(pods), [i.spec for i in self._instance_pool], SOURCE),
+            self._pools,
+            plan_membership(specs_of_pods(pods), [i.spec for i in self._pools], SOURCE),
         )
 
     async def _list(self) -> PodList:

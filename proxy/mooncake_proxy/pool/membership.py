@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from mooncake_proxy.errors import ConfigError, Refusal
 from mooncake_proxy.http1.http_wire import Origin
-from mooncake_proxy.pool.instances import Instance, InstancePool, InstanceSpec, Role
+from mooncake_proxy.pool.instances import Instance, InstanceSpec, Role
+from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     kv_events_replay_port: int | None = None
     remove: bool = False
     source: str = "api"
+    # What requests call its model; the first name is that of its pool.
+    models: tuple[str, ...] = ()
 
 
 class PoolFileEntry(Struct, forbid_unknown_fields=True):
@@ -57,12 +60,20 @@ class PoolFileEntry(Struct, forbid_unknown_fields=True):
     kv_events_replay_port: int | None = None
 
 
-class PoolFile(Struct, forbid_unknown_fields=True):
-    """The content of a pool file."""
+class PoolFileModel(Struct, forbid_unknown_fields=True):
+    """The instances of one model in a pool file."""
 
     prefill: list[str | dict[str, Any]] = []
     decode: list[str | dict[str, Any]] = []
     both: list[str | dict[str, Any]] = []
+    # Other names of the model, and adapters that all of its instances serve.
+    aliases: tuple[str, ...] = ()
+
+
+class PoolFile(PoolFileModel, forbid_unknown_fields=True):
+    """The content of a pool file: instances of one model, or of several by name."""
+
+    models: dict[str, PoolFileModel] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,7 @@ class MembershipPlan:
     leave: tuple[str, ...]
 
 
-def apply_change(pool: InstancePool, change: MembershipChange) -> Instance | None:
+def apply_change(pool: ModelPools, change: MembershipChange) -> Instance | None:
     """Apply it; None when the instance is gone afterwards. Raises NotFound and Conflict."""
     name = str(Origin.parse(change.url))
     if change.operation is ChangeOperation.ADD:
@@ -103,6 +114,7 @@ def spec_of(change: MembershipChange) -> InstanceSpec:
         change.kv_events_port,
         change.kv_events_replay_port,
         change.source,
+        change.models,
     )
 
 
@@ -116,7 +128,7 @@ def plan_membership(
     return MembershipPlan(new, tuple(name for name in mine if name not in names))
 
 
-def apply_plan(pool: InstancePool, todo: MembershipPlan) -> None:
+def apply_plan(pool: ModelPools, todo: MembershipPlan) -> None:
     """Add at once; drain what leaves, so that what runs there is finished. An entry that cannot be
     applied is logged, and the others are."""
     for spec in todo.add:
@@ -133,15 +145,23 @@ def apply_plan(pool: InstancePool, todo: MembershipPlan) -> None:
 
 def specs_of(document: PoolFile, source: str) -> list[InstanceSpec]:
     """The instances of a pool file."""
-    lists = ((Role.PREFILL, document.prefill), (Role.DECODE, document.decode))
+    specs = _specs_of_model(document, document.aliases, source)
+    for name, model in document.models.items():
+        specs += _specs_of_model(model, (name, *model.aliases), source)
+    return specs
+
+
+def _specs_of_model(
+    model: PoolFileModel, names: tuple[str, ...], source: str
+) -> list[InstanceSpec]:
+    lists = ((Role.PREFILL, model.prefill), (Role.DECODE, model.decode), (Role.BOTH, model.both))
     specs = []
-    for role, items in (*lists, (Role.BOTH, document.both)):
+    for role, items in lists:
         for item in items:
-            entry = (
-                PoolFileEntry(item)
-                if isinstance(item, str)
-                else msgspec.convert(item, PoolFileEntry)
-            )
+            if isinstance(item, str):
+                entry = PoolFileEntry(item)
+            else:
+                entry = msgspec.convert(item, PoolFileEntry)
             specs.append(
                 InstanceSpec(
                     Origin.parse(entry.url),
@@ -152,6 +172,7 @@ def specs_of(document: PoolFile, source: str) -> list[InstanceSpec]:
                     entry.kv_events_port,
                     entry.kv_events_replay_port,
                     source,
+                    names,
                 )
             )
     return specs

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.pool.instances import InstancePool, InstanceSpec
+from mooncake_proxy.pool.instances import InstanceSpec
 from mooncake_proxy.pool.membership import PoolFile, apply_plan, plan_membership, specs_of
+from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
 SOURCE = "file"
@@ -44,9 +45,9 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
 class PoolFileWatch:
     """Keeps the pool as the file declares it. A broken file changes nothing and is logged."""
 
-    def __init__(self, path: str, pool: InstancePool) -> None:
+    def __init__(self, path: str, pools: ModelPools) -> None:
         self._path = path
-        self._instance_pool = pool
+        self._pools = pools
         self._content = b""
 
     async def run(self) -> None:
@@ -76,6 +77,6 @@ class PoolFileWatch:
 
     def _follow(self, wanted: list[InstanceSpec]) -> None:
         apply_plan(
-            self._instance_pool,
-            plan_membership(wanted, [i.spec for i in self._instance_pool], SOURCE),
+            self._pools,
+            plan_membership(wanted, [i.spec for i in self._pools], SOURCE),
         )

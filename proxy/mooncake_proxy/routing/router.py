@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -22,7 +23,7 @@ from mooncake_proxy.errors import (
     is_leaving,
     is_loss,
 )
-from mooncake_proxy.flows.metaserver import PATH, Metaserver
+from mooncake_proxy.flows.metaserver import Metaserver
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
 from mooncake_proxy.ops.proxy_tracing import RequestTrace, load_tracing
@@ -83,52 +84,67 @@ class RoundRobinTurns:
 
 
 class RequestRouter:
-    """The state of one proxy process that requests act on."""
+    """The state of one proxy process that requests for one model act on."""
 
-    def __init__(self, config: ProxyConfig, client: ClientContext, *, seed: int | None = None):
+    def __init__(
+        self,
+        config: ProxyConfig,
+        client: ClientContext,
+        pool: InstancePool,
+        *,
+        seed: int | None = None,
+    ) -> None:
         self.config = config
         self.client = client
         # Loop time in seconds.
         self.now = client.loop.time
-        self.pool = InstancePool(client)
         self.metrics = ProxyMetrics()
         self._record_gap = self.metrics.between_tokens_seconds.recorder()
         self._slo_tbt_s = math.inf if config.slo_tbt_s is None else config.slo_tbt_s
         self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
         self.suspects = SuspectBodies()
         self.passive = PassiveHealth(config.eject_after)
-        self.prefixes = PrefixIndex()
-        self.short_prompts = ShortPrompts(config.short_prompt_tokens)
         self.metaserver = Metaserver()
-        # Where D reaches this very process; set once it listens.
-        self.metaserver_url = ""
         self._rng = Random(seed)
-        self._turns = RoundRobinTurns()
         # Where the conductor chooses, these take what it has no choice to make for.
         self._prefill_policy = POLICIES.get(config.prefill_policy, least_loaded)
         self._decode_policy = POLICIES.get(config.decode_policy, least_loaded)
-        self.conductor = self._load_conductor(config)
         policies = (config.prefill_policy, config.decode_policy)
         self._wants_session = "session" in policies
         self._wants_prefix = "prefix" in policies
-        self.tokenize: Tokenize | None = None
-        if config.tokenizer is not None:
-            self.tokenize = load_tokenizer(config.tokenizer)
         # None: requests leave no spans.
         self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
         self._background: set[asyncio.Task[None]] = set()
+        self._tokenizers = {
+            model: load_tokenizer(folder) for model, folder in config.tokenizers.items()
+        }
+        self._serve("", pool)
 
-    def _load_conductor(self, config: ProxyConfig) -> ConductorRouting | None:
+    def for_model(self, model: str, pool: InstancePool) -> RequestRouter:
+        """A router of another model's instances. What is not of a model is shared with this one:
+        counters, retry budget, suspects, metaserver, spans, background tasks."""
+        router = copy.copy(self)
+        router._serve(model, pool)
+        return router
+
+    def _serve(self, model: str, pool: InstancePool) -> None:
+        """Begin with the state that belongs to one model; an empty name is that of no model."""
+        config = self.config
+        self.pool = pool
+        self.prefixes = PrefixIndex()
+        self.short_prompts = ShortPrompts(config.short_prompt_tokens)
+        self._turns = RoundRobinTurns()
+        self.conductor = self._load_conductor(model)
+        self.tokenize: Tokenize | None = self._tokenizers.get(model)
+
+    def _load_conductor(self, model: str) -> ConductorRouting | None:
         """It needs numpy: only where it is asked for."""
-        if config.conductor is None:
+        config = self.config.conductor
+        if config is None:
             return None
         from mooncake_proxy.routing.conductor_routing import ConductorRouting
 
-        return ConductorRouting(self.pool, config.conductor, self._rng, self.now)
-
-    def set_own_url(self, url: str) -> None:
-        """Set the address at which decode instances reach this process."""
-        self.metaserver_url = url.rstrip("/") + PATH
+        return ConductorRouting(self.pool, config.of_model(model), self._rng, self.now)
 
     def prepare(self, context: RequestContext) -> None:
         """Session, prefix hashes and span of a request, as far as this proxy uses them."""
@@ -443,11 +459,8 @@ class RequestRouter:
             logger.error("background task failed", exc_info=error)
 
     async def close(self) -> None:
-        """Let running releases end, then close all connections."""
+        """Let running releases end."""
         if self._background:
             await asyncio.wait(tuple(self._background), timeout=ABORT_TIMEOUT_S)
         if self.tracing is not None:
             await self.client.loop.run_in_executor(None, self.tracing.close)
-        if self.conductor is not None:
-            self.conductor.close()
-        self.pool.close()

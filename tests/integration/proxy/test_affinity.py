@@ -30,7 +30,11 @@ async def prefillers(s: Stand, prompt: str | list[int], times: int) -> set[str]:
 @pytest.mark.parametrize("prompt", [PAGE, PAGE[:600], [7] * 900], ids=["long", "short", "ids"])
 def test_the_same_beginning_goes_to_the_same_instance(prompt: Any, tokenizer: str | None) -> None:
     async def main() -> None:
-        async with stand(num_prefills=3, prefill_policy="prefix", tokenizer=tokenizer) as s:
+        async with stand(
+            num_prefills=3,
+            prefill_policy="prefix",
+            tokenizers={"": str(tokenizer)} if tokenizer else {},
+        ) as s:
             [home] = await prefillers(s, prompt, 1)
             more = prompt + (" and more" if isinstance(prompt, str) else [8, 9])
             assert await prefillers(s, more, 12) == {home}
@@ -40,7 +44,7 @@ def test_the_same_beginning_goes_to_the_same_instance(prompt: Any, tokenizer: st
 
 def test_text_and_token_ids_are_the_same_prompt() -> None:
     async def main() -> None:
-        async with stand(num_prefills=3, prefill_policy="prefix", tokenizer=MODEL) as s:
+        async with stand(num_prefills=3, prefill_policy="prefix", tokenizers={"": str(MODEL)}) as s:
             [home] = await prefillers(s, PAGE, 1)
             assert await prefillers(s, list(load_tokenizer(MODEL)(PAGE)), 12) == {home}
             assert await prefillers(s, OTHER, 1)

@@ -115,7 +115,7 @@ def test_a_pool_file_is_followed(tmp_path: Path) -> None:
             for fake in s.decodes:
                 s.app.router.pool.remove(fake.url)
             path = tmp_path / "pools.yaml"
-            watch = PoolFileWatch(str(path), s.app.router.pool)
+            watch = PoolFileWatch(str(path), s.app.process.pools)
             path.write_text(f"decode:\n  - {s.decodes[0].url}\n")
             watch.poll_once()
             assert [i.name for i in s.app.router.pool.live(Role.DECODE)] == [s.decodes[0].url]

@@ -100,7 +100,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tokenizer_that_nobody_reads_with_is_refused() -> None:
     with pytest.raises(ConfigError, match="add --policy cost, --policy prefix"):
-        ProxyConfig(tokenizer=str(MODEL))
+        ProxyConfig(tokenizers={"": str(MODEL)})
 
 
 @given(st.binary(max_size=2000), st.binary(max_size=2000), st.binary(max_size=2000))

@@ -1,0 +1,82 @@
+"""A router for each model that the proxy serves; what is not of a model they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import NotFound
+from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.pool.instances import Instance, InstancePool
+from mooncake_proxy.pool.model_pools import ModelPools
+from mooncake_proxy.routing.router import RequestRouter
+
+
+class ModelRouters:
+    """Routers by pool. `first` is that of instances without a model name, and has what all share:
+    counters, retry budget, suspects, metaserver, spans, background tasks."""
+
+    def __init__(self, config: ProxyConfig, client: ClientContext, *, seed: int | None = None):
+        self.pools = ModelPools(client)
+        self.first = RequestRouter(config, client, self.pools.unnamed, seed=seed)
+        self._routers: dict[InstancePool, RequestRouter] = {self.pools.unnamed: self.first}
+
+    def __iter__(self) -> Iterator[RequestRouter]:
+        return iter(tuple(self._routers.values()))
+
+    def of_model(self, model: str | None) -> RequestRouter:
+        """Who routes requests for a model of that name: ModelNotFound, BadRequest as ModelPools."""
+        return self._of(self.pools.pool_of(model))
+
+    @property
+    def in_use(self) -> list[RequestRouter]:
+        """Of pools with instances; the first one where none has any."""
+        return [self._of(pool) for pool in self.pools.in_use]
+
+    def _of(self, pool: InstancePool) -> RequestRouter:
+        router = self._routers.get(pool)
+        if router is None:
+            [model, *_] = [instance.spec.model for instance in pool]
+            router = self._routers[pool] = self.first.for_model(model, pool)
+        return router
+
+    def note_verdict(self, instance: Instance) -> None:
+        """An instance is up or down."""
+        self._of(self.pools.home(instance.name)).note_verdict(instance)
+
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """The decision about a request, with every term. NotFound where there is none any more."""
+        if self.first.conductor is None:
+            raise NotFound("the conductor places no requests here: start with --policy cost")
+        found: NotFound | None = None
+        for router in self:
+            assert router.conductor is not None
+            try:
+                return router.conductor.explain(request_id)
+            except NotFound as error:
+                found = error
+        assert found is not None
+        raise found
+
+    def sweep(self) -> None:
+        """A few times a second."""
+        self.first.metrics.settle()
+        self.pools.finish_drains()
+        for router in self:
+            if router.conductor is not None:
+                router.conductor.sweep()
+
+    def poll(self) -> None:
+        """Raise what ended a thread of the conductors."""
+        for router in self:
+            if router.conductor is not None:
+                router.conductor.poll()
+
+    async def close(self) -> None:
+        """Let running releases end, then close all connections."""
+        await self.first.close()
+        for router in self:
+            if router.conductor is not None:
+                router.conductor.close()
+        self.pools.close()
