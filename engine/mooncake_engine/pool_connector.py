@@ -21,7 +21,7 @@ from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import PoolEvent
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
-from mooncake_kv.store.chunk_keys import KVIdentity, extend_keys
+from mooncake_kv.store.chunk_keys import KVIdentity, completes_chunks, extend_keys
 
 EXTENSION = "mooncake_engine.pool_connector:PoolExtension"
 """As an executor takes it."""
@@ -127,11 +127,24 @@ class PoolExtension:
             raise ConfigError(f"{type(self).__name__} needs a kv_pool configuration")
         with engine_errors():
             self._worker = PoolWorker(rank_context(context, pool.network))
+        self._chunk_tokens = pool.chunk_tokens
         self.receive = self._worker.receive
         self.close = self._worker.close
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """Before a layer reads KV, the step waits for the loads of the requests that it runs."""
-        if not self._worker.has_loads:
+        """Before a layer reads KV, the step waits for the loads of the requests that it runs; once
+        a layer is written, what the step completes of it is saved."""
+        completes = self._completes_chunks(plan)
+        if not completes and not self._worker.has_loads:
             return None
-        return self._worker.begin_step({sequence.request_id for sequence in plan.sequences})
+        names = {sequence.request_id for sequence in plan.sequences}
+        return self._worker.begin_step(plan.step, names, completes_chunks=completes)
+
+    def _completes_chunks(self, plan: StepPlan) -> bool:
+        for sequence in reversed(plan.sequences):
+            if sequence.count == 1:  # so are all before it
+                return False
+            stop = sequence.start + sequence.count
+            if completes_chunks(sequence.start, stop, self._chunk_tokens):
+                return True
+        return False

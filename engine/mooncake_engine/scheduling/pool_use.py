@@ -20,11 +20,14 @@ from mooncake_kv.pool.pool_events import (
     PoolEvent,
     SaveRequest,
 )
+from mooncake_kv.store.chunk_keys import completes_chunks
 
 
 class PoolSaves:
-    """What of a sequence goes to the pool, and when: full chunks, prompts' and answers', once steps
-    have computed them.
+    """What of a sequence goes to the pool, and when: full chunks, prompts' and answers'.
+
+    What a step with a prompt completes is copied layer by layer while it runs, all else once it is
+    computed.
 
     Saving takes nothing away from anybody: blocks that are being copied may be given up and handed
     out again like all others. Blocks count how often they were handed out, so what was copied from
@@ -41,10 +44,25 @@ class PoolSaves:
         self._ids = count()
         self._copying: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
 
-    def offer(self, request: Request) -> None:
-        """A step of the request is over, and a chunk may be complete."""
+    def offer_planned(self, plan: StepPlan, requests: Sequence[Request]) -> None:
+        """A step is about to be run by these requests, in its order: its first sequence's, those of
+        its siblings, the next sequence's."""
+        if not plan.sequences or plan.sequences[-1].count == 1:
+            return
+        size, running = self._pool.chunk_tokens, iter(requests)
+        for sequence in plan.sequences:
+            request, stop = next(running), sequence.start + sequence.count
+            for _ in sequence.siblings:
+                next(running)
+            is_known = stop <= len(request.token_ids) and not request.is_unproven
+            if is_known and completes_chunks(sequence.start, stop, size):
+                self.offer(request, stop, plan.step)
+
+    def offer(self, request: Request, num_tokens: int, step: int | None = None) -> None:
+        """So many tokens of the request are computed, or will be by a step that is planned; a chunk
+        may be complete."""
         size = self._pool.chunk_tokens
-        stop = request.num_computed // size
+        stop = num_tokens // size
         first, request.num_saved = request.num_saved // size, stop * size
         if not request.has_verified_kv or stop <= first:
             return
@@ -52,7 +70,7 @@ class PoolSaves:
         save_id = f"save#{next(self._ids)}"
         copied = block_ids[first * size // self._blocks.block_size :]
         keys = self._pool.keys(request, stop)
-        save = SaveRequest(save_id, keys, first, block_ids, request.spec.cache_salt)
+        save = SaveRequest(save_id, keys, first, block_ids, request.spec.cache_salt, step)
         if self._pool.save(save):
             self._copying[save_id] = (copied, self._blocks.pool.uses(copied))
 

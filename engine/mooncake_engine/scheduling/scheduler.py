@@ -225,6 +225,8 @@ class Scheduler:
         self._step += 1
         if not plan.is_empty:
             self._in_flight.push(plan, step.requests, self._queues.now)
+            if self._pool is not None:
+                self._pool.saves.offer_planned(plan, step.requests)
         return plan
 
     def _schedule_requests(self, step: StepBuilder) -> None:
@@ -334,7 +336,7 @@ class Scheduler:
             return
         self.blocks.publish(request)
         if self._pool is not None and stop >= request.num_saved + self._pool.chunk_tokens:
-            self._pool.saves.offer(request)
+            self._pool.saves.offer(request, request.num_computed)
         if result.prompt_logprobs:
             scores = result.prompt_logprobs.get(request.request_id, ())
             self._outputs.report_scores(request, sequence.start, scores)

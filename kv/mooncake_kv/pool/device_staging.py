@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 4 << 20
 SLOTS = 2
-MAX_MOVES = 5
-"""At a time: the loads of a rank, and a save."""
+MAX_MOVES = 6
+"""At a time: the loads of a rank, and its saves."""
 _ALIGNMENT = 4096
 """By so much ``split_spans`` may exceed an even share."""
 

@@ -371,12 +371,15 @@ class PoolClient:
             async with self._save_slots:
                 handles, runs = await self._reserve(save)
                 if runs:
-                    order = SaveRuns(save.save_id, runs, tuple(save.block_ids), self._timeout_s)
+                    order = SaveRuns(
+                        save.save_id, runs, tuple(save.block_ids), self._timeout_s, save.step
+                    )
                     reports = await self._order(save.save_id, order)
                     failure = next((r.error for r in reports if r.error is not None), None)
                     if failure is None:
                         was_asked = True
                         is_right = await self._ask_core(save.save_id)
+                        self.stats.num_layerwise_saves += is_right and save.step is not None
                         self._refuse("reused", 0 if is_right else len(handles))
                     else:
                         logger.info("%s was not saved: %s", save.save_id, failure)

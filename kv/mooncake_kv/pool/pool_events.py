@@ -65,6 +65,7 @@ class SaveRequest:
         first_chunk: the first one to save.
         block_ids: the sequence's table, as far as these chunks go.
         tenant: whose quota they count against.
+        step: see ``SaveRuns``.
     """
 
     save_id: str
@@ -72,6 +73,7 @@ class SaveRequest:
     first_chunk: int
     block_ids: Sequence[int]
     tenant: str = ""
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class PoolStats:
         num_recomputed_chunks: found, but computed again: that was estimated to be faster.
         num_waits: prompts that waited for another one's load.
         num_saves, num_saved_chunks, saved_bytes: what was stored.
+        num_layerwise_saves: of num_saves, those that were copied layer by layer beside their steps.
         num_save_refusals: chunks that were not stored, by reason.
         loads_under_way, saves_under_way: now (levels).
     """
@@ -171,6 +174,7 @@ class PoolStats:
     num_saves: int = 0
     num_saved_chunks: int = 0
     saved_bytes: int = 0
+    num_layerwise_saves: int = 0
     num_save_refusals: dict[str, int] = field(default_factory=dict)
     loads_under_way: int = 0
     saves_under_way: int = 0

@@ -79,12 +79,15 @@ class SaveRuns(msgspec.Struct, frozen=True, tag=True):
         runs: where to.
         block_ids: the request's block table, from token 0.
         timeout_s: for all of it.
+        step: which computes the last of them: each layer is written once that step has it; None:
+            all of it is there.
     """
 
     save_id: str
     runs: tuple[ChunkRun, ...]
     block_ids: tuple[int, ...]
     timeout_s: float
+    step: int | None = None
 
 
 class PoolRankReady(msgspec.Struct, frozen=True, tag=True):

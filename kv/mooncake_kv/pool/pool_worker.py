@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ from mooncake_kv.pool.pool_messages import (
     decode_to_rank,
     encode,
 )
+from mooncake_kv.pool.step_progress import StepProgress
 from mooncake_kv.store.chunk_layout import (
     ChunkTransfer,
     plan_chunks,
@@ -44,8 +45,12 @@ from mooncake_kv.store.chunk_layout import (
 logger = logging.getLogger(__name__)
 
 LOAD_THREADS = 4
+SAVE_THREADS = 2
+"""As many as a pool client has saves under way."""
 GROUP_BYTES = 2 << 20
 """Layers are loaded in groups of about this size, so that a group costs more than to ask for it."""
+Layers = tuple[int, int]
+"""The first one, and the one behind the last; of the model."""
 LOADING, SAVING = 0, 1
 """Numbers of a store's connections."""
 
@@ -81,7 +86,10 @@ class PoolWorker:
         self._loading = ThreadPoolExecutor(
             LOAD_THREADS, f"pool-load-{context.rank}", initializer=bind
         )
-        self._saving = ThreadPoolExecutor(1, f"pool-save-{context.rank}", initializer=bind)
+        self._saving = ThreadPoolExecutor(
+            SAVE_THREADS, f"pool-save-{context.rank}", initializer=bind
+        )
+        self._progress = StepProgress(context.make_event)
         self._ending = ThreadPoolExecutor(1, f"pool-end-{context.rank}")
         context.emit(encode(PoolRankReady()))
 
@@ -111,19 +119,30 @@ class PoolWorker:
         """Whether any load is under way."""
         return bool(self._loads)
 
-    def begin_step(self, request_ids: Collection[str]) -> LayerDone | None:
+    def begin_step(
+        self, number: int, request_ids: Collection[str], *, completes_chunks: bool
+    ) -> LayerDone | None:
         """A step is about to run these requests.
 
+        Args:
+            number: of the step.
+            request_ids: of its requests.
+            completes_chunks: saves may follow it layer by layer.
+
         Returns:
-            To be called in the step's thread before each layer reads KV; blocks until that layer of
-            their loads is there, or the load has failed. None if no load is under way.
+            To be called in the step's thread when a layer's KV of the step is enqueued, before the
+            layer reads KV; blocks until that layer of their loads is there, or the load has failed.
+            None if no save and no load is interested.
         """
         with self._lock:
             loads = [load for load in self._loads.values() if load.order.request_id in request_ids]
+        layer_done = self._progress.begin(number) if completes_chunks else None
         if not loads:
-            return None
+            return layer_done
 
         def wait_for(layer: int) -> None:
+            if layer_done is not None:
+                layer_done(layer)
             for load in loads:
                 load.wait_for(layer)
 
@@ -134,6 +153,7 @@ class PoolWorker:
         with self._lock:
             self._is_closed = True
             loads = list(self._loads.values())
+        self._progress.close()
         for load in loads:
             load.cancel()
         for threads in (self._loading, self._saving, self._ending):
@@ -156,7 +176,7 @@ class PoolWorker:
         order, moving = load.order, deque[tuple[int, list[Transfer]]]()
         release_after = self._own_layers(order.release_layers)
         try:
-            for start, stop in self._groups(order):
+            for start, stop in self._groups(order.runs):
                 transfers = self._start(
                     order.runs, order.block_ids, (start, stop), load, is_read=True
                 )
@@ -185,10 +205,10 @@ class PoolWorker:
         shard, num_layers = self._local.shard, self._context.memory.geometry.layers
         return -(-release_layers * shard.layers // num_layers)
 
-    def _groups(self, order: LoadRuns) -> Iterator[tuple[int, int]]:
+    def _groups(self, runs: Sequence[ChunkRun]) -> Iterator[tuple[int, int]]:
         """Ranges of this rank's layers: the first one alone, then by GROUP_BYTES."""
         shard, geometry = self._local.shard, self._context.memory.geometry
-        num_tokens = sum(len(run.offsets) for run in order.runs) * self._chunk_tokens(order.runs)
+        num_tokens = sum(len(run.offsets) for run in runs) * self._chunk_tokens(runs)
         layer_bytes = max(num_tokens * geometry.token_bytes // geometry.layers, 1)
         size = max(GROUP_BYTES // layer_bytes, 1)
         start = shard.layer_start
@@ -203,20 +223,29 @@ class PoolWorker:
     # -- saving ---------------------------------------------------------------------------------
 
     def _save(self, order: SaveRuns, deadline: float) -> None:
-        """Top of the saving thread."""
+        """Top of a saving thread."""
         moves = _Moves(deadline)
         self._report(order.save_id, lambda: self._write(order, moves), moves)
 
     def _write(self, order: SaveRuns, moves: _Moves) -> None:
+        """Write run after run; or, behind a step, one group of layers of all runs after the
+        other."""
         shard = self._local.shard
-        for run in order.runs:
-            mine = [run] if shard.replicas == 1 else list(_shared_out(run, shard))
-            try:
-                moves.wait(self._start(mine, order.block_ids, None, moves, is_read=False))
-            except BaseException as exc:
-                moves.drain()
-                self._forget_broken(order.runs, exc)
-                raise
+        parts: Iterable[tuple[Sequence[ChunkRun], Layers | None]]
+        if order.step is None:
+            parts = (((run,), None) for run in order.runs)
+        else:
+            parts = ((order.runs, layers) for layers in self._groups(order.runs))
+        try:
+            for runs, layers in parts:
+                if layers is not None and order.step is not None:
+                    self._progress.await_layer(order.step, layers[1] - 1, moves.time_left())
+                mine = runs if shard.replicas == 1 else list(_shared_out(runs, shard))
+                moves.wait(self._start(mine, order.block_ids, layers, moves, is_read=False))
+        except BaseException as exc:
+            moves.drain()
+            self._forget_broken(order.runs, exc)
+            raise
 
     # -- both -----------------------------------------------------------------------------------
 
@@ -224,7 +253,7 @@ class PoolWorker:
         self,
         runs: Sequence[ChunkRun],
         block_ids: Sequence[int],
-        layers: tuple[int, int] | None,
+        layers: Layers | None,
         moves: _Moves,
         *,
         is_read: bool,
@@ -281,11 +310,12 @@ class PoolWorker:
         self._context.emit(encode(ended))
 
 
-def _shared_out(run: ChunkRun, shard: KVShard) -> Iterator[ChunkRun]:
+def _shared_out(runs: Sequence[ChunkRun], shard: KVShard) -> Iterator[ChunkRun]:
     """Those of the chunks that this rank writes for all ranks that hold the same."""
-    for position, offset in enumerate(run.offsets, run.first_chunk):
-        if writes_for_its_replicas(shard, position):
-            yield ChunkRun(run.epoch, position, (offset,))
+    for run in runs:
+        for position, offset in enumerate(run.offsets, run.first_chunk):
+            if writes_for_its_replicas(shard, position):
+                yield ChunkRun(run.epoch, position, (offset,))
 
 
 class _Moves:

@@ -110,3 +110,12 @@ def num_loadable_chunks(num_tokens: int, chunk_tokens: int) -> int:
     there would be none.
     """
     return max(0, num_tokens - 1) // chunk_tokens
+
+
+def completes_chunks(start: int, stop: int, chunk_tokens: int) -> bool:
+    """Whether a step that runs these tokens of a sequence ends chunks that are saved while it runs.
+
+    A chunk that a single token ends is saved after its step: steps of decodes are whole graphs,
+    which call nothing between layers, and most of such a chunk was computed before.
+    """
+    return stop - start > 1 and stop // chunk_tokens > start // chunk_tokens

@@ -1,5 +1,7 @@
 """A whole engine that keeps KV in the pool: the tokens of one that does not."""
 
+import threading
+
 import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt
@@ -7,6 +9,8 @@ from support.pool_engine import CHUNK, POOL, ask, engine, forget, two_turns
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.pool.pool_worker import PoolWorker
+from mooncake_kv.pool.step_progress import StepProgress
 
 pytestmark = pytest.mark.usefixtures("always_loads")
 
@@ -44,3 +48,39 @@ def test_chunks_that_are_no_whole_blocks_are_refused(model):
     refused = pytest.raises(ConfigError, match="chunk has 24 tokens, which are no whole blocks")
     with refused, engine(model, f"{POOL.partition(',')[0]},chunk=24"):
         pass
+
+
+def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
+    """The writing of a layer that has been computed ends before the step computes its last one."""
+    written, waited = threading.Event(), []
+    start, num_layers = PoolWorker._start, 3
+
+    def start_and_tell(self, runs, block_ids, layers, moves, *, is_read):
+        transfers = start(self, runs, block_ids, layers, moves, is_read=is_read)
+        for transfer in transfers:
+            transfer.wait()
+        if layers == (0, 1) and not is_read:
+            written.set()
+        return transfers
+
+    begin = StepProgress.begin
+
+    def begin_and_wait(self, number):
+        layer_done = begin(self, number)
+
+        def done(layer):
+            if layer == num_layers - 1:
+                waited.append(written.wait(20))
+            layer_done(layer)
+
+        return done
+
+    monkeypatch.setattr(PoolWorker, "_start", start_and_tell)
+    monkeypatch.setattr(StepProgress, "begin", begin_and_wait)
+    prompt = random_prompt(5, 4 * CHUNK)
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    with engine(model) as core:
+        ask(core, [prompt], one)
+        stats = core.stats().kv_pool
+    assert waited == [True]
+    assert (stats.num_saved_chunks, stats.num_saves, stats.num_layerwise_saves) == (4, 1, 1)

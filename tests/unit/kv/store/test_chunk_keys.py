@@ -9,6 +9,7 @@ from mooncake_kv.store.chunk_keys import (
     KEY_BYTES,
     KVIdentity,
     chunk_keys,
+    completes_chunks,
     extend_keys,
     num_loadable_chunks,
 )
@@ -81,3 +82,13 @@ def test_an_identity_without_fingerprint_or_tokens_is_refused():
         KVIdentity("", "bfloat16")
     with pytest.raises(KVConfigError, match="1 token or more"):
         KVIdentity("m", "bfloat16", chunk_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "wanted"),
+    [(0, 32, True), (0, 31, False), (31, 32, False), (30, 32, True), (32, 63, False)],
+)
+def test_single_tokens_and_parts_of_chunks_complete_nothing_beside_a_step(
+    start: int, stop: int, wanted: bool
+) -> None:
+    assert completes_chunks(start, stop, 32) is wanted

@@ -1,0 +1,91 @@
+"""Who follows a step layer by layer waits for what that step has written, and for nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from mooncake_hal.errors import TransferCancelled, TransferTimeout
+from mooncake_kv.pool.step_progress import KEPT_STEPS, StepProgress
+
+PATIENCE_S = 20.0
+
+
+class Device:
+    """Work in the order of its enqueuing; an event passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Semaphore(0)
+        self.num_recorded = 0
+
+    def event(self) -> Event:
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.number = -1
+
+    def record(self) -> None:
+        self.number = self.device.num_recorded
+        self.device.num_recorded += 1
+
+    def synchronize(self) -> None:
+        assert self.device.passed.acquire(timeout=PATIENCE_S)
+
+
+def started(wait: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_layer_is_waited_for_until_the_device_has_written_it() -> None:
+    device = Device()
+    progress = StepProgress(device.event)
+    waiting = started(lambda: progress.await_layer(3, 1, PATIENCE_S))
+    layer_done = progress.begin(3)
+    layer_done(0)
+    device.passed.release()  # nobody asks for layer 0: this is for layer 1, once it is enqueued
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    layer_done(1)
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+def test_a_step_that_is_enqueued_does_not_mean_that_it_is_over() -> None:
+    device = Device()
+    progress = StepProgress(device.event)
+    progress.begin(0)(7)
+    waiting = started(lambda: progress.await_layer(0, 7, PATIENCE_S))
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    device.passed.release()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+def test_an_order_that_comes_late_finds_old_steps_behind_the_begin_of_a_newer_one() -> None:
+    device = Device()
+    progress = StepProgress(device.event)
+    for number in range(0, 2 * KEPT_STEPS, 2):
+        progress.begin(number)(0)
+    progress.begin(50)
+    device.passed.release(2)
+    progress.await_layer(0, 0, 0.0)
+    progress.await_layer(1, 0, 0.0)  # it had no hook
+
+
+def test_a_step_that_never_comes_ends_the_wait() -> None:
+    progress = StepProgress(Device().event)
+    with pytest.raises(TransferTimeout, match="step 4 did not come to layer 2 within"):
+        progress.await_layer(4, 2, 0.01)
+    closing = threading.Timer(0.02, progress.close)
+    closing.start()
+    with pytest.raises(TransferCancelled):
+        progress.await_layer(4, 2, PATIENCE_S)
+    closing.join()
