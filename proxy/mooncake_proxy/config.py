@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
+from mooncake_proxy.api.api_keys import ApiKey
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
@@ -112,6 +113,8 @@ class ProxyConfig:
     # the conductor's read prompts.
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     api_keys: frozenset[str] = frozenset()
+    # What the keys file says of them, where it says more than the keys.
+    tenants: tuple[ApiKey, ...] = ()
     admin_keys: frozenset[str] = frozenset()
     # Smaller `priority` values of clients, which would run sooner, are raised to this.
     min_priority: int = 0
@@ -170,6 +173,7 @@ class ProxyConfig:
             )
         self._check_ports()
         self._check_numbers()
+        self._check_tenants()
         if self.flow == "sglang" and self.short_prompt_tokens != 0:
             raise ConfigError(
                 "--short-prompt-tokens: decode instances of --flow sglang compute no prompts"
@@ -234,6 +238,17 @@ class ProxyConfig:
                 raise ConfigError(
                     f"--policy {self.conductor.policy} does not go together with --admission: "
                     f"wanted one of {', '.join(ADMITTING_POLICIES)}"
+                )
+
+    def _check_tenants(self) -> None:
+        """Classes that keys name have objectives only where the conductor admits."""
+        known = {each.name for each in self.conductor.classes} if self.conductor else set()
+        for tenant in self.tenants:
+            if unknown := [name for name in tenant.classes if name not in known]:
+                raise ConfigError(
+                    f"key {tenant.name!r}: no class {', '.join(unknown)}; there are "
+                    f"{', '.join(sorted(known)) or 'none'} (classes of the keys file, "
+                    "--request-class, with --admission or a policy of the conductor)"
                 )
 
     def _check_ports(self) -> None:

@@ -13,7 +13,8 @@ ProxyError
 │   ├── Conflict            409
 │   ├── Quarantined         422, with Retry-After
 │   ├── Overloaded          429, with Retry-After
-│   │   └── SloRefused      429: it could not be served in time
+│   │   ├── SloRefused      429: it could not be served in time
+│   │   └── RateLimited     429: its API key has used up what it may per minute
 │   ├── NoInstance          503, no live instance of a role
 │   └── ShuttingDown        503, with Retry-After
 └── UpstreamError           an instance gave no usable response
@@ -165,6 +166,27 @@ class SloRefused(Overloaded):
             f"refused: {reason}; try again after {retry_after_s} s", retry_after_s=retry_after_s
         )
         self.code = code
+
+
+class RateLimited(Overloaded):
+    """An API key has used up its requests or tokens per minute; in OpenAI's form."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, key: str, kind: str, limit: int, left: float, wait_s: float) -> None:
+        short = {"requests": "RPM", "tokens": "TPM"}[kind]
+        super().__init__(
+            f"Rate limit reached for {key} on {kind} per min ({short}): Limit {limit}, "
+            f"Remaining {left:.0f}. Please try again in {max(wait_s, 0.001):.3g}s.",
+            retry_after_s=max(1, math.ceil(wait_s)),
+        )
+        self.type = kind
+        self.wait_s = wait_s
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Retry-After in seconds, and as OpenAI's clients prefer it in milliseconds."""
+        return (*super().headers, ("retry-after-ms", str(max(1, math.ceil(1000 * self.wait_s)))))
 
 
 class Quarantined(Refusal):

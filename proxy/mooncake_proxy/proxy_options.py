@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from mooncake_proxy import __version__
+from mooncake_proxy.api.api_keys import KeyFile, read_key_file, read_keys
 from mooncake_proxy.config import (
     ADMISSIONS,
     CONDUCTOR_POLICIES,
@@ -300,7 +300,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
     access = parser.add_argument_group("access")
-    access.add_argument("--api-key-file", metavar="FILE", help="API keys of clients, one per line")
+    access.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="API keys of clients, one per line; or YAML or JSON with limits, shares, models and "
+        "classes of each",
+    )
     access.add_argument(
         "--cache-salt-per-key",
         action="store_true",
@@ -373,6 +378,7 @@ def _add_objectives(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """The configuration that the flags describe; ConfigError names the bad one."""
+    key_file = read_key_file(args.api_key_file)
     return ProxyConfig(
         host=args.host,
         port=args.port,
@@ -384,7 +390,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         prefill_policy=args.prefill_policy or args.policy,
         decode_policy=args.decode_policy or args.policy,
         tokenizers=_by_model("--tokenizer", args.tokenizer),
-        api_keys=read_keys(args.api_key_file),
+        api_keys=frozenset(each.key for each in key_file.keys),
+        tenants=tuple(each for each in key_file.keys if each.name),
         admin_keys=read_keys(args.admin_key_file),
         min_priority=args.min_priority,
         cache_salt_per_key=args.cache_salt_per_key,
@@ -413,12 +420,12 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
             args.health_fall,
         ),
         admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
-        conductor=_conductor_from(args),
+        conductor=_conductor_from(args, key_file),
         tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
     )
 
 
-def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
+def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorConfig | None:
     """What places requests, None where the proxy's own policies do."""
     policy = args.prefill_policy or args.policy
     if policy not in CONDUCTOR_POLICIES and args.admission == "none":
@@ -431,7 +438,7 @@ def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
         policy=policy,
         admission=args.admission,
         default_class=RequestClass("default", args.slo_ttft or "inf", args.slo_tbt or "inf"),
-        classes=tuple(RequestClass.parse(text) for text in args.request_class),
+        classes=_classes(args.request_class, key_file),
         costs=costs.pop("", ConductorConfig().costs),
         model_costs=costs,
         binds_late=args.flow == "pull",
@@ -439,6 +446,17 @@ def _conductor_from(args: argparse.Namespace) -> ConductorConfig | None:
         kv_tokens=args.kv_tokens,
         max_batch=args.max_batch,
     )
+
+
+def _classes(given: list[str], key_file: KeyFile) -> tuple[RequestClass, ...]:
+    """Of flags and of the keys file."""
+    classes = [RequestClass.parse(text) for text in given]
+    for name, each in key_file.classes.items():
+        classes.append(RequestClass(name, str(each.ttft), str(each.tbt), each.best_effort))
+    names = [each.name for each in classes]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"class {', '.join(sorted(twice))}: declared twice")
+    return tuple(classes)
 
 
 def _multiples(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -515,17 +533,3 @@ def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
             )
             specs.append(spec)
     return tuple(specs)
-
-
-def read_keys(path: str | None) -> frozenset[str]:
-    """Keys of a file, one per line; empty lines and `#` comments are skipped."""
-    if path is None:
-        return frozenset()
-    try:
-        lines = Path(path).read_text("utf-8").splitlines()
-    except OSError as exc:
-        raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
-    keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"key file {path} holds no key: nobody could send requests")
-    return keys

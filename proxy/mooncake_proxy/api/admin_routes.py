@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from mooncake_proxy import __version__
-from mooncake_proxy.api.admission_queue import check_key
+from mooncake_proxy.api.api_keys import check_key
 from mooncake_proxy.api.error_responses import answer_error, respond_json
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import forwarded_headers, request_id_of

@@ -1,101 +1,146 @@
-"""Who may send requests, and how many run at once: API keys, and a bounded queue."""
+"""How many requests run at once: a bounded queue, in which API keys have fair shares.
+
+Who is served next is decided by virtual token counters (Sheng et al., "Fairness in Serving Large
+Language Models", OSDI'24): that of the key whose requests have cost the least so far, by its
+weight. Of one key, first come, first served; with one key, or none, that is all there is to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import math
 from collections import deque
-from hashlib import blake2b
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from mooncake_proxy.api.api_keys import NoKey
 from mooncake_proxy.config import AdmissionConfig
-from mooncake_proxy.errors import Overloaded, Unauthorized
+from mooncake_proxy.errors import Overloaded
 
 
-def holds_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> bool:
-    """Whether the bearer token is one of `keys`."""
-    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-    given = token.strip()
-    # Every key is compared, each in constant time: timing reveals nothing about any of them.
-    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
-    return scheme.lower() == b"bearer" and any(matches)
+class Tenant(Protocol):
+    """Whose requests share a turn."""
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+
+    @property
+    def weight(self) -> float:
+        """Of its share."""
 
 
-def check_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> None:
-    """Unauthorized unless the bearer token is one of `keys`; no keys means open."""
-    if keys and not holds_key(headers, keys):
-        raise Unauthorized("wrong or missing API key: send Authorization: Bearer KEY")
+NO_KEY = NoKey()
 
 
-def tenant_salt(headers: dict[bytes, bytes], own: str | None) -> str:
-    """The `cache_salt` of a client: the same for all requests with one API key, and of no use to
-    find the key. A salt of the client's `own` divides its cache further."""
-    key = headers.get(b"authorization", b"").partition(b" ")[2].strip()
-    salt = blake2b(key, digest_size=16, person=b"cache_salt")
-    if own:
-        salt.update(b"\0" + own.encode("utf-8", "replace"))
-    return salt.hexdigest()
+@dataclass(slots=True)
+class _Turns:
+    """What one tenant waits for.
+
+    Args:
+        weight: of its share.
+        served: tokens so far, by weight.
+        waiting: results of its requests, and what each costs.
+    """
+
+    weight: float
+    served: float = 0.0
+    waiting: deque[tuple[asyncio.Future[bool], float]] = field(default_factory=deque)
 
 
 class AdmissionQueue:
-    """First come, first served. Each admitted request calls `leave` once."""
+    """Each admitted request calls `leave` once. Costs are in tokens."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self._waiting: deque[asyncio.Future[bool]] = deque()
+        self._turns: dict[str, _Turns] = {}
+        # Of who was served last: one that comes back to an empty queue has no credit from before.
+        self._last_served = 0.0
         self.num_running = 0
+        self.num_waiting = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
-    def enter(self) -> bool:
+    def enter(self, tenant: Tenant = NO_KEY, cost: float = 1.0) -> bool:
         """Admit at once if there is room; if not, call `queue`."""
         limit = self._config.max_running
-        if limit and (self.num_running >= limit or self._waiting):
+        if limit and (self.num_running >= limit or self.num_waiting):
             return False
         self.num_running += 1
+        if limit:
+            self._charge(self._turns_of(tenant), cost)
         return True
 
     def leave(self) -> None:
-        """Admit the first request that still waits."""
-        while self._waiting:
-            turn = self._waiting.popleft()
+        """Admit the request whose turn it is."""
+        while self.num_waiting:
+            turns = min((t for t in self._turns.values() if t.waiting), key=lambda t: t.served)
+            turn, cost = turns.waiting.popleft()
+            self.num_waiting -= 1
             if not turn.done():
+                self._charge(turns, cost)
                 turn.set_result(True)
                 return
         self.num_running -= 1
 
-    async def queue(self) -> None:
+    async def queue(self, tenant: Tenant = NO_KEY, cost: float = 1.0) -> None:
         """Wait until admitted. Overloaded when the queue is full or slow; a client that leaves is
         dropped from the queue."""
-        config = self._config
-        if len(self._waiting) >= config.max_waiting:
-            raise Overloaded(
-                f"{self.num_running} requests are running and {len(self._waiting)} waiting "
-                "(--max-running, --max-waiting): try again later",
-                retry_after_s=self._retry_after(),
-            )
+        config, turns = self._config, self._turns_of(tenant)
+        if self.num_waiting >= config.max_waiting and not self._make_room_for(turns):
+            raise self._full()
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[bool] = loop.create_future()
-        self._waiting.append(turn)
+        if not turns.waiting:
+            others = [other.served for other in self._turns.values() if other.waiting]
+            turns.served = max(turns.served, min(others, default=self._last_served))
+        entry = (turn, cost)
+        turns.waiting.append(entry)
+        self.num_waiting += 1
         timer = loop.call_later(config.max_wait_s, _answer, turn, False)
         try:
             is_admitted = await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.result():
+            if turn.done() and not turn.cancelled() and not turn.exception() and turn.result():
                 self.leave()
             raise
         finally:
             timer.cancel()
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+            if entry in turns.waiting:
+                turns.waiting.remove(entry)
+                self.num_waiting -= 1
         if not is_admitted:
             raise Overloaded(
                 f"waited {config.max_wait_s:g} s in the queue (--max-wait)",
                 retry_after_s=self._retry_after(),
             )
+
+    def _turns_of(self, tenant: Tenant) -> _Turns:
+        turns = self._turns.get(tenant.name)
+        if turns is None:
+            turns = self._turns[tenant.name] = _Turns(tenant.weight, self._last_served)
+        return turns
+
+    def _charge(self, turns: _Turns, cost: float) -> None:
+        turns.served += cost / turns.weight
+        self._last_served = turns.served
+
+    def _make_room_for(self, newcomer: _Turns) -> bool:
+        """The queue is full: the latest request of who fills most of it goes, unless that is the
+        newcomer itself."""
+        longest = max(self._turns.values(), key=lambda t: len(t.waiting) / t.weight)
+        if len(longest.waiting) / longest.weight <= (len(newcomer.waiting) + 1) / newcomer.weight:
+            return False
+        turn, _ = longest.waiting.pop()
+        self.num_waiting -= 1
+        if not turn.done():
+            turn.set_exception(self._full())
+        return True
+
+    def _full(self) -> Overloaded:
+        return Overloaded(
+            f"{self.num_running} requests are running and {self.num_waiting} waiting "
+            "(--max-running, --max-waiting): try again later",
+            retry_after_s=self._retry_after(),
+        )
 
     def _retry_after(self) -> int:
         return max(1, math.ceil(self._config.max_wait_s / 2))

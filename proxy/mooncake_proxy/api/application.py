@@ -13,7 +13,8 @@ from typing import Any
 from msgspec import Raw
 
 from mooncake_proxy.api import admin_routes
-from mooncake_proxy.api.admission_queue import check_key, holds_key, tenant_salt
+from mooncake_proxy.api.admission_queue import NO_KEY, Tenant
+from mooncake_proxy.api.api_keys import ApiKey, check_key, holds_key, tenant_salt
 from mooncake_proxy.api.error_responses import answer_error
 from mooncake_proxy.api.openai_bodies import (
     Fields,
@@ -112,7 +113,7 @@ class ProxyApplication:
         loop = asyncio.get_running_loop()
         await self._follow_sources(loop)
         if self._link is not None:
-            self._link.open(self.routers, self.admission)
+            self._link.open(self.routers, self.admission, self.process.tenants.limits)
             self._tasks.append(loop.create_task(self._link.run()))
         if self.config.health.interval_s > 0:
             await self.checker.check_all()
@@ -285,18 +286,21 @@ class ProxyApplication:
     async def _generate(self, request: HttpRequest, endpoint: OpenAIEndpoint) -> None:
         active = _ActiveRequest(request, request_id_of(request.headers), self.router.now())
         try:
-            if self.config.api_keys:
-                check_key(request.headers, self.config.api_keys)
+            tenant = self._check_key(request) if self.config.api_keys else None
             if self.process.is_draining:
                 raise ShuttingDown("the proxy is shutting down and takes no new requests")
             active.context = context = self._context(active, endpoint)
             router = self.routers.of_model(context.parsed.model)
+            context.tenant = tenant
             router.prepare(context)
             if router.tokenize is not None:
                 await router.tokenize_prompt(context, router.tokenize)
+            if tenant is not None:
+                self.process.tenants.begin(tenant, context)
             router.budget.deposit()
-            if not self.admission.enter():
-                await self._wait_in_queue(context)
+            share: Tenant = NO_KEY if tenant is None else tenant
+            if not self.admission.enter(share, context.cost_tokens):
+                await self._wait_in_queue(context, share)
             try:
                 await self._flow(router, context)
             finally:
@@ -306,15 +310,28 @@ class ProxyApplication:
             if self.router.suspects:
                 self.router.suspects.clear(context.client_body)
         except asyncio.CancelledError:
+            self._settle(active)
             self.router.metrics.disconnects.add(_stage_of(active.context))
             request.status = CLIENT_LEFT
             self._log_access(active, None)
             raise
         except ProxyError as error:
-            self._answer_error(request, error, active.request_id)
+            self._settle(active)
+            self._answer_error(active, error)
             self._account(active, error)
         else:
+            self._settle(active)
             self._account(active, None)
+
+    def _check_key(self, request: HttpRequest) -> ApiKey | None:
+        """Unauthorized without a key; what the keys file says of this one."""
+        check_key(request.headers, self.config.api_keys)
+        return self.process.tenants.of(request.headers)
+
+    def _settle(self, active: _ActiveRequest) -> None:
+        """The request is over: a key gets back what it did not use."""
+        if active.context is not None and active.context.tenant is not None:
+            self.process.tenants.end(active.context)
 
     def _context(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> RequestContext:
         request, arrival = active.request, active.arrival
@@ -349,16 +366,18 @@ class ProxyApplication:
             fields.update(edits)
             request.body = encode(fields)
 
-    async def _wait_in_queue(self, context: RequestContext) -> None:
+    async def _wait_in_queue(self, context: RequestContext, share: Tenant) -> None:
         began = self.router.now()
         with nullcontext() if context.trace is None else context.trace.stage("queue"):
-            await self.admission.queue()
+            await self.admission.queue(share, context.cost_tokens)
         self.router.metrics.queue_seconds.observe(self.router.now() - began)
 
-    def _answer_error(self, request: HttpRequest, error: ProxyError, request_id: str) -> None:
+    def _answer_error(self, active: _ActiveRequest, error: ProxyError) -> None:
+        request, context = active.request, active.context
         if request.has_started and not request.ended:
             self.router.metrics.stream_errors.add()
-        answer_error(request, error, header_lines([("x-request-id", request_id)]))
+        headers = header_lines([("x-request-id", active.request_id)])
+        answer_error(request, error, headers + (context.limit_headers if context else b""))
 
     def _account(self, active: _ActiveRequest, error: ProxyError | None) -> None:
         path = active.request.target.decode("latin-1")

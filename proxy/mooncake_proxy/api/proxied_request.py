@@ -16,6 +16,7 @@ from mooncake_proxy.errors import BadRequest
 from mooncake_proxy.http1.http_request import HttpRequest
 
 if TYPE_CHECKING:
+    from mooncake_proxy.api.api_keys import ApiKey
     from mooncake_proxy.flows.recomputation import TokenRecord
     from mooncake_proxy.ops.proxy_tracing import RequestTrace
     from mooncake_proxy.routing.conductor_fleet import RoutedRequest
@@ -125,6 +126,14 @@ class RequestContext:
     token_ids: Sequence[int] | None = None
     # Where the conductor has placed it.
     routed: RoutedRequest | None = None
+    # Whose it is, where the keys file says more of its key than that it is good.
+    tenant: ApiKey | None = None
+    # Header lines that tell the key what is left of its limits.
+    limit_headers: bytes = b""
+    # Of its stream, where it has a tenant.
+    num_events: int = 0
+    # Tokens of prompt and answer, as the instance that gave the whole answer has counted them.
+    num_used_tokens: int | None = None
     # Its spans, where requests are traced.
     trace: RequestTrace | None = None
     # For the log: which instances took part.
@@ -149,7 +158,13 @@ class RequestContext:
     @property
     def reply_headers(self) -> bytes:
         """Header lines of every answer to this request."""
-        return b"x-request-id: %b\r\n" % self.request_id.encode("ascii")
+        return b"x-request-id: %b\r\n%b" % (self.request_id.encode("ascii"), self.limit_headers)
+
+    @property
+    def cost_tokens(self) -> int:
+        """What it may come to, with all its answers: its prompt, and the new tokens it asks for."""
+        per_answer = max(self.parsed.token_limit or 0, 0)
+        return self.prompt_tokens + per_answer * max(self.parsed.n or 1, 1)
 
     def disaggregation_obstacle(self) -> str | None:
         """Why prefill and decode stay together for this request, or None.

@@ -9,6 +9,7 @@ import msgspec
 
 from mooncake_proxy.api.openai_bodies import CompletionResponse, answer_decoder
 from mooncake_proxy.api.proxied_request import RequestContext, plain_body
+from mooncake_proxy.api.tenants import used_tokens
 from mooncake_proxy.errors import MalformedAnswer, OutOfSockets, Rejected, UpstreamError, is_loss
 from mooncake_proxy.flows.recomputation import RecordingForwarder
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder, check_streams
@@ -48,6 +49,8 @@ async def generate(
         whole = answer.body
     if context.record is not None:
         whole = context.record.take_answer(whole, instance.name)
+    if context.tenant is not None:
+        context.num_used_tokens = used_tokens(whole)
     _note_first(router, context, instance, started)
     context.request.respond(200, whole, "application/json", context.reply_headers)
 

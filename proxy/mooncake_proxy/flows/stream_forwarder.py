@@ -96,6 +96,8 @@ class StreamForwarder:
 
     def _forward(self, block: bytes) -> None:
         context = self._context
+        if context.tenant is not None:
+            context.num_events += block.count(b"data: {")
         if not context.is_committed:
             context.is_committed = True
             self._on_start()

@@ -193,6 +193,11 @@ class ProxyMetrics:
         self.fallbacks = Counter(
             f"{prefix}local_prefill_total", "Requests that D prefilled itself.", ("reason",)
         )
+        self.rate_limited = Counter(
+            f"{prefix}rate_limited_total",
+            "Requests refused as their API key had used up a limit.",
+            ("key", "limit"),
+        )
         self.suspects = Counter(
             f"{prefix}suspect_requests_total",
             "Requests during which instances died or hung up: stopped, or refused afterwards.",

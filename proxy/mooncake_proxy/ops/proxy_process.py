@@ -9,6 +9,7 @@ from typing import Any
 
 from mooncake_proxy import __version__
 from mooncake_proxy.api.admission_queue import AdmissionQueue
+from mooncake_proxy.api.tenants import Tenants
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.proxy_metrics import SECONDS, ProxyMetrics
@@ -29,6 +30,7 @@ class ProxyProcess:
         # Of instances without a model name; has what the others share with it.
         self.router = self.routers.first
         self.admission = AdmissionQueue(config.admission)
+        self.tenants = Tenants(config.tenants, client, self.router.metrics)
         self.is_draining = False
 
     def change(self, change: MembershipChange) -> Instance | None:

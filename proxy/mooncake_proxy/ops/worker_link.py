@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from mooncake_proxy.api.admission_queue import AdmissionQueue
+from mooncake_proxy.api.rate_limits import RateLimits, Usage
 from mooncake_proxy.errors import ConfigError, Refusal
 from mooncake_proxy.ops.proxy_metrics import MetricsSnapshot, ProxyMetrics
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
@@ -78,6 +79,12 @@ class LossMessage(Struct, tag="loss"):
     now: float = 0.0
 
 
+class UsageMessage(Struct, tag="usage"):
+    """What one worker let through, by name of API key: requests and tokens."""
+
+    usage: Usage
+
+
 class WorkerGone(Struct, tag="gone"):
     """A worker ended: its load is gone, its counters stay."""
 
@@ -85,7 +92,13 @@ class WorkerGone(Struct, tag="gone"):
 
 
 WorkerMessage = (
-    WorkerLoads | WorkerCounts | ChangeMessage | ChangeHistory | LossMessage | WorkerGone
+    WorkerLoads
+    | WorkerCounts
+    | ChangeMessage
+    | ChangeHistory
+    | LossMessage
+    | UsageMessage
+    | WorkerGone
 )
 decode_message = msgspec.json.Decoder(WorkerMessage).decode
 encode_message = msgspec.json.Encoder().encode
@@ -100,6 +113,7 @@ class WorkerLink:
         self._pools: ModelPools | None = None
         self._metrics: ProxyMetrics | None = None
         self._admission: AdmissionQueue | None = None
+        self._limits: RateLimits | None = None
         self._suspects: SuspectBodies | None = None
         self._parent = os.getppid()
         self._loads: dict[int, WorkerLoads] = {}
@@ -108,12 +122,13 @@ class WorkerLink:
         self._partial_counts: dict[int, MetricsSnapshot] = {}
         self._published = WorkerLoads(worker, {}, 0, 0)
 
-    def open(self, routers: ModelRouters, admission: AdmissionQueue) -> None:
+    def open(self, routers: ModelRouters, admission: AdmissionQueue, limits: RateLimits) -> None:
         """Begin to receive messages of the others."""
         self._pools = routers.pools
         self._metrics = routers.first.metrics
         self._suspects = routers.first.suspects
         self._admission = admission
+        self._limits = limits
         routers.first.suspects.publish = self._publish_loss
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
@@ -129,6 +144,8 @@ class WorkerLink:
         for turn in range(2**62):
             await asyncio.sleep(PUBLISH_S)
             self._publish_loads()
+            if self._limits is not None and (usage := self._limits.spent()):
+                self._send(UsageMessage(usage))
             if turn % COUNTS_EVERY == 0 and self._metrics is not None:
                 self._check_parent()
                 for part, is_last in split_snapshot(self._metrics.snapshot()):
@@ -200,6 +217,9 @@ class WorkerLink:
         elif isinstance(message, LossMessage):
             assert self._suspects is not None
             self._suspects.follow(message.key, message.instance, message.began, message.now)
+        elif isinstance(message, UsageMessage):
+            assert self._limits is not None
+            self._limits.spent_elsewhere(message.usage)
         elif isinstance(message, ChangeHistory):
             for change in message.changes:
                 self._follow(change)

@@ -149,11 +149,15 @@ class ConductorRouting:
         self.whole.sweep(now)
 
     def _class_of(self, context: RequestContext) -> str:
-        """What its header names, else interactive or batch."""
+        """What its header names of the classes that its key may use, else the key's first one, else
+        interactive or batch."""
+        allowed = context.tenant.classes if context.tenant is not None else ()
         given = context.request.headers.get(b"x-request-class")
         if given is None:
-            return context.request_class
+            return allowed[0] if allowed else context.request_class
         name = given.decode("latin-1")
+        if allowed and name not in allowed:
+            raise BadRequest(f"X-Request-Class {name!r}: this key has {', '.join(allowed)}")
         if name not in self._classes:
             known = ", ".join(sorted(self._classes)) or "none (--request-class)"
             raise BadRequest(f"X-Request-Class {name!r}: there are {known}")

@@ -1,0 +1,143 @@
+"""Who may send requests: API keys, and what the keys file says of each."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from mooncake_proxy.errors import ConfigError, Unauthorized
+
+STRUCTURED = (".json", ".yaml", ".yml")
+
+
+class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
+    """One key, as the keys file has it.
+
+    Args:
+        key: the bearer token.
+        name: in metrics, logs and errors, in place of the key; empty where it has no limits.
+        classes: that its requests may be of (``X-Request-Class``); the first one by default, and
+            any if there is none.
+        weight: of its share where requests wait for their turn.
+        requests_per_minute, tokens_per_minute: limits; 0 for none.
+        models: that it may ask for; empty for all.
+    """
+
+    key: str
+    name: str = ""
+    classes: tuple[str, ...] = ()
+    weight: float = 1.0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    models: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        is_limited = self.requests_per_minute or self.tokens_per_minute
+        if not self.key or (is_limited and not self.name):
+            raise ValueError(f"wanted a key, and with limits a name: found {self.name!r}")
+        if self.weight <= 0 or min(self.requests_per_minute, self.tokens_per_minute) < 0:
+            raise ValueError(f"{self.name!r}: wanted a weight above 0 and limits from 0 on")
+
+
+class KeyClass(Struct, frozen=True, forbid_unknown_fields=True):
+    """Objectives of a class: milliseconds, or multiples such as "5x"."""
+
+    ttft: str | int | float = "inf"
+    tbt: str | int | float = "inf"
+    best_effort: bool = False
+
+
+class KeyFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a keys file."""
+
+    keys: tuple[ApiKey, ...] = ()
+    classes: dict[str, KeyClass] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class NoKey:
+    """What stands for the key of a proxy that asks for none."""
+
+    name: str = ""
+    weight: float = 1.0
+
+
+def read_key_file(path: str | None) -> KeyFile:
+    """A file with a key per line, or a structured one: YAML or JSON by its ending.
+
+    Raises:
+        ConfigError: it can't be read, holds no key, or one is given twice.
+    """
+    if path is None:
+        return KeyFile()
+    if not path.endswith(STRUCTURED):
+        return KeyFile(tuple(ApiKey(key) for key in sorted(read_keys(path))))
+    try:
+        data = Path(path).read_bytes()
+        decode = msgspec.json.decode if path.endswith(".json") else msgspec.yaml.decode
+        found = decode(data, type=KeyFile)
+    except OSError as exc:
+        raise ConfigError(f"key file {path}: {exc.strerror}") from exc
+    except ImportError as exc:
+        raise ConfigError(
+            f"key file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
+            "a file that ends in .json needs nothing"
+        ) from exc
+    except msgspec.DecodeError as exc:
+        raise ConfigError(f"key file {path}: {exc}") from exc
+    if not found.keys:
+        raise ConfigError(f"key file {path} holds no key: nobody could send requests")
+    for what in ("key", "name"):
+        values = [value for each in found.keys if (value := getattr(each, what))]
+        if len(set(values)) < len(values):
+            raise ConfigError(f"key file {path}: a {what} is given twice")
+    return found
+
+
+def read_keys(path: str | None) -> frozenset[str]:
+    """Keys of a file, one per line; empty lines and `#` comments are skipped."""
+    if path is None:
+        return frozenset()
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except OSError as exc:
+        raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
+    keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"key file {path} holds no key: nobody could send requests")
+    return keys
+
+
+def bearer_token(headers: dict[bytes, bytes]) -> bytes | None:
+    """What a client shows as its key; None if it shows none."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None
+
+
+def holds_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> bool:
+    """Whether the bearer token is one of `keys`."""
+    given = bearer_token(headers)
+    # Every key is compared, each in constant time: timing reveals nothing about any of them.
+    matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
+    return given is not None and any(matches)
+
+
+def check_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> None:
+    """Unauthorized unless the bearer token is one of `keys`; no keys means open."""
+    if keys and not holds_key(headers, keys):
+        raise Unauthorized("wrong or missing API key: send Authorization: Bearer KEY")
+
+
+def tenant_salt(headers: dict[bytes, bytes], own: str | None) -> str:
+    """The `cache_salt` of a client: the same for all requests with one API key, and of no use to
+    find the key. A salt of the client's `own` divides its cache further."""
+    key = headers.get(b"authorization", b"").partition(b" ")[2].strip()
+    salt = blake2b(key, digest_size=16, person=b"cache_salt")
+    if own:
+        salt.update(b"\0" + own.encode("utf-8", "replace"))
+    return salt.hexdigest()

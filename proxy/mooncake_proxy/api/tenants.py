@@ -1,0 +1,78 @@
+"""What the keys file says of a request's key: its models, its limits, what it has used."""
+
+from __future__ import annotations
+
+from msgspec import DecodeError, Struct
+from msgspec.json import Decoder
+
+from mooncake_proxy.api.api_keys import ApiKey, bearer_token
+from mooncake_proxy.api.proxied_request import RequestContext
+from mooncake_proxy.api.rate_limits import RateLimits
+from mooncake_proxy.errors import ModelNotFound, RateLimited
+from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
+
+
+class Tenants:
+    """The keys that the keys file says more of than that they are good."""
+
+    def __init__(
+        self, keys: tuple[ApiKey, ...], client: ClientContext, metrics: ProxyMetrics
+    ) -> None:
+        self._by_key = {each.key.encode(): each for each in keys}
+        # Loop time in seconds.
+        self._now = client.loop.time
+        self._metrics = metrics
+        self.limits = RateLimits(keys, self._now())
+
+    def of(self, headers: dict[bytes, bytes]) -> ApiKey | None:
+        """Whose request it is. The key must have been checked before."""
+        return self._by_key.get(bearer_token(headers) or b"") if self._by_key else None
+
+    def begin(self, tenant: ApiKey, context: RequestContext) -> None:
+        """A request begins: ModelNotFound if its key may not use the model, RateLimited if it has
+        used up what it may."""
+        if tenant.models and context.parsed.model not in tenant.models:
+            raise ModelNotFound(context.parsed.model or "")
+        if tenant.name not in self.limits:
+            return
+        now = self._now()
+        try:
+            self.limits.take(tenant.name, context.cost_tokens, now)
+        except RateLimited as error:
+            self._metrics.rate_limited.add(tenant.name, error.type)
+            context.tenant = None  # it has taken nothing that could be given back
+            raise
+        finally:
+            context.limit_headers = self.limits.headers(tenant.name, now)
+
+    def end(self, context: RequestContext) -> None:
+        """A request is over. Of streams each event counts as one token."""
+        tenant = context.tenant
+        if tenant is None or tenant.name not in self.limits or not context.limit_headers:
+            return
+        timing, used = context.timing, context.num_used_tokens
+        if used is None:
+            used = context.prompt_tokens if context.prefiller or context.decoder else 0
+            used += max(context.num_events, int(timing.first_at is not None))
+        self.limits.settle(tenant.name, used - context.cost_tokens)
+
+
+class _Usage(Struct):
+    total_tokens: int | None = None
+
+
+class _Answer(Struct):
+    usage: _Usage | None = None
+
+
+_decoder = Decoder(_Answer)
+
+
+def used_tokens(body: bytes) -> int | None:
+    """Tokens of prompt and answer in a whole answer; None where it does not say."""
+    try:
+        usage = _decoder.decode(body).usage
+    except DecodeError:
+        return None
+    return None if usage is None else usage.total_tokens

@@ -1,0 +1,147 @@
+"""Limits, models and classes of API keys, as clients see them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvloop
+from support.proxy_conductor import conductor_of, settings
+from support.proxy_fakes import Stand, stand
+from support.proxy_fakes_client import BODY
+
+from mooncake_proxy.api.api_keys import ApiKey
+from mooncake_proxy.config import RequestClass
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.proxy_options import build_parser, config_from
+
+
+def keys(*given: ApiKey) -> dict[str, object]:
+    return {"api_keys": frozenset(each.key for each in given), "tenants": given}
+
+
+async def ask(s: Stand, key: str, **fields: object) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    headers |= {"x-request-class": str(fields.pop("as_class"))} if "as_class" in fields else {}
+    async with httpx.AsyncClient(base_url=s.url, timeout=10) as client:
+        return await client.post("/v1/completions", json=BODY | fields, headers=headers)
+
+
+def test_a_key_that_used_up_its_requests_is_refused_in_openais_form() -> None:
+    team = ApiKey("k", "team", requests_per_minute=2)
+
+    async def main() -> None:
+        async with stand(**keys(team, ApiKey("free", "free"))) as s:
+            first, second, third = [await ask(s, "k") for _ in range(3)]
+            assert [first.status_code, second.status_code] == [200, 200]
+            assert first.headers["x-ratelimit-limit-requests"] == "2"
+            assert first.headers["x-ratelimit-remaining-requests"] == "1"
+            assert "x-ratelimit-limit-tokens" not in first.headers
+            assert third.status_code == 429
+            error = third.json()["error"]
+            assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
+            assert "team" in error["message"]
+            assert "k" not in error["message"].split()
+            assert 1 <= int(third.headers["retry-after"]) <= 30
+            assert int(third.headers["retry-after-ms"]) <= 30_000
+            assert third.headers["x-ratelimit-remaining-requests"] == "0"
+            assert s.count("rate_limited", "team", "requests") == 1
+            other = await ask(s, "free")
+            assert other.status_code == 200
+            assert "x-ratelimit-limit-requests" not in other.headers
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_charged_by_what_was_asked_for_and_settled_by_what_was_used(
+    stream: bool,
+) -> None:
+    team = ApiKey("k", "team", tokens_per_minute=1000)
+
+    async def main() -> None:
+        async with stand(**keys(team)) as s:
+            prompt = list(range(50))
+            s.prefill.behaviour.stops_at_first = True
+            answer = await ask(s, "k", prompt=prompt, max_tokens=900, stream=stream)
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-remaining-tokens"] == "50"
+            again = await ask(s, "k", prompt=prompt, max_tokens=800, stream=stream)
+            assert again.status_code == 200, "the first one used a few tokens only"
+            s.prefill.behaviour.stops_at_first = False
+            whole = await ask(s, "k", prompt=prompt, max_tokens=700, stream=stream)
+            assert whole.status_code == 200
+            too_many = await ask(s, "k", prompt=prompt, max_tokens=200)
+            assert too_many.status_code == 429
+            assert too_many.json()["error"]["type"] == "tokens"
+
+    uvloop.run(main())
+
+
+def test_openais_client_waits_and_comes_back() -> None:
+    team = ApiKey("k", "team", requests_per_minute=60)
+
+    async def main() -> None:
+        async with stand(**keys(team)) as s:
+            client = openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="k", max_retries=5)
+            loop = asyncio.get_running_loop()
+            for _ in range(60):
+                s.app.process.tenants.limits.take("team", 1, loop.time())
+            began = loop.time()
+            answer = await client.completions.create(model="m", prompt="x", max_tokens=4)
+            assert answer.choices[0].text
+            assert 0.3 <= loop.time() - began <= 5.0
+            await client.close()
+
+    uvloop.run(main())
+
+
+def test_a_key_sees_only_its_models() -> None:
+    async def main() -> None:
+        async with stand(**keys(ApiKey("k", "team", models=frozenset({"qwen"})))) as s:
+            assert (await ask(s, "k", model="qwen")).status_code == 200
+            refused = await ask(s, "k", model="llama")
+            assert refused.status_code == 404
+            assert refused.json()["error"]["code"] == "model_not_found"
+
+    uvloop.run(main())
+
+
+def test_a_key_has_its_class() -> None:
+    classes = (RequestClass("strict", "500", "50"), RequestClass("spare", "inf", "inf"))
+    given = ApiKey("k", "team", classes=("strict",)), ApiKey("l", "other", ("spare", "strict"))
+    conductor = settings("cost", admission="predictive", classes=classes)
+
+    async def main() -> None:
+        async with stand(**keys(*given), **conductor) as s:
+            routed = conductor_of(s)._records
+            assert (await ask(s, "k")).status_code == 200
+            assert (await ask(s, "l")).status_code == 200
+            assert (await ask(s, "l", as_class="strict")).status_code == 200
+            assert [each.request.request_class for each in routed.values()] == [
+                "strict", "spare", "strict",
+            ]  # fmt: skip
+            refused = await ask(s, "k", as_class="spare")
+            assert refused.status_code == 400
+            assert "this key has strict" in refused.json()["error"]["message"]
+
+    uvloop.run(main())
+
+
+def test_one_file_has_keys_and_classes(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    team = {"key": "k", "name": "team", "classes": ["strict"], "requests_per_minute": 5}
+    content = {"keys": [team], "classes": {"strict": {"ttft": 500, "best_effort": True}}}
+    path.write_text(json.dumps(content))
+    flags = ["--backend-url", "http://b:1", "--api-key-file", str(path)]
+    config = config_from(build_parser().parse_args([*flags, "--policy", "cost"]))
+    assert config.api_keys == {"k"}
+    assert config.tenants[0].requests_per_minute == 5
+    assert config.conductor is not None
+    assert config.conductor.classes == (RequestClass("strict", "500", "inf", True),)
+    with pytest.raises(ConfigError, match="no class strict"):
+        config_from(build_parser().parse_args(flags))

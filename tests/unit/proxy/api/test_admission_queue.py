@@ -1,0 +1,115 @@
+"""Keys that wait for their turn get shares by weight, whoever sends the most."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from mooncake_proxy.api.admission_queue import AdmissionQueue
+from mooncake_proxy.api.api_keys import ApiKey
+from mooncake_proxy.config import AdmissionConfig
+from mooncake_proxy.errors import Overloaded
+
+HEAVY, LIGHT = ApiKey("a", "heavy"), ApiKey("b", "light")
+
+
+async def served(
+    queue: AdmissionQueue, waiting: list[tuple[ApiKey, float]], turns: int
+) -> list[str]:
+    """Who gets the next turns, one at a time, of requests that all wait already."""
+    order: list[str] = []
+    assert queue.enter(ApiKey("x", "first"))
+
+    async def wait(key: ApiKey, cost: float) -> None:
+        await queue.queue(key, cost)
+        order.append(key.name)
+
+    tasks = [asyncio.ensure_future(wait(*each)) for each in waiting]
+    await asyncio.sleep(0)
+    for _ in range(turns):
+        queue.leave()
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return order
+
+
+def test_a_key_that_sends_more_gets_no_more() -> None:
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(1))
+        waiting = [(HEAVY, 100.0)] * 50 + [(LIGHT, 100.0)] * 10
+        order = await served(queue, waiting, 20)
+        assert Counter(order) == {"heavy": 10, "light": 10}
+        assert queue.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_shares_are_by_weight_and_by_what_requests_cost() -> None:
+    async def main() -> None:
+        double = ApiKey("c", "double", weight=2.0)
+        dear = ApiKey("d", "dear")
+        waiting = [(LIGHT, 10.0)] * 30 + [(double, 10.0)] * 30 + [(dear, 30.0)] * 30
+        counted = Counter(await served(AdmissionQueue(AdmissionConfig(1)), waiting, 30))
+        assert counted["double"] / counted["light"] == pytest.approx(2.0, abs=0.3)
+        assert counted["light"] / counted["dear"] == pytest.approx(3.0, abs=0.8)
+
+    asyncio.run(main())
+
+
+def test_without_keys_it_is_first_come_first_served() -> None:
+    async def main() -> None:
+        queue, order = AdmissionQueue(AdmissionConfig(1)), []
+        assert queue.enter()
+
+        async def wait(number: int) -> None:
+            await queue.queue(cost=100 - number)
+            order.append(number)
+
+        tasks = [asyncio.ensure_future(wait(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        for _ in range(5):
+            queue.leave()
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2, 3, 4]
+
+    asyncio.run(main())
+
+
+def test_who_fills_the_queue_makes_room_for_others() -> None:
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(1, max_waiting=4))
+        assert queue.enter(HEAVY)
+        waits = [asyncio.ensure_future(queue.queue(HEAVY)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await queue.queue(HEAVY)
+        light = asyncio.ensure_future(queue.queue(LIGHT))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert isinstance(waits[-1].exception(), Overloaded)
+        assert queue.num_waiting == 4
+        queue.leave()
+        queue.leave()
+        await light
+        for task in waits[:-1]:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        assert queue.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_key_that_was_idle_has_saved_nothing_up() -> None:
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(1))
+        await served(queue, [(HEAVY, 100.0)] * 20, 20)
+        queue.leave()
+        order = await served(queue, [(HEAVY, 100.0)] * 20 + [(LIGHT, 100.0)] * 20, 10)
+        assert Counter(order) == {"heavy": 5, "light": 5}
+
+    asyncio.run(main())

@@ -1,0 +1,111 @@
+"""Buckets of requests and tokens per minute, and what a keys file may say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from mooncake_proxy.api.api_keys import ApiKey, read_key_file
+from mooncake_proxy.api.rate_limits import RateLimits, duration
+from mooncake_proxy.errors import ConfigError, RateLimited
+
+KEY = ApiKey("secret", "team", requests_per_minute=60, tokens_per_minute=6000)
+
+
+def test_a_minute_may_be_used_at_once_and_comes_back_by_the_second() -> None:
+    limits = RateLimits([KEY], now=0.0)
+    for _ in range(60):
+        limits.take("team", 10, now=0.0)
+    with pytest.raises(RateLimited, match="requests per min") as caught:
+        limits.take("team", 10, now=0.0)
+    assert caught.value.wait_s == pytest.approx(1.0)
+    assert caught.value.type == "requests"
+    limits.take("team", 10, now=1.0)
+    with pytest.raises(RateLimited):
+        limits.take("team", 10, now=1.5)
+
+
+def test_tokens_that_were_not_used_are_given_back() -> None:
+    limits = RateLimits([KEY], now=0.0)
+    limits.take("team", 6000, now=0.0)
+    with pytest.raises(RateLimited, match="tokens per min") as caught:
+        limits.take("team", 600, now=0.0)
+    assert caught.value.wait_s == pytest.approx(6.0)
+    limits.settle("team", -5000)
+    limits.take("team", 600, now=0.0)
+
+
+def test_more_than_a_minute_holds_is_served_once_all_of_it_is_there() -> None:
+    limits = RateLimits([KEY], now=0.0)
+    limits.take("team", 9000, now=0.0)
+    with pytest.raises(RateLimited) as caught:
+        limits.take("team", 9000, now=0.0)
+    assert caught.value.wait_s == pytest.approx(90.0)
+    limits.take("team", 9000, now=90.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 4000)), max_size=60))
+def test_never_more_than_the_limit_and_a_minute(requests: list[tuple[float, int]]) -> None:
+    limits, now, taken = RateLimits([KEY], now=0.0), 0.0, 0
+    for gap, tokens in requests:
+        now += gap
+        try:
+            limits.take("team", tokens, now)
+            taken += tokens
+        except RateLimited:
+            continue
+    assert taken <= 6000 + now * 100 + 1e-6
+
+
+def test_workers_tell_each_other_what_they_let_through() -> None:
+    first, second = RateLimits([KEY], now=0.0), RateLimits([KEY], now=0.0)
+    for _ in range(60):
+        first.take("team", 1, now=0.0)
+    second.spent_elsewhere(first.spent())
+    with pytest.raises(RateLimited):
+        second.take("team", 1, now=0.0)
+    assert first.spent() == {}
+
+
+def test_durations_are_written_as_openai_does() -> None:
+    assert [duration(s) for s in (0.0, 0.02, 1.0, 12.5, 360.0)] == [
+        "0ms", "20ms", "1s", "12.5s", "6m0s",
+    ]  # fmt: skip
+
+
+def write(tmp_path: Path, content: object) -> str:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_a_keys_file_says_what_keys_may(tmp_path: Path) -> None:
+    entry = {"key": "k", "name": "team", "classes": ["strict"], "weight": 2.5, "models": ["qwen"]}
+    found = read_key_file(
+        write(tmp_path, {"keys": [entry], "classes": {"strict": {"ttft": 500, "tbt": "5x"}}})
+    )
+    [key] = found.keys
+    assert (key.name, key.weight, key.models) == ("team", 2.5, {"qwen"})
+    assert str(found.classes["strict"].ttft) == "500"
+    lines = tmp_path / "lines"
+    lines.write_text("# ours\none\n\ntwo\n")
+    assert [each.key for each in read_key_file(str(lines)).keys] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"keys": []}, "holds no key"),
+        ({"keys": [{"key": "k", "limit": 3}]}, "unknown field"),
+        ({"keys": [{"key": "k", "requests_per_minute": 3}]}, "with limits a name"),
+        ({"keys": [{"key": "k", "name": "a", "weight": 0}]}, "weight above 0"),
+        ({"keys": [{"key": "k", "name": "a"}, {"key": "l", "name": "a"}]}, "name is given twice"),
+        ({"keys": [{"key": "k", "name": "a"}, {"key": "k", "name": "b"}]}, "key is given twice"),
+    ],
+)
+def test_bad_keys_files_are_named(tmp_path: Path, content: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_key_file(write(tmp_path, content))
