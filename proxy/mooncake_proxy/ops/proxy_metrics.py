@@ -215,6 +215,15 @@ class ProxyMetrics:
         self.cached_tokens = Counter(
             f"{prefix}cached_tokens_total", "Prompt tokens that P had cached."
         )
+        self.slo_requests = Counter(
+            f"{prefix}slo_requests_total",
+            "Streams by class, objective and whether it was met.",
+            ("class", "objective", "met"),
+        )
+        self._time(prefix)
+
+    def _time(self, prefix: str) -> None:
+        """What is measured in seconds."""
         self.stage_seconds = Histogram(
             f"{prefix}stage_seconds",
             "prefill: until P's answer; decode: until D's first event or whole answer.",
@@ -226,11 +235,6 @@ class ProxyMetrics:
         self.between_tokens_seconds = Histogram(
             f"{prefix}time_between_tokens_seconds",
             "Between what streams have sent and what they send next, the hand-over to D included.",
-        )
-        self.slo_requests = Counter(
-            f"{prefix}slo_requests_total",
-            "Streams by class, objective and whether it was met.",
-            ("class", "objective", "met"),
         )
         self.request_seconds = Histogram(
             f"{prefix}request_seconds", "Arrival to the last byte sent.", ("endpoint",)
