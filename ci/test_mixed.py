@@ -16,9 +16,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,26 +37,37 @@ from support.mixed_fleet import (  # noqa: E402
     check_cell,
     left_in_shared_memory,
     make_cases,
-    start_all,
+    start_one,
     write_mixed_model,
 )
-from support.mixed_kills import KILLS, check_kill  # noqa: E402
+from support.mixed_instances import (  # noqa: E402
+    MOST_RANKS,
+    InstancePool,
+    Sides,
+    in_sharing_order,
+)
+from support.mixed_kills import check_kills  # noqa: E402
 from support.mixed_wire import (  # noqa: E402
     LIMIT,
     bytes_by_kv,
     enter_own_network,
+    other_network,
+    start_apart,
     write_wide_model,
 )
-from support.npu import Case, cpu  # noqa: E402
+from support.npu import cpu  # noqa: E402
+from support.pd_processes import Served  # noqa: E402
 
 from mooncake_engine.errors import EngineError  # noqa: E402
 
-RATIOS = ("1:1", "2:1", "1:2", "4:2", "2:3")
+RATIOS = ("2:3", "2:1", "1:1", "1:2", "4:2")
+"""Each has a side in common with the next one, whose instance stays."""
 BLOCKS = ("128:16", "16:128")
 CELL_TIMEOUT_S = 600.0
-FAILURES = (AssertionError, EngineError, asyncio.TimeoutError, OSError)
+FAILURES = (AssertionError, EngineError, asyncio.TimeoutError, OSError, httpx.HTTPError)
 
-Sides = tuple[Side, Side]
+Check = Callable[[int, Served, Served], Awaitable[str]]
+"""Tries a cell by its number; the table's entry."""
 
 
 def main() -> int:
@@ -68,10 +83,10 @@ def main() -> int:
         elif args.short:
             problems += asyncio.run(run_short(Path(folder)))
         else:
-            for family in args.family:
+            for family in args.family if args.kills != "only" else ():
                 model = write_mixed_model(Path(folder), family)
                 problems += asyncio.run(run_grid(args, family, model))
-            if not args.no_kills:
+            if args.kills != "no":
                 problems += asyncio.run(run_kills(args, Path(folder)))
     # in a namespace of its own it can't see what others have mapped
     left = set() if args.wire else left_in_shared_memory() - before
@@ -90,7 +105,8 @@ def parse_args() -> argparse.Namespace:
     add("--how", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
     add("--pair", nargs="+", metavar="P:D", help=f"kinds, of {', '.join(KINDS)}; default: all")
     add("--tp", nargs="+", metavar="P:D", choices=RATIOS, default=RATIOS)
-    add("--no-kills", action="store_true")
+    add("--kills", choices=("yes", "no", "only"), default="yes")
+    add("--ranks", type=int, default=MOST_RANKS, help="that run at once; one takes 0.4 GB")
     return parser.parse_args()
 
 
@@ -104,78 +120,96 @@ def sides_of(pairs: Sequence[str] | None) -> Iterator[Sides]:
                 yield Side(p, first), Side(d, second)
 
 
+def cells_of(args: argparse.Namespace) -> list[Sides]:
+    """What a table has, row by row: each row of sides with each ratio of ranks."""
+    return [
+        (replace(prefill, tp_size=int(p)), replace(decode, tp_size=int(d)))
+        for prefill, decode in in_sharing_order(list(sides_of(args.pair)))
+        for p, d in (ratio.split(":") for ratio in RATIOS if ratio in args.tp)
+    ]
+
+
+async def run_table(cells: Sequence[Sides], pool: InstancePool, check: Check) -> list[str]:
+    """Try every cell, and print the table; what was wrong."""
+    problems: list[str] = []
+    ratios = list(dict.fromkeys(f"{p.tp_size}:{d.tp_size}" for p, d in cells))
+    print(" " * 19 + "".join(f"{ratio:>8}" for ratio in ratios), end="", flush=True)
+    for number, (prefill, decode) in enumerate(cells):
+        if number % len(ratios) == 0:
+            print(f"\n{prefill!s:>8} → {decode!s:<8}", end="")
+        try:
+            pair = await pool.serve(number)
+            entry = await asyncio.wait_for(check(number, *pair), CELL_TIMEOUT_S)
+        except FAILURES as exc:
+            entry = "FAIL"
+            ranks = f"{prefill.tp_size}:{decode.tp_size}"
+            problems.append(f"{prefill} → {decode}, {ranks}: {describe(exc)}")
+            pool.drop(number)
+        print(f"{entry:>8}", end="", flush=True)
+    print(flush=True)
+    return problems
+
+
 async def run_grid(args: argparse.Namespace, family: str, model: Path) -> list[str]:
     """The tables of one model; what was wrong."""
     problems: list[str] = []
     async with cpu(model) as on_cpu:
         cases = await make_cases(on_cpu)
+    cells = cells_of(args)
     for how in args.how:
-        print(f"\n{family}, {how}" + "".join(f"{ratio:>8}" for ratio in args.tp), flush=True)
-        for prefill, decode in sides_of(args.pair):
-            print(f"{prefill!s:>8} → {decode!s:<8}", end="", flush=True)
-            for ratio in args.tp:
-                found = await run_cell(model, how, sized((prefill, decode), ratio), cases)
-                print(f"{'ok' if found is None else 'FAIL':>8}", end="", flush=True)
-                if found is not None:
-                    problems.append(f"{family}, {how}, {prefill} → {decode}, {ratio}: {found}")
-            print(flush=True)
+
+        async def check(number: int, prefill: Served, decode: Served, how: str = how) -> str:
+            side = cells[number][1]
+            await check_cell(model, how, (prefill, decode), side, cases, salt=f"cell {number}")
+            return "ok"
+
+        began = time.monotonic()
+        print(f"\n{family}, {how}", flush=True)
+        pool = InstancePool(partial(start_one, model, how), cells, args.ranks)
+        with closing(pool):
+            found = await run_table(cells, pool, check)
+        problems += [f"{family}, {how}, {each}" for each in found]
+        print(f"{time.monotonic() - began:.0f} s", flush=True)
     return problems
-
-
-def sized(sides: Sides, ratio: str) -> Sides:
-    """The sides with the ranks of a ratio such as ``2:1``."""
-    first, second = (
-        Side(side.kind, side.block_size, int(size))
-        for side, size in zip(sides, ratio.split(":"), strict=True)
-    )
-    return first, second
-
-
-async def run_cell(model: Path, how: str, sides: Sides, cases: Sequence[Case]) -> str | None:
-    """One pair, started and ended; what was wrong with it."""
-    try:
-        with ExitStack() as stack:
-            both = (("prefill", sides[0]), ("decode", sides[1]))
-            prefill, decode = start_all(stack, model, how, both)
-            wanted = check_cell(model, how, (prefill, sides[0], decode, sides[1]), cases)
-            await asyncio.wait_for(wanted, CELL_TIMEOUT_S)
-    except FAILURES as exc:
-        return describe(exc)
-    return None
 
 
 async def run_kills(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Each side killed in each state; what was wrong."""
+    """Each side killed in each state, one pair of each two kinds; what was wrong."""
     model = write_mixed_model(folder / "kills", "llama")
     async with cpu(model) as on_cpu:
         cases = await make_cases(on_cpu)
-    print("\nkilled" + " " * 13 + "".join(f"{how} {name:<24}" for how, name in KILLS), flush=True)
-    problems: list[str] = []
-    for sides in sides_of(args.pair):
-        print(f"{sides[0]!s:>8} → {sides[1]!s:<8}", end="", flush=True)
-        for how, name in KILLS:
-            try:
-                await asyncio.wait_for(check_kill(model, how, name, sides, cases), CELL_TIMEOUT_S)
-            except FAILURES as exc:
-                problems.append(f"{how}, {name}, {sides[0]} → {sides[1]}: {describe(exc)}")
-                print(f"{'FAIL':<30}", end="", flush=True)
-            else:
-                print(f"{'ok':<30}", end="", flush=True)
-        print(flush=True)
-    return problems
+    pairs = {(p.kind, d.kind): (p, d) for p, d in sides_of(args.pair)}
+
+    async def run_line(how: str, sides: Sides) -> list[str]:
+        row, problems = f"{sides[0]!s:>8} → {sides[1]!s:<8} {how}", []
+        async for name, problem in check_kills(model, how, sides, cases):
+            print(f"{row}  {name:<16}{'ok' if problem is None else 'FAIL'}", flush=True)
+            if problem is not None:
+                problems.append(f"{row.strip()}, killed: {name}: {problem}")
+        return problems
+
+    print("\nkilled", flush=True)
+    found: list[str] = []
+    for sides in pairs.values():  # both at once: they wait more than they work
+        lines = await asyncio.gather(*(run_line(how, sides) for how in args.how))
+        found += itertools.chain.from_iterable(lines)
+    return found
 
 
 async def run_wire(args: argparse.Namespace, folder: Path) -> list[str]:
     """What crosses, by the bytes of the KV; what was wrong."""
-    model, problems = write_wide_model(folder), []
-    print(f"bytes on the wire by bytes of KV, at most {LIMIT}", flush=True)
-    for sides, how in itertools.product(list(sides_of(args.pair)), args.how):
-        row = f"{sides[0]!s:>8} → {sides[1]!s:<8} {how}"
-        try:
-            found = await asyncio.wait_for(bytes_by_kv(model, how, sides), CELL_TIMEOUT_S)
-            print(f"{row}  {found:.4f}", flush=True)
-        except FAILURES as exc:
-            problems.append(f"{row}: {describe(exc)}")
+    model, problems, cells = write_wide_model(folder), [], cells_of(args)
+    for how in args.how:
+
+        async def check(number: int, prefill: Served, decode: Served, how: str = how) -> str:
+            return f"{await bytes_by_kv(model, how, prefill, decode, f'cell {number}'):.4f}"
+
+        print(f"\nbytes on the wire by bytes of KV, at most {LIMIT}: {how}", flush=True)
+        with other_network() as through:
+            start = partial(start_apart, model, how, through=through)
+            with closing(InstancePool(start, cells, args.ranks)) as pool:
+                found = await run_table(cells, pool, check)
+        problems += [f"wire, {how}, {each}" for each in found]
     return problems
 
 

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from mooncake_hal.errors import HalError, TransferCancelled, TransferError
 from mooncake_hal.transport import Spans, TransferState
+from mooncake_hal.transports.staging import MAX_PIECES
 from mooncake_hal.transports.transfers import RunningTransfer, deadline_after
 
 logger = logging.getLogger(__name__)
-
-PART_PIECES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ class CopyWorker(Generic[C]):
 
 
 def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of pieces, each of at most ``most_bytes`` and PART_PIECES: [(begin, end), ...].
+    """Ranges of pieces, each of at most ``most_bytes`` and MAX_PIECES: [(begin, end), ...].
 
     Args:
         nbytes: of the pieces, none above ``most_bytes``.
@@ -200,7 +199,7 @@ def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, 
     while begin < len(nbytes):
         limit = before[begin] + np.uint64(most_bytes)
         end = int(np.searchsorted(after, limit, side="right"))
-        end = min(end, begin + PART_PIECES)
+        end = min(end, begin + MAX_PIECES)
         ranges.append((begin, end))
         begin = end
     return ranges

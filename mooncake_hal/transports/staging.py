@@ -9,12 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from mooncake_hal.errors import TransferError
+from mooncake_hal.transports.strided_pieces import U64, num_levels, pack_strides, unpack_strides
 
-U64 = NDArray[np.uint64]
+MAX_PIECES = 1 << 16
+"""Of a buffer."""
+
+
+class PackedPieces(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Pieces that lie one behind the other in a buffer, as they are described to the other end.
+
+    Args:
+        rows: see ``strided_pieces``.
+        levels: of the rows.
+    """
+
+    rows: bytes
+    levels: int
+
+    @classmethod
+    def of(cls, addresses: U64, nbytes: U64) -> PackedPieces:
+        """Describe [pieces] addresses and lengths, at least one."""
+        rows = pack_strides(addresses, nbytes)
+        return cls(rows.tobytes(), num_levels(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +51,12 @@ class StagingLimits:
     slots: int
     slot_bytes: int
 
-    def read_pieces(self, slot: int, addresses: bytes, nbytes: bytes) -> tuple[U64, U64]:
+    def read_pieces(self, slot: int, pieces: PackedPieces) -> tuple[U64, U64]:
         """What a peer says of a buffer's pieces: [n] addresses and [n] lengths, to be written to.
 
         Args:
             slot: which buffer.
-            addresses, nbytes: uint64 arrays as bytes.
+            pieces: described.
 
         Raises:
             TransferError: they are no pieces, or more than a buffer holds, or there is none such.
@@ -44,9 +64,10 @@ class StagingLimits:
         name = self.transport
         if not 0 <= slot < self.slots:
             raise TransferError(f"{name}: there are {self.slots} buffers, {slot} is none of them")
-        if len(addresses) != len(nbytes) or len(nbytes) % 8 or not nbytes:
-            raise TransferError(f"{name}: {len(addresses)} and {len(nbytes)} bytes of pieces")
-        places, sizes = (np.frombuffer(data, np.uint64).copy() for data in (addresses, nbytes))
+        try:
+            places, sizes = unpack_strides(pieces.rows, pieces.levels, MAX_PIECES)
+        except ValueError as exc:
+            raise TransferError(f"{name}: a buffer's pieces can't be read: {exc}") from exc
         # the largest one first: a sum of uint64 may wrap around
         if not sizes.all() or sizes.max() > self.slot_bytes or sizes.sum() > self.slot_bytes:
             raise TransferError(f"{name}: pieces must have 1 to {self.slot_bytes} bytes together")

@@ -70,6 +70,13 @@ def write_mixed_model(folder: Path, family: str) -> Path:
     return write_model(folder / family, name, dtype="bfloat16", **shape)
 
 
+def start_one(model: Path, how: str, role: str, side: Side, *options: str) -> Program:
+    """An instance of KINDS, not waited for."""
+    kind = KINDS[side.kind]
+    argv = [*serve_argv(model, role, how, side, kind), *options]
+    return Program(argv, environment=kind.environment)
+
+
 def serve_argv(model: Path, role: str, how: str, side: Side, kind: DeviceKind) -> list[str]:
     """The command line of an instance; it chooses transports by itself."""
     num_blocks = TOKENS_IN_POOL // side.block_size
@@ -106,15 +113,16 @@ async def ask_across(
     how: str,
     prompt: Sequence[int],
     sampling: SamplingParams = FEW,
+    salt: str | None = None,
 ) -> list[int]:
     """A prompt prefilled by one and continued by the other; the tokens."""
     if how == "pull":
-        params = await prefill.prefill(prompt)
-        return tokens_of(await decode.complete(body_of(prompt, sampling, params)))
+        params = await prefill.prefill(prompt, salt)
+        return tokens_of(await decode.complete(body_of(prompt, sampling, params, salt)))
 
     async def dispatch(key: str, pushed: KVTransferDict) -> None:
         with contextlib.suppress(httpx.HTTPError):  # it is killed in some cases
-            await prefill.complete(body_of(prompt, FIRST, pushed))
+            await prefill.complete(body_of(prompt, FIRST, pushed, salt))
 
     async with metaserver(dispatch) as server:
         params = {
@@ -122,7 +130,7 @@ async def ask_across(
             "do_remote_decode": False,
             "metaserver": server.url(f"mixed-{next(_keys)}"),
         }
-        return tokens_of(await decode.complete(body_of(prompt, sampling, params)))
+        return tokens_of(await decode.complete(body_of(prompt, sampling, params, salt)))
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
@@ -138,18 +146,25 @@ async def make_cases(on_cpu: Instance) -> list[Case]:
 
 
 async def check_cell(
-    model: Path, how: str, sides: tuple[Served, Side, Served, Side], cases: Sequence[Case]
+    model: Path,
+    how: str,
+    pair: tuple[Served, Served],
+    decode_side: Side,
+    cases: Sequence[Case],
+    *,
+    salt: str,
 ) -> None:
     """The CPU's tokens, by KV that came across whole and once; everything is given back.
 
     Raises:
         AssertionError: it is not so.
     """
-    prefill, _, decode, decode_side = sides
+    prefill, decode = pair
     before = await decode.figure("mooncake:kv_transfer_bytes_received")
     loads = await decode.figure("mooncake:kv_transfer_loads_total")
     for case in cases:
-        found = await asyncio.wait_for(ask_across(prefill, decode, how, case.prompt), DEADLINE_S)
+        asking = ask_across(prefill, decode, how, case.prompt, salt=salt)
+        found = await asyncio.wait_for(asking, DEADLINE_S)
         assert found == case.tokens, f"wrong tokens {found}, wanted {case.tokens}"
     assert await decode.figure("mooncake:kv_transfer_load_failures") == 0, "a load failed"
     assert await decode.figure("mooncake:kv_transfer_loads_total") == loads + len(cases)

@@ -8,55 +8,70 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from support.metaserver import metaserver
 from support.mixed_fleet import (
     FIRST,
+    START_S,
     Side,
     ask_across,
     check_idle,
     freeze,
-    start_all,
+    start_one,
     thaw,
     tokens_of,
 )
 from support.npu import FEW, Case
 from support.pd_processes import Served, body_of
 
+from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import KVTransferDict
 
 SURVIVOR_S = 60.0
 """For leases, keepalives and deadlines to end what waits for the dead one."""
 IN_FLIGHT_S = 1.0
 """For a request to come where it hangs."""
+KILL_TIMEOUT_S = 300.0
 OPTIONS = ("--transfer-timeout-seconds", "20")
 ENDLESS = replace(FEW, max_tokens=150)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both instances, and a prompt that they have not seen."""
+    """Both instances, and a prompt that they have not seen under this salt."""
 
     prefill: Served
     decode: Served
     case: Case
+    salt: str
+
+    async def prefilled(self) -> KVTransferDict:
+        """P has computed the prompt for D."""
+        return await self.prefill.prefill(self.case.prompt, self.salt)
+
+    def body(
+        self, params: KVTransferDict | None = None, sampling: SamplingParams = FEW
+    ) -> dict[str, Any]:
+        """Of a request for the prompt."""
+        return body_of(self.case.prompt, sampling, params, self.salt)
 
 
 async def _holder(of: Pair) -> Served:
     """P has a prompt's KV for D, which then finds P gone, and computes the prompt itself."""
-    params = await of.prefill.prefill(of.case.prompt)
+    params = await of.prefilled()
     of.prefill.kill()
-    answer = await of.decode.complete(body_of(of.case.prompt, FEW, params))
+    answer = await of.decode.complete(of.body(params))
     assert tokens_of(answer) == of.case.tokens
     return of.decode
 
 
 async def _read_holder(of: Pair) -> Served:
     """D is reading."""
-    params = await of.prefill.prefill(of.case.prompt)
+    params = await of.prefilled()
     freeze(of.prefill)
-    reading = asyncio.create_task(of.decode.complete(body_of(of.case.prompt, FEW, params)))
+    reading = asyncio.create_task(of.decode.complete(of.body(params)))
     await asyncio.sleep(IN_FLIGHT_S)
     assert not reading.done()
     of.prefill.kill()
@@ -66,9 +81,9 @@ async def _read_holder(of: Pair) -> Served:
 
 async def _reader(of: Pair) -> Served:
     """D waits for what it reads; P has its blocks back when the lease ends."""
-    params = await of.prefill.prefill(of.case.prompt)
+    params = await of.prefilled()
     freeze(of.prefill)
-    reading = asyncio.create_task(of.decode.complete(body_of(of.case.prompt, FEW, params)))
+    reading = asyncio.create_task(of.decode.complete(of.body(params)))
     await asyncio.sleep(IN_FLIGHT_S)
     of.decode.kill()
     await _ends_with_its_instance(reading)
@@ -78,8 +93,8 @@ async def _reader(of: Pair) -> Served:
 
 async def _decoder(of: Pair) -> Served:
     """D decodes; P has nothing of the request any more."""
-    params = await of.prefill.prefill(of.case.prompt)
-    decoding = asyncio.create_task(of.decode.complete(body_of(of.case.prompt, ENDLESS, params)))
+    params = await of.prefilled()
+    decoding = asyncio.create_task(of.decode.complete(of.body(params, ENDLESS)))
     await asyncio.sleep(IN_FLIGHT_S)
     of.decode.kill()
     await _ends_with_its_instance(decoding)
@@ -95,7 +110,7 @@ async def _pushing(of: Pair) -> AsyncIterator[asyncio.Task[list[int]]]:
         freeze(of.decode)
         dispatched.set()
         with contextlib.suppress(httpx.HTTPError):
-            await of.prefill.complete(body_of(of.case.prompt, FIRST, params))
+            await of.prefill.complete(of.body(params, FIRST))
 
     async with metaserver(dispatch) as server:
         params = {
@@ -103,7 +118,7 @@ async def _pushing(of: Pair) -> AsyncIterator[asyncio.Task[list[int]]]:
             "do_remote_decode": False,
             "metaserver": server.url("k"),
         }
-        asking = asyncio.create_task(of.decode.complete(body_of(of.case.prompt, FEW, params)))
+        asking = asyncio.create_task(of.decode.complete(of.body(params)))
         await dispatched.wait()
         await asyncio.sleep(IN_FLIGHT_S)
         yield asyncio.ensure_future(_tokens(asking))
@@ -132,7 +147,9 @@ async def _written_to(of: Pair) -> Served:
 
 async def _pushed_decoder(of: Pair) -> Served:
     """D decodes what was pushed."""
-    asking = asyncio.create_task(ask_across(of.prefill, of.decode, "push", of.case.prompt, ENDLESS))
+    asking = asyncio.create_task(
+        ask_across(of.prefill, of.decode, "push", of.case.prompt, ENDLESS, of.salt)
+    )
     await asyncio.sleep(2 * IN_FLIGHT_S)
     of.decode.kill()
     await _ends_with_its_instance(asking)
@@ -156,24 +173,64 @@ KILLS: dict[tuple[str, str], Callable[[Pair], Awaitable[Served]]] = {
 """By how KV crosses, and who is killed when; each returns who is left."""
 
 
-async def check_kill(
-    model: Path, how: str, name: str, sides: tuple[Side, Side], cases: Sequence[Case]
-) -> None:
+async def check_kills(
+    model: Path, how: str, sides: tuple[Side, Side], cases: Sequence[Case]
+) -> AsyncIterator[tuple[str, str | None]]:
+    """Every kill of a pair, one after the other: who is left serves on with a new partner.
+
+    Yields:
+        Each state's name, and what was wrong.
+    """
+    with ExitStack() as stack:
+
+        async def start(role: str) -> Served:
+            side = sides[role == "decode"]
+            program = start_one(model, how, role, side, *OPTIONS)
+            stack.callback(program.close)
+            line = await asyncio.to_thread(program.wait_for, "ready ", START_S)
+            return Served(line.split()[1], program)
+
+        pair: tuple[Served, Served] | None = None
+        for name in (name for each, name in KILLS if each == how):
+            try:
+                if pair is None:
+                    prefill, decode = await asyncio.gather(start("prefill"), start("decode"))
+                    pair = prefill, decode
+                wanted = _check_kill(how, name, pair, cases, start)
+                pair = await asyncio.wait_for(wanted, KILL_TIMEOUT_S)
+            except (AssertionError, asyncio.TimeoutError, httpx.HTTPError, OSError) as exc:
+                for served in pair or ():
+                    served.program.close()
+                pair = None
+                yield name, f"{type(exc).__name__}: {str(exc)[:300]}"
+            else:
+                yield name, None
+
+
+async def _check_kill(
+    how: str,
+    name: str,
+    pair: tuple[Served, Served],
+    cases: Sequence[Case],
+    start: Callable[[str], Awaitable[Served]],
+) -> tuple[Served, Served]:
     """What was asked is answered with the CPU's tokens or fails with its instance; who is left
     gives everything back, and serves on with a new partner.
+
+    Returns:
+        Both of them.
 
     Raises:
         AssertionError: it is not so.
     """
     first, second, *_ = cases
-    both = (("prefill", sides[0]), ("decode", sides[1]))
-    with ExitStack() as stack:
-        prefill, decode = start_all(stack, model, how, both, options=OPTIONS)
-        left = await KILLS[how, name](Pair(prefill, decode, second))
-        await check_idle(left, SURVIVOR_S)
-        is_prefill = left is prefill
-        [fresh] = start_all(stack, model, how, both[is_prefill:][:1], options=OPTIONS)
-        pair = (left, fresh) if is_prefill else (fresh, left)
-        assert await ask_across(*pair, how, first.prompt) == first.tokens
-        await check_idle(left, SURVIVOR_S)
-        await check_idle(fresh, SURVIVOR_S)
+    prefill, decode = pair
+    left = await KILLS[how, name](Pair(prefill, decode, second, f"killed: {name}"))
+    await check_idle(left, SURVIVOR_S)
+    fresh = await start("decode" if left is prefill else "prefill")
+    pair = (left, fresh) if left is prefill else (fresh, left)
+    found = await ask_across(*pair, how, first.prompt, salt=f"after: {name}")
+    assert found == first.tokens, f"wrong tokens {found} afterwards, wanted {first.tokens}"
+    for served in pair:
+        await check_idle(served, SURVIVOR_S)
+    return pair

@@ -46,9 +46,9 @@ class Served:
             found: dict[str, Any] = answer.json()
             return found
 
-    async def prefill(self, prompt: Sequence[int]) -> KVTransferDict:
+    async def prefill(self, prompt: Sequence[int], salt: str | None = None) -> KVTransferDict:
         """Prefill a prompt for another instance."""
-        body = body_of(prompt, replace(GREEDY, max_tokens=1), ORDER)
+        body = body_of(prompt, replace(GREEDY, max_tokens=1), ORDER, salt)
         params: KVTransferDict = (await self.complete(body))["kv_transfer_params"]
         return params
 
@@ -73,10 +73,15 @@ class Served:
 
 
 def body_of(
-    prompt: Sequence[int], sampling: SamplingParams, params: KVTransferDict | None = None
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    params: KVTransferDict | None = None,
+    salt: str | None = None,
 ) -> dict[str, Any]:
-    """A completion's body for the same request."""
+    """A completion's body for the same request; a salt of its own finds no KV of earlier ones."""
+    salted = {} if salt is None else {"cache_salt": salt}
     return {
+        **salted,
         "prompt": list(prompt),
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,

@@ -25,6 +25,7 @@ class Program:
         argv: module and arguments.
         log: takes standard error; without it ``errors`` does.
         environment: variables beside those of this process.
+        through: a command that runs it, in another network for example.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class Program:
         argv: Sequence[str],
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        through: Sequence[str] = (),
     ) -> None:
         with nullcontext(subprocess.PIPE) if log is None else log.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *argv],
+                [*through, sys.executable, "-m", *argv],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,

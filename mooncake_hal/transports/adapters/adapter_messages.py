@@ -10,7 +10,7 @@ import msgspec
 from mooncake_hal.errors import PeerLost, TransferError
 from mooncake_hal.session.authentication import UNREADABLE
 
-VERSION = 4
+VERSION = 5
 
 DESCRIBE = b"describe"
 """The one request: the reply is an AgentDescription."""

@@ -23,7 +23,7 @@ from mooncake_hal.transports.staged.staged_protocol import (
     Scatter,
     StagingOpened,
 )
-from mooncake_hal.transports.staging import packed_addresses
+from mooncake_hal.transports.staging import PackedPieces, packed_addresses
 
 SETUP_SECONDS = 30.0
 
@@ -161,7 +161,7 @@ class StagedPeer(CopyingPeer[HostCopier]):
             self._path.ours.close()
 
     def _call(self, kind: type[Gather | Scatter], part: Spans, slot: int, deadline: float) -> None:
-        call = kind(part.remote.tobytes(), part.nbytes.tobytes(), slot)
+        call = kind(PackedPieces.of(part.remote, part.nbytes), slot)
         with self._asking(part, deadline):
             self._session.request(encode(call), seconds_left(deadline))
 

@@ -6,10 +6,10 @@ import msgspec
 
 from mooncake_hal.errors import TransferError
 from mooncake_hal.session.authentication import UNREADABLE, decode
-from mooncake_hal.transports.staging import StagingLimits
+from mooncake_hal.transports.staging import PackedPieces, StagingLimits
 
 NAME = "staged"
-VERSION = 5
+VERSION = 6
 
 SLOTS = 2
 """Of a peer's staging on either side: one is packed or unpacked while the other one travels."""
@@ -33,18 +33,16 @@ class OpenStaging(msgspec.Struct, frozen=True, tag="open", forbid_unknown_fields
 
 
 class Gather(msgspec.Struct, frozen=True, tag="gather", forbid_unknown_fields=True):
-    """Call: pack pieces of device memory into a slot; uint64 arrays as bytes."""
+    """Call: pack pieces of device memory into a slot."""
 
-    addresses: bytes
-    nbytes: bytes
+    pieces: PackedPieces
     slot: int
 
 
 class Scatter(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_fields=True):
-    """Call: unpack a slot into pieces of device memory; uint64 arrays as bytes."""
+    """Call: unpack a slot into pieces of device memory."""
 
-    addresses: bytes
-    nbytes: bytes
+    pieces: PackedPieces
     slot: int
 
 

@@ -281,7 +281,7 @@ class StagedDataPath:
             if session not in self._served:
                 raise TransferError(f"{NAME}: staging is opened first")
             served = self._served[session]
-            addresses, nbytes = LIMITS.read_pieces(call.slot, call.addresses, call.nbytes)
+            addresses, nbytes = LIMITS.read_pieces(call.slot, call.pieces)
             self._local.locate(addresses, nbytes)
             move = served.staging.gather if isinstance(call, Gather) else served.staging.scatter
             move(served.copier, addresses, nbytes, call.slot)

@@ -25,6 +25,7 @@ from mooncake_hal.errors import OutOfBounds, RegionRevoked, TransferError
 from mooncake_hal.session.regions import RegionTable
 from mooncake_hal.transport import Spans
 from mooncake_hal.transports.spans import gather, scatter, vectors
+from mooncake_hal.transports.strided_pieces import MAX_LEVELS, unpack_strides
 from mooncake_hal.transports.tcp.native_streams import (
     CHUNK_BYTES,
     MAGIC,
@@ -255,10 +256,7 @@ class InterpretedStreams:
 def _carry_out(operation: Operation, pipe: _Pipe) -> None:
     """Do an operation as the client."""
     spans = operation.keep[0]
-    assert isinstance(spans, Spans)
-    kind = WRITE if operation.write else READ
-    table = np.stack([spans.remote, spans.nbytes], axis=1)
-    pipe.send(REQUEST.pack(MAGIC, kind, operation.count, operation.total) + table.tobytes())
+    pipe.send(operation.request())
     if operation.write:
         for vector in vectors(spans.local, spans.nbytes, STAGE_BYTES):
             pipe.send_pieces(vector)
@@ -285,10 +283,15 @@ def _receive_chunks(operation: Operation, spans: Spans, pipe: _Pipe) -> None:
 
 
 def _serve_request(server: _Server, serving: _Serving, pipe: _Pipe) -> None:
-    magic, kind, count, total = REQUEST.unpack(pipe.receive(REQUEST.size))
-    if magic != MAGIC or kind not in (READ, WRITE) or not 0 < count <= MAX_SPANS:
+    magic, kind, levels, count, total = REQUEST.unpack(pipe.receive(REQUEST.size))
+    is_known = magic == MAGIC and kind in (READ, WRITE) and levels <= MAX_LEVELS
+    if not is_known or not 0 < count <= MAX_SPANS // (1 + levels):
         raise _Ended(StreamOutcome.BROKEN)
-    table = np.frombuffer(pipe.receive(16 * count), np.uint64).reshape(-1, 2)
+    rows = pipe.receive(16 * (1 + levels) * count)
+    try:
+        table = np.stack(unpack_strides(rows, levels, MAX_SPANS), axis=1)
+    except ValueError as exc:
+        raise _Ended(StreamOutcome.BROKEN) from exc
     status = server.admit(serving, table, total)
     if status is not ReplyStatus.OK and kind == WRITE:
         pipe.drain(total)

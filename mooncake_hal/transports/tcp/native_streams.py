@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mooncake_hal import native
 from mooncake_hal.errors import (
@@ -25,10 +26,11 @@ from mooncake_hal.errors import (
 )
 from mooncake_hal.session.regions import RegionTable
 from mooncake_hal.transport import Spans
+from mooncake_hal.transports.strided_pieces import num_levels, pack_strides
 
 MAGIC = 0x3154484D
 CHUNK_BYTES = 64 << 20
-REQUEST = struct.Struct("<IIQQ")
+REQUEST = struct.Struct("<IHHQQ")
 REPLY = struct.Struct("<IIQ")
 TRAILER = struct.Struct("<II")
 READ, WRITE = 1, 2
@@ -38,7 +40,7 @@ INLINE_SECONDS = 0.001
 """How long the caller of a small transfer waits for its end before a thread takes over."""
 
 MAX_SPANS = 1 << 20
-"""The most spans of one request; the server refuses more."""
+"""The most pieces of one request; the server refuses more."""
 
 
 class StreamOutcome(IntEnum):
@@ -73,17 +75,25 @@ class Operation(ctypes.Structure):
         ("count", ctypes.c_uint64),
         ("total", ctypes.c_uint64),
         ("frame", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
         ("deadline_ns", ctypes.c_int64),
         ("fd", ctypes.c_int32),
         ("write", ctypes.c_int32),
         ("stop", ctypes.c_int32),
         ("phase", ctypes.c_int32),
         ("status", ctypes.c_uint32),
-        ("pad", ctypes.c_uint32),
+        ("levels", ctypes.c_uint32),
         ("index", ctypes.c_uint64),
         ("private", ctypes.c_uint64 * 32),
     )
-    keep: tuple[object, ...]
+    keep: tuple[Spans, NDArray[np.uint8]]
+
+    def request(self) -> memoryview:
+        """The whole request, with its rows."""
+        frame = self.keep[1]
+        kind = WRITE if self.write else READ
+        REQUEST.pack_into(frame, 0, MAGIC, kind, self.levels, self.rows, self.total)
+        return frame.data
 
     def remote_span(self, index: int) -> tuple[int, int]:
         """Return address and length of one of the remote pieces."""
@@ -100,7 +110,9 @@ def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
         write: whether the bytes go to the peer.
         deadline: of ``time.monotonic``.
     """
-    frame = np.empty(REQUEST.size + 16 * len(spans), np.uint8)
+    rows = pack_strides(spans.remote, spans.nbytes)
+    frame = np.empty(REQUEST.size + rows.nbytes, np.uint8)
+    frame[REQUEST.size :] = rows.reshape(-1).view(np.uint8)
     operation = Operation(
         local=spans.local.ctypes.data,
         remote=spans.remote.ctypes.data,
@@ -108,6 +120,8 @@ def make_operation(spans: Spans, *, write: bool, deadline: float) -> Operation:
         count=len(spans),
         total=spans.total_bytes,
         frame=frame.ctypes.data,
+        rows=len(rows),
+        levels=num_levels(rows),
         deadline_ns=int(min(deadline, 2.0**33) * 1e9),
         write=write,
     )

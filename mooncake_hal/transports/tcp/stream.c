@@ -1,8 +1,8 @@
 /* One-sided reads and writes over TCP streams: the client's operation, resumable, and the loop that
  * serves a connection. Frames are little endian, as is every machine this runs on.
  *
- *   request   magic u32, operation u32, count u64, total u64, then count x (address u64, nbytes u64);
- *             a write's bytes follow at once
+ *   request   magic u32, operation u16, levels u16, rows u64, total u64, then rows of u64: address,
+ *             nbytes, and count and step of each level (strided_pieces.py); a write's bytes follow
  *   reply     magic u32, status u32, index u64 of the first refused span
  *   a read's bytes follow an accepting reply in chunks, each with a trailer: magic u32, status u32
  *
@@ -24,6 +24,7 @@
 #define CHUNK_BYTES (64u << 20)
 #define MAX_PIECES 1024 /* IOV_MAX */
 #define MAX_SPANS (1u << 20)
+#define MAX_LEVELS 3
 #define SPIN_NS 30000 /* an answer that comes sooner is not worth a sleep and a wake-up */
 
 enum { READ = 1, WRITE = 2 };
@@ -31,9 +32,12 @@ enum { OK = 0, UNKNOWN = 1, REVOKED = 2, OUT_OF_BOUNDS = 3, MALFORMED = 4, FAULT
 enum { RUN_DONE = 0, RUN_AGAIN = -1, RUN_STOPPED = -2, RUN_LATE = -3, RUN_CLOSED = -4, RUN_BROKEN = -5 };
 
 struct request {
-    uint32_t magic, operation;
-    uint64_t count, total;
+    uint32_t magic;
+    uint16_t operation, levels;
+    uint64_t rows, total;
 };
+
+static uint64_t row_bytes(uint16_t levels) { return 16 * (1 + (uint64_t)levels); }
 
 struct reply {
     uint32_t magic, status;
@@ -130,11 +134,12 @@ static int is_over(const struct flow *f) {
 struct operation {
     const uint64_t *local, *remote, *nbytes; /* [count] */
     uint64_t count, total;
-    char *frame; /* room for the request: sizeof(struct request) + 16 * count */
+    char *frame; /* room for the request, then its rows */
+    uint64_t rows;
     int64_t deadline_ns;
     int32_t fd, write;
     int32_t stop, phase;
-    uint32_t status, pad;
+    uint32_t status, levels;
     uint64_t index;
     struct flow flow;
     struct reply reply;
@@ -148,18 +153,13 @@ enum { SENDING = 0, RECEIVING = 1 };
 
 uint64_t mooncake_operation_size(void) { return sizeof(struct operation); }
 
-/* Fill in the request; the fields up to `write` are the caller's. */
+/* Fill in the request; its rows, and the fields up to `write`, are the caller's. */
 void mooncake_begin(struct operation *op) {
-    struct request request = {MAGIC, op->write ? WRITE : READ, op->count, op->total};
+    struct request request = {MAGIC, op->write ? WRITE : READ, op->levels, op->rows, op->total};
     memcpy(op->frame, &request, sizeof request);
-    uint64_t *table = (uint64_t *)(op->frame + sizeof request);
-    for (uint64_t i = 0; i < op->count; i++) {
-        table[2 * i] = op->remote[i];
-        table[2 * i + 1] = op->nbytes[i];
-    }
     op->flow = (struct flow){
         .head = op->frame,
-        .head_left = sizeof request + 16 * op->count,
+        .head_left = sizeof request + row_bytes(op->levels) * op->rows,
         .address = op->local,
         .nbytes = op->nbytes,
         .stride = 1,
@@ -268,9 +268,11 @@ int mooncake_one(struct operation *op, uint64_t local, uint64_t remote, uint64_t
     op->local = &op->one[0];
     op->remote = &op->one[1];
     op->nbytes = &op->one[2];
-    op->count = 1;
+    op->count = op->rows = 1;
+    op->levels = 0;
     op->total = nbytes;
     op->frame = op->one_frame;
+    memcpy(op->frame + sizeof(struct request), &op->one[1], 16);
     op->stop = 0;
     op->deadline_ns = timeout < 1e9 ? now + (int64_t)(timeout * 1e9) : INT64_MAX;
     mooncake_begin(op);
@@ -371,13 +373,68 @@ static uint32_t judge(const struct server *s, uint64_t address, uint64_t nbytes)
     return UNKNOWN;
 }
 
+struct pieces {
+    uint64_t *table; /* (address, nbytes) x count */
+    uint64_t count, room;
+};
+
+/* How many pieces rows describe; 0 if that is none, or too many. */
+static uint64_t count_pieces(const uint64_t *row, const struct request *r) {
+    uint64_t count = 0;
+    for (uint64_t i = 0; i < r->rows; i++, row += 2 + 2 * r->levels) {
+        uint64_t pieces = 1;
+        for (int level = 0; level < r->levels; level++) {
+            uint64_t times = row[2 + 2 * level];
+            if (!times || times > MAX_SPANS) return 0;
+            pieces *= times; /* at most 2^60, since it was at most 2^40 */
+        }
+        if (pieces > MAX_SPANS - count) return 0;
+        count += pieces;
+    }
+    return count;
+}
+
+/* Write the pieces of one row, the innermost level first; returns where the next row's go. */
+static uint64_t *expand_row(const uint64_t *row, int levels, uint64_t *to) {
+    uint64_t count = 1;
+    to[0] = row[0];
+    to[1] = row[1];
+    for (int level = 0; level < levels; level++) {
+        uint64_t times = row[2 + 2 * level], step = row[3 + 2 * level];
+        for (uint64_t i = count; i < count * times; i++) {
+            to[2 * i] = to[2 * (i - count)] + step;
+            to[2 * i + 1] = row[1];
+        }
+        count *= times;
+    }
+    return to + 2 * count;
+}
+
+/* Turn a request's rows into pieces; RUN_BROKEN if they are none, or ENOMEM. */
+static int expand(const uint64_t *rows, const struct request *r, struct pieces *pieces) {
+    uint64_t count = count_pieces(rows, r);
+    if (!count) return RUN_BROKEN;
+    if (count > pieces->room) {
+        free(pieces->table);
+        pieces->table = malloc(16 * count);
+        pieces->room = pieces->table ? count : 0;
+        if (!pieces->table) return ENOMEM;
+    }
+    uint64_t *to = pieces->table;
+    for (uint64_t i = 0; i < r->rows; i++)
+        to = expand_row(rows + i * (2 + 2 * r->levels), r->levels, to);
+    pieces->count = count;
+    return RUN_DONE;
+}
+
 /* Check every span against the regions and, if all hold, pin them: under one lock with revoking. */
-static struct reply admit(struct server *s, struct connection *c, const uint64_t *table,
+static struct reply admit(struct server *s, struct connection *c, const struct pieces *pieces,
                           const struct request *request) {
     struct reply reply = {MAGIC, OK, 0};
+    const uint64_t *table = pieces->table;
     uint64_t total = 0;
     pthread_mutex_lock(&s->lock);
-    for (uint64_t i = 0; i < request->count && reply.status == OK; i++) {
+    for (uint64_t i = 0; i < pieces->count && reply.status == OK; i++) {
         uint64_t n = table[2 * i + 1];
         reply.status = judge(s, table[2 * i], n);
         reply.index = i;
@@ -385,7 +442,7 @@ static struct reply admit(struct server *s, struct connection *c, const uint64_t
     }
     if (reply.status == OK && total != request->total) reply.status = MALFORMED;
     if (reply.status == OK) {
-        c->count = request->count;
+        c->count = pieces->count;
         c->abort = 0;
         c->table = table;
     }
@@ -523,8 +580,9 @@ static int serve_write(struct server *s, struct connection *c, int fd, struct re
 }
 
 static int serve_one(struct server *s, struct connection *c, int fd, const struct request *request,
-                     const uint64_t *table, const int32_t *stop) {
-    struct reply reply = admit(s, c, table, request);
+                     const struct pieces *pieces, const int32_t *stop) {
+    struct reply reply = admit(s, c, pieces, request);
+    const uint64_t *table = pieces->table;
     int result;
     if (reply.status != OK) {
         result = request->operation == WRITE ? drain(fd, request->total, stop) : RUN_DONE;
@@ -563,32 +621,36 @@ int mooncake_serve(struct server *s, int fd, const int32_t *stop) {
         struct request request;
         uint64_t first[2];
     } begin;
-    uint64_t *table = NULL, room = 0;
+    struct pieces pieces = {0};
+    uint64_t *rows = NULL, room = 0; /* bytes */
     int result = RUN_DONE;
     enter(s, &c);
     while (result == RUN_DONE) {
         result = receive_all(fd, &begin, sizeof begin, stop, 1);
         if (result) break;
         const struct request *r = &begin.request;
-        if (r->magic != MAGIC || (r->operation != READ && r->operation != WRITE) || !r->count ||
-            r->count > MAX_SPANS) {
+        if (r->magic != MAGIC || (r->operation != READ && r->operation != WRITE) || !r->rows ||
+            r->levels > MAX_LEVELS || r->rows > 16 * MAX_SPANS / row_bytes(r->levels)) {
             result = RUN_BROKEN;
             break;
         }
-        if (r->count > room) {
-            free(table);
-            table = malloc(16 * r->count);
-            room = table ? r->count : 0;
-            if (!table) {
+        uint64_t size = row_bytes(r->levels) * r->rows;
+        if (size > room) {
+            free(rows);
+            rows = malloc(size);
+            room = rows ? size : 0;
+            if (!rows) {
                 result = ENOMEM;
                 break;
             }
         }
-        memcpy(table, begin.first, 16);
-        result = receive_all(fd, table + 2, 16 * (r->count - 1), stop, 0);
-        if (!result) result = serve_one(s, &c, fd, r, table, stop);
+        memcpy(rows, begin.first, sizeof begin.first);
+        result = receive_all(fd, rows + 2, size - sizeof begin.first, stop, 0);
+        if (!result) result = expand(rows, r, &pieces);
+        if (!result) result = serve_one(s, &c, fd, r, &pieces, stop);
     }
     leave(s, &c);
-    free(table);
+    free(pieces.table);
+    free(rows);
     return result;
 }

@@ -18,7 +18,7 @@ from mooncake_hal.session.listener import shake_hands_tls
 logger = logging.getLogger(__name__)
 
 NAME = "tcp"
-VERSION = 3
+VERSION = 4
 SLICE_SECONDS = 0.05
 """How long one system call on a connection may block: how soon stop flags are seen."""
 

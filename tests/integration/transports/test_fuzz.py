@@ -176,7 +176,7 @@ def test_frames_that_lie(name: str, attack: Callable[[str], Target]) -> None:
         with dial(target) as connection:
             prove(target, connection)
             connection.sendall(
-                REQUEST.pack(MAGIC, READ, 1, nbytes) + struct.pack("<QQ", address, nbytes)
+                REQUEST.pack(MAGIC, READ, 0, 1, nbytes) + struct.pack("<QQ", address, nbytes)
             )
             magic, found, _ = REPLY.unpack(until_closed(connection)[: REPLY.size])
             assert magic == MAGIC
@@ -189,14 +189,29 @@ def test_frames_that_lie(name: str, attack: Callable[[str], Target]) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        REQUEST.pack(MAGIC + 1, READ, 1, 8),
-        REQUEST.pack(MAGIC, 0, 1, 8),
-        REQUEST.pack(MAGIC, 77, 1, 8),
-        REQUEST.pack(MAGIC, READ, 0, 8),
-        REQUEST.pack(MAGIC, WRITE, 2**63, 8),
-        REQUEST.pack(MAGIC, WRITE, (1 << 20) + 1, 8),
+        REQUEST.pack(MAGIC + 1, READ, 0, 1, 8),
+        REQUEST.pack(MAGIC, 0, 0, 1, 8),
+        REQUEST.pack(MAGIC, 77, 0, 1, 8),
+        REQUEST.pack(MAGIC, READ, 0, 0, 8),
+        REQUEST.pack(MAGIC, WRITE, 0, 2**63, 8),
+        REQUEST.pack(MAGIC, WRITE, 0, (1 << 20) + 1, 8),
+        REQUEST.pack(MAGIC, READ, 4, 1, 8) + struct.pack("<10Q", 0, 8, *[1, 0] * 4),
+        REQUEST.pack(MAGIC, READ, 1, 1, 8) + struct.pack("<4Q", 0, 8, 0, 8),
+        REQUEST.pack(MAGIC, READ, 1, 1, 8) + struct.pack("<4Q", 0, 8, (1 << 20) + 1, 0),
+        REQUEST.pack(MAGIC, READ, 3, 1, 8) + struct.pack("<8Q", 0, 8, *[1 << 20, 0] * 3),
     ],
-    ids=["magic", "operation 0", "operation 77", "no spans", "2^63 spans", "too many spans"],
+    ids=[
+        "magic",
+        "operation 0",
+        "operation 77",
+        "no spans",
+        "2^63 spans",
+        "too many spans",
+        "levels",
+        "no times",
+        "too many times",
+        "2^60 pieces",
+    ],
 )
 def test_frames_that_are_none(request_: bytes, name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
@@ -215,7 +230,7 @@ def test_a_write_whose_total_lies(name: str, attack: Callable[[str], Target]) ->
     span = struct.pack("<QQ", target.registered.region.address, 64)
     with dial(target) as connection:
         prove(target, connection)
-        connection.sendall(REQUEST.pack(MAGIC, WRITE, 1, 128) + span + b"\xee" * 128)
+        connection.sendall(REQUEST.pack(MAGIC, WRITE, 0, 1, 128) + span + b"\xee" * 128)
         _, status, _ = REPLY.unpack(until_closed(connection)[: REPLY.size])
         assert status == ReplyStatus.MALFORMED
     assert (target.registered.get() == content).all()
@@ -234,7 +249,7 @@ def test_revoking_does_not_wait_for_a_member_who_stalls(
         for stalled, operation in ((connection, READ), (writer, WRITE)):
             prove(target, stalled)
             span = struct.pack("<QQ", large.region.address, large.region.nbytes)
-            stalled.sendall(REQUEST.pack(MAGIC, operation, 1, large.region.nbytes) + span)
+            stalled.sendall(REQUEST.pack(MAGIC, operation, 0, 1, large.region.nbytes) + span)
         writer.sendall(b"\xaa" * 1000)
         time.sleep(0.2)  # both operations are under way now
         started = time.monotonic()

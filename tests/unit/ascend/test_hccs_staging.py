@@ -21,6 +21,7 @@ from mooncake_hal.session.regions import AttachedRegions
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion, Peer, Spans
 from mooncake_hal.transports.adapters.adapter_transport import AdapterDataPath, AdapterTransport
+from mooncake_hal.transports.staging import PackedPieces
 from mooncake_hal_ascend.hccs import hccs_staging, hccs_transport
 from mooncake_hal_ascend.hccs.contiguous_runs import BUFFER_BYTES
 from mooncake_hal_ascend.hccs.hccs_staging import (
@@ -283,7 +284,7 @@ class Lender:
     def scatter(self, targets: list[int], sizes: list[int], slot: int = 0) -> None:
         base = self.target.region.address
         at = np.array([base + place for place in targets], np.uint64)
-        self.ask(ScatterBuffer(slot, at.tobytes(), np.array(sizes, np.uint64).tobytes()))
+        self.ask(ScatterBuffer(slot, PackedPieces.of(at, np.array(sizes, np.uint64))))
 
 
 def test_a_buffer_is_spread_where_its_pieces_say() -> None:
@@ -312,7 +313,7 @@ def test_buffers_are_borrowed_first_and_by_as_many_as_there_are() -> None:
     ("targets", "sizes", "slot", "message"),
     [
         ([0], [32], 2, "there are 2 buffers, 2 is none of them"),
-        ([0], [], 0, "8 and 0 bytes of pieces"),
+        ([], [], 0, "0 bytes are no rows of 0 levels"),
         ([0], [0], 0, "pieces must have 1 to 1048576 bytes together"),
         ([0, 32], [1 << 20, 32], 0, "pieces must have 1 to 1048576 bytes together"),
         ([0], [2**64 - 32], 0, "pieces must have 1 to 1048576 bytes together"),
@@ -352,9 +353,9 @@ def test_pieces_of_two_regions_or_of_foreign_memory_are_not_spread() -> None:
         lender.scatter([begin - begins[0] for begin in sorted(begins)], [32, 32])
     foreign = torch.zeros(64, dtype=torch.uint8)
     lender.local.add(3, MemoryRegion(foreign.data_ptr(), 64, DEVICE), b"")
-    at = np.array([foreign.data_ptr()], np.uint64).tobytes()
+    there = PackedPieces.of(*np.array([[foreign.data_ptr()], [64]], np.uint64))
     with pytest.raises(TransferError, match="must lie in one region that takes runs"):
-        lender.ask(ScatterBuffer(0, at, np.array([64], np.uint64).tobytes()))
+        lender.ask(ScatterBuffer(0, there))
 
 
 def test_a_region_that_is_revoked_is_not_spread_over() -> None:

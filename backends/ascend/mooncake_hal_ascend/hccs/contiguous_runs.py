@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mooncake_hal.transports.staging import U64, packed_addresses
+from mooncake_hal.transports.staging import packed_addresses
+from mooncake_hal.transports.strided_pieces import U64
 
 BUFFER_BYTES = 1 << 20
 """A slice of small pieces is a few times as long, and goes through two of them in turns."""

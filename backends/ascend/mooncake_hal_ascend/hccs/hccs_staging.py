@@ -25,7 +25,8 @@ from mooncake_hal.session.regions import AttachedRegions
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import MemoryRegion, Spans
 from mooncake_hal.transports.adapters.adapter_messages import decode_message
-from mooncake_hal.transports.staging import U64, StagingLimits
+from mooncake_hal.transports.staging import PackedPieces, StagingLimits
+from mooncake_hal.transports.strided_pieces import U64
 from mooncake_hal_ascend.hccs.contiguous_runs import (
     BUFFER_BYTES,
     ContiguousRuns,
@@ -79,23 +80,16 @@ class Lent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: int
 
 
-class ScatterBuffer(
-    msgspec.Struct,
-    frozen=True,
-    tag="spread",  # on the wire it keeps the names that it had
-    rename={"targets": "places"},
-    forbid_unknown_fields=True,
-):
+class ScatterBuffer(msgspec.Struct, frozen=True, tag="scatter", forbid_unknown_fields=True):
     """Call: copy what a buffer holds to its targets; all of it is there when the answer comes.
 
     Args:
         slot: which buffer.
-        targets, sizes: of the pieces, that lie one behind the other in it; uint64 arrays as bytes.
+        targets: of the pieces.
     """
 
     slot: int
-    targets: bytes
-    sizes: bytes
+    targets: PackedPieces
 
 
 def decode_call(payload: bytes) -> Borrow | ScatterBuffer:
@@ -253,7 +247,7 @@ class StagingBufferPool:
         """Copy to regions that are live at this moment; all has arrived when this returns."""
         if session not in self._lent:
             raise TransferError(f"{NAME}: buffers are borrowed first")
-        targets, sizes = LIMITS.read_pieces(call.slot, call.targets, call.sizes)
+        targets, sizes = LIMITS.read_pieces(call.slot, call.targets)
         index, at = local.locate(targets, sizes)
         base = index.starts[at[0]]
         if (at != at[0]).any() or not self._scatterer.can_scatter(base):
@@ -329,7 +323,7 @@ class StagedWriter:
                 is_scattered.result()
             in_buffer = batch.in_buffer(self._address + slot * BUFFER_BYTES)
             write(Spans(batch.starts, in_buffer, batch.run_bytes))
-            call = ScatterBuffer(slot, batch.targets.tobytes(), batch.sizes.tobytes())
+            call = ScatterBuffer(slot, PackedPieces.of(batch.targets, batch.sizes))
             answers.append(self._session.start_request(encode(call)))
 
     def _borrowed(self, must_stop: Callable[[], bool]) -> bool:

@@ -40,7 +40,7 @@ def test_parts_are_as_full_as_may_be(nbytes: tuple[int, ...], parts: list[tuple[
 
 
 def test_parts_have_a_limit_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_worker, "PART_PIECES", 2)
+    monkeypatch.setattr(copy_worker, "MAX_PIECES", 2)
     assert split_parts(numbers(1, 1, 1), 10) == [(0, 2), (2, 3)]
 
 

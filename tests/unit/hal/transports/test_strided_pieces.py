@@ -1,0 +1,96 @@
+"""Pieces in equal steps are few rows, and rows are the same pieces again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from numpy.typing import NDArray
+
+from mooncake_hal.transports.strided_pieces import (
+    LARGE_BYTES,
+    MAX_LEVELS,
+    num_levels,
+    pack_strides,
+    unpack_strides,
+)
+
+U64 = NDArray[np.uint64]
+MOST = 1 << 16
+
+
+def u64(values: object) -> U64:
+    return np.array(values, np.uint64).ravel()
+
+
+def again(addresses: U64, nbytes: U64) -> tuple[U64, U64]:
+    rows = pack_strides(addresses, nbytes)
+    return unpack_strides(rows.tobytes(), num_levels(rows), MOST)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, 2, 3, 2**64 - 1, 2**63]), st.sampled_from([1, 1, 1, 2])),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_any_pieces_come_back_in_their_order(pieces: list[tuple[int, int]]) -> None:
+    steps, nbytes = u64([step for step, _ in pieces]), u64([size for _, size in pieces])
+    addresses = np.cumsum(steps, dtype=np.uint64)
+    found = again(addresses, nbytes)
+    assert found[0].tolist() == addresses.tolist()
+    assert found[1].tolist() == nbytes.tolist()
+
+
+def kv_pieces(blocks: list[int], layers: int, tokens: int, heads: int, nbytes: int) -> U64:
+    """Addresses of each head and token of blocks, the head innermost; 64 KiB lie between tokens."""
+    offset = np.add.outer(np.arange(layers) << 30, np.array(blocks) << 22)
+    offset = np.add.outer(offset, np.arange(tokens) << 16)
+    return u64(np.add.outer(offset, np.arange(heads) * nbytes * 2))
+
+
+def test_heads_of_consecutive_blocks_are_one_row() -> None:
+    addresses = kv_pieces([7, 8, 9, 10], 1, 16, 8, 256)
+    rows = pack_strides(addresses, np.full(len(addresses), 256, np.uint64))
+    assert rows.tolist() == [[7 << 22, 256, 8, 512, 16, 1 << 16, 4, 1 << 22]]
+
+
+def test_blocks_that_lie_anyhow_are_a_row_each() -> None:
+    blocks = np.random.default_rng(3).permutation(1000)[:30].tolist()
+    addresses = kv_pieces(blocks, 4, 16, 8, 256)
+    rows = pack_strides(addresses, np.full(len(addresses), 256, np.uint64))
+    assert len(rows) <= 4 * 30
+    assert rows.nbytes < 0.003 * 256 * len(addresses)
+
+
+def test_rows_are_never_longer_than_pieces_one_by_one() -> None:
+    addresses = np.random.default_rng(4).permutation(1 << 16).astype(np.uint64) << np.uint64(9)
+    assert pack_strides(addresses, np.full(len(addresses), 256, np.uint64)).shape == (1 << 16, 2)
+
+
+def test_large_pieces_are_left_as_they_are() -> None:
+    addresses = np.arange(100, dtype=np.uint64) << np.uint64(20)
+    assert num_levels(pack_strides(addresses, np.full(100, LARGE_BYTES, np.uint64))) == 0
+    assert num_levels(pack_strides(addresses, np.full(100, LARGE_BYTES - 1, np.uint64))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "levels", "message"),
+    [
+        ([], 0, "0 bytes are no rows of 0 levels"),
+        ([1, 1, 1], 0, "24 bytes are no rows of 0 levels"),
+        ([1, 1], 1, "16 bytes are no rows of 1 levels"),
+        ([1, 1] * (MAX_LEVELS + 2), MAX_LEVELS + 1, "are no rows of 4 levels"),
+        ([1, 1], -1, "16 bytes are no rows of -1 levels"),
+        ([1, 1, 0, 1], 1, "rows are of 1 to 65536 pieces each"),
+        ([1, 1, MOST + 1, 1], 1, "rows are of 1 to 65536 pieces each"),
+        ([1, 1, 2**64 - 1, 1], 1, "rows are of 1 to 65536 pieces each"),
+        ([1, 1] * (MOST + 1), 0, "rows are of 1 to 65536 pieces each"),
+        ([1, 1, MOST, 1, MOST, 1, MOST, 1], 3, "65536 pieces at most are described at once"),
+        ([1, 1, MOST, 1, 1, 1, 1, 1], 1, "65536 pieces at most are described at once"),
+    ],
+)
+def test_what_are_no_rows_is_refused(words: list[int], levels: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        unpack_strides(u64(words).tobytes(), levels, MOST)
