@@ -40,6 +40,7 @@ _current = threading.local()
 _said = threading.local()
 _engines: weakref.WeakValueDictionary[str, FakeEngine] = weakref.WeakValueDictionary()
 _allocations: weakref.WeakValueDictionary[int, TensorAllocation] = weakref.WeakValueDictionary()
+_backings: list[weakref.ref[NDArray[np.uint8]]] = []
 _ports = itertools.count(15000)
 
 
@@ -65,12 +66,19 @@ class HostMemory:
     """Pages of host memory that pass for an NPU's."""
 
     def allocate(self, nbytes: int, index: int) -> TensorAllocation:
-        whole = torch.zeros(nbytes + PAGE, dtype=torch.uint8)
+        backing = np.zeros(nbytes + PAGE, np.uint8)
+        _backings.append(weakref.ref(backing))
+        whole = torch.from_numpy(backing)
         start = -whole.data_ptr() % PAGE
         tensor = whole[start : start + nbytes]
         made = TensorAllocation(MemoryRegion(tensor.data_ptr(), nbytes, DEVICE), tensor)
         _allocations[made.region.address] = made
         return made
+
+
+def bytes_in_use() -> int:
+    """Of all such memory that has not been given back."""
+    return sum(len(found) for each in _backings if (found := each()) is not None)
 
 
 def tensor_at(address: int) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -133,6 +134,23 @@ def test_a_pull_moves_blocks_and_not_tokens(counted: Counted) -> None:
         assert sum(counted.calls) <= 40
     finally:
         pair.close()
+
+
+def test_a_closed_endpoint_keeps_no_device_memory(counted: Counted) -> None:
+    """Its 36 MiB are free at once, and not when a collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = fake_hccs.bytes_in_use()
+        pair = ranks(counted.transport, 4)
+        pair.peer.write(pair.spans(4), timeout=SECONDS).wait()
+        pair.peer.read(pair.spans(4), timeout=SECONDS).wait()
+        buffers = pair.here.region.nbytes + pair.there.region.nbytes + 2 * fake_hccs.PAGE
+        assert fake_hccs.bytes_in_use() > before + buffers
+        pair.close()
+        assert fake_hccs.bytes_in_use() == before + buffers
+    finally:
+        gc.enable()
 
 
 def test_memory_of_somebody_else_is_written_piece_by_piece(

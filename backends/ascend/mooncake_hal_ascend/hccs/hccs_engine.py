@@ -276,17 +276,23 @@ class PooledWorkspace:
     """One slot of a workspace pool.
 
     Args:
-        address: the slot's first byte.
-        slot: the slot, a flat uint8 tensor of the NPU.
+        memory: of the pool. No tensor is kept, which would keep the memory when it is freed.
+        begin, nbytes: of the slot in it.
     """
 
-    def __init__(self, address: int, slot: Tensor) -> None:
-        self._address = address
-        self._slot = slot
+    def __init__(self, memory: Allocation, begin: int, nbytes: int) -> None:
+        self._memory = memory
+        self._begin = begin
+        self._nbytes = nbytes
 
     @property
     def address(self) -> int:
-        return self._address
+        return self._memory.region.address + self._begin
+
+    @property
+    def _slot(self) -> Tensor:
+        """Flat uint8, on the NPU."""
+        return self._memory.tensor[self._begin : self._begin + self._nbytes]
 
     def put(self, content: bytes) -> None:
         held = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
@@ -324,8 +330,7 @@ class WorkspacePool:
             if not self._free or nbytes > SLOT_BYTES:
                 raise TransportUnavailable(NAME, "there is no NPU memory left for tokens")
             slot = self._free.pop()
-        at = slot * SLOT_BYTES
-        taken = PooledWorkspace(self.region.address + at, self._memory.tensor[at : at + nbytes])
+        taken = PooledWorkspace(self._memory, slot * SLOT_BYTES, nbytes)
         weakref.finalize(taken, self._free.append, slot)
         return taken
 

@@ -164,9 +164,13 @@ class StagedReader:
 
     def __init__(self, memory: Tensor, scatterer: Scatterer) -> None:
         half = memory.numel() // 2
-        self._buffers = memory[:half], memory[half : 2 * half]
+        self._buffers: tuple[Tensor, ...] = memory[:half], memory[half : 2 * half]
         self._scatterer = scatterer
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Let go of the memory; nothing is read any more."""
+        self._buffers = ()
 
     def read(self, region: MemoryRegion, spans: Spans, read: Callable[[Spans], None]) -> bool:
         """Read by whole runs, if that is faster; all has arrived when this returns.
@@ -217,6 +221,11 @@ class StagingBufferPool:
             memory[begin : begin + LENT_BYTES] for begin in range(0, memory.numel(), LENT_BYTES)
         )
         self._lent: dict[Session, Tensor] = {}
+
+    def close(self) -> None:
+        """Let go of the memory; nothing is lent any more."""
+        self._free.clear()
+        self._lent.clear()
 
     def can_scatter(self, region: MemoryRegion) -> bool:
         """Whether it can scatter over a region."""

@@ -224,7 +224,7 @@ def _assemble(
             name,
             bind_thread,
             needs_pages=not over_roce,
-            ended=workspaces.close if serves else None,
+            ended=buffers.close if serves else None,
         )
 
     serving = share(serves=True)
@@ -256,6 +256,12 @@ class _EndpointBuffers:
     workspaces: WorkspacePool
     reader: StagedReader | None = None
     lent: StagingBufferPool | None = None
+
+    def close(self) -> None:
+        """Free all of it, although the endpoint may be part of a cycle that is still to collect."""
+        for part in (self.reader, self.lent, self.workspaces):
+            if part is not None:
+                part.close()
 
 
 def _allocate_buffers(resources: HccsResources, device: int) -> _EndpointBuffers:
