@@ -52,7 +52,7 @@ def check_pool(
         if not saved or not loaded:
             problems.append(f"pool: {saved:g} chunks were saved, {loaded:g} loaded")
         for url in urls:
-            if failed := figure(url, "vllm:mooncake_hal_hook_errors_total"):
+            if failed := figure(url, "vllm:mooncake_hal_pool_hook_errors_total"):
                 problems.append(f"pool: {failed:g} hooks of {url} have failed")
     return problems
 

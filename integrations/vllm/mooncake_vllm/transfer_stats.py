@@ -11,9 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 PREFIX = "vllm:mooncake_hal_"
+POOL = "pool_"
+"""How the pool's figures begin: its connector may be beside one for P and D in a MultiConnector,
+and Prometheus takes each name once."""
 GAUGES = {
     "leases_held": "Finished prompts whose blocks are kept for a peer.",
     "reservations": "Requests whose blocks are reserved for a peer's writes.",
+    "pool_saves_under_way": "Requests whose blocks are kept until they are stored.",
 }
 COUNTERS = {
     "leases_expired": "Prompts that were kept for a peer that did not read them in time.",
@@ -30,6 +34,7 @@ COUNTERS = {
     "push_failures": "Those whose KV did not come across.",
     "bytes_sent": "KV written to peers.",
     "push_seconds": "Time that pushes took.",
+    "hook_errors": "Calls of vLLM that ended in an error of the connector.",
     "pool_num_lookups": "Prompts that were looked up in stores.",
     "pool_num_queried_chunks": "Chunks of these prompts.",
     "pool_num_found_chunks": "Those of the chunks that a store had.",
@@ -42,7 +47,7 @@ COUNTERS = {
     "pool_num_saved_chunks": "Chunks that were stored.",
     "pool_saved_bytes": "KV written to stores.",
     "pool_num_save_refusals": "Chunks that were not stored: there already, or no room.",
-    "hook_errors": "Calls of vLLM that ended in an error of the connector.",
+    "pool_hook_errors": "Calls of vLLM that ended in an error of the pool's connector.",
 }
 
 
@@ -82,7 +87,12 @@ class HalStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed
 
 
 class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
-    """The same for Prometheus, per engine."""
+    """The same for Prometheus, per engine.
+
+    Args:
+        vllm_config, metric_types, labelnames, per_engine_labelvalues: vLLM's.
+        of_pool: whether the pool's figures are published, or the others.
+    """
 
     def __init__(
         self,
@@ -90,6 +100,7 @@ class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        of_pool: bool = False,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics = {
@@ -98,6 +109,7 @@ class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
             )
             for kind, table in ((Gauge, GAUGES), (Counter, COUNTERS))
             for name, text in table.items()
+            if name.startswith(POOL) is of_pool
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -29,7 +29,7 @@ from mooncake_kv.connector_worker import PushStep
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_vllm.ascend_memory import HEADS_FIRST, check_ascend, view_ascend_caches
 from mooncake_vllm.errors import ConnectorDied
-from mooncake_vllm.transfer_stats import Differences, HalPromMetrics, HalStats
+from mooncake_vllm.transfer_stats import POOL, Differences, HalPromMetrics, HalStats
 from mooncake_vllm.vllm_instance import (
     check_supported,
     describe_device,
@@ -108,6 +108,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     connector_name: str
     """The connector of ``mooncake_kv``."""
+    is_pool = False
+    """Whether its figures are the pool's."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -250,7 +252,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def get_kv_connector_stats(self) -> HalStats | None:
         if self._scheduler is None:
             return None
-        figures = self._scheduler.stats() | {"hook_errors": float(self.num_errors)}
+        errors = f"{POOL if self.is_pool else ''}hook_errors"
+        figures = self._scheduler.stats() | {errors: float(self.num_errors)}
         changed = self._differences.take(figures)
         return HalStats(data=changed) if changed else None
 
@@ -266,7 +269,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> HalPromMetrics:
-        return HalPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return HalPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, of_pool=cls.is_pool
+        )
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -315,6 +320,7 @@ class HalPoolConnector(HalConnector):
     """
 
     connector_name = "MooncakeConnector"  # whose addresses and transports it has
+    is_pool = True
 
     @classmethod
     def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:

@@ -245,7 +245,7 @@ class PoolSchedulerSide:
         """Figures by name, since the start."""
         counted = asdict(self._client.stats)
         figures = {f"pool_{name}": stats_value(counted[name]) for name in FIGURES}
-        return figures | {"leases_held": float(len(self._saving))}
+        return figures | {"pool_saves_under_way": float(len(self._saving))}
 
     def close(self) -> None:
         """Give up what is loading or saved. Idempotent."""

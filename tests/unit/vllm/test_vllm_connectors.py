@@ -186,6 +186,30 @@ def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
     ]
 
 
+def test_a_connector_and_the_pools_publish_under_names_of_their_own(
+    connectors: ModuleType,
+) -> None:
+    """vLLM's MultiConnector makes both, and Prometheus takes each name once."""
+    names: list[str] = []
+
+    def metric(name: str, documentation: str, labelnames: list[str]) -> None:
+        names.append(name)
+
+    kinds = {"counter": metric, "gauge": metric}
+    for each in (connectors.HalPullConnector, connectors.HalPoolConnector):
+        each.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
+    assert len(names) == len({*names}) >= 25
+    side = SimpleNamespace(stats=lambda: {"pool_saves_under_way": 1.0})
+    made = connector(connectors, scheduler=side)
+    made.__class__, made.num_errors = connectors.HalPoolConnector, 2
+    published = {f"vllm:mooncake_hal_{name}" for name in made.get_kv_connector_stats().data}
+    assert published == {
+        "vllm:mooncake_hal_pool_saves_under_way",
+        "vllm:mooncake_hal_pool_hook_errors",
+    }
+    assert published <= {*names}
+
+
 @pytest.mark.parametrize(
     ("version", "names", "words"),
     [
