@@ -3,7 +3,7 @@ MODEL ?= examples/tiny-llama
 ARGS ?=
 ENGINE ?= mooncake
 UP_mooncake = .venv/bin/mooncake-engine up --model $(MODEL)
-UP_vllm = .venv/bin/python ci/up_vllm.py
+UP_vllm = .venv/bin/python ci/up_vllm.py --model $(MODEL)
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \

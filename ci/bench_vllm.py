@@ -1,11 +1,11 @@
 """vLLM alone, as pairs with its own connectors, and as pairs with ours: in turns, on its CPU build.
 
-    python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--only "one vLLM,mooncake tcp,..."]
+    python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--groups pull,push,engine]
 
-All contenders are up together, which takes some 3 GB each; --only narrows them down. A round asks
-each of them, at each number of clients, for answers of 64 tokens to prompts of 256 that no cache
-has. What is compared is the median over the rounds of the ratio within a round. Prints a table,
-then one line per item: name, figure, wanted, ok or short.
+The contenders of a group are up together, which takes some 3 GB a pair, and are warm before they
+are measured. A round asks each of them, at each number of clients, for answers of 64 tokens to
+prompts of 256 that no cache has. What is compared is the median over the rounds of the ratio within
+a round. Prints a table, then one line per item: name, figure, wanted, ok or short.
 
 Exit 0: all hold; 1: one is short; 77: why vLLM, or a contender that was asked for, can't be run.
 """
@@ -25,15 +25,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from test_vllm import COMPLETIONS, completion, post, tokens
-from test_vllm_faults import family, title
 from vllm_contenders import CONTENDERS, Contender, running
 from vllm_environment import SKIPPED, Skip, install_connector
-from vllm_serving import Json, prepare
+from vllm_requests import COMPLETIONS, completion, post, tokens
+from vllm_serving import Json, family, prepare, title
 
 NUM_IN, NUM_OUT = 256, 64
 ALONE, THEIRS = "one vLLM", "mooncake tcp"
 OURS = ("ours shm", "ours tcp", "ours push")
+GROUPS = {
+    "pull": (ALONE, THEIRS, "ours shm", "ours tcp"),
+    "push": (THEIRS, "ours push", "nixl"),
+    "engine": ("one engine", "engine pair"),
+}
+"""Who is up together, and compared."""
 REQUESTS_PER_CLIENT = 3
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WANTED_SPEED_UP, WANTED_OF_ENGINE = 1.2, 0.9
@@ -67,12 +72,22 @@ class Figures:
     num_differing: int
 
 
+@dataclass(frozen=True)
+class Item:
+    """What was bounded, and what it turned out to be."""
+
+    name: str
+    found: str
+    wanted: str
+    holds: bool
+
+
 @dataclass
 class Results:
-    """All of them: by contender and clients, one per round."""
+    """Of a group, by contender and clients, one per round; and what follows from them."""
 
     rounds: dict[tuple[str, int], list[Figures]] = field(default_factory=dict)
-    items: list[tuple[str, str, str, bool]] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
 
     def mid(self, name: str, clients: int, figure: str) -> float:
         """The median of one figure."""
@@ -85,7 +100,7 @@ class Results:
 
     def judge(self, name: str, found: str, wanted: str, holds: bool) -> None:
         """One more item."""
-        self.items.append((name, found, wanted, holds))
+        self.items.append(Item(name, found, wanted, holds))
 
 
 def main() -> int:
@@ -93,17 +108,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--clients", default="1,4,8,16", help="loads")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--only", default=",".join(CONTENDERS), help="of a group's contenders")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for each")
     args = parser.parse_args()
-    names = args.only.split(",")
-    loads = [int(clients) for clients in args.clients.split(",")]
-    results, missing = Results(), []
     try:
         install_connector(prepare())
     except Skip as reason:
         print(f"skipped: {reason}")
         return SKIPPED
+    items: list[Item] = []
+    missing: list[str] = []
+    said: dict[tuple[int, int], list[str]] = {}
+    for group in args.groups.split(","):
+        names = [name for name in GROUPS[group] if name in args.only.split(",")]
+        items += measure_group(names, args, said, missing)
+    for item in items:
+        verdict = "ok" if item.holds else "short"
+        print(f"{item.name:58} {item.found:>14} {item.wanted:>12} {verdict}")
+    if missing:
+        print(f"skipped: {', '.join(missing)}, see above")
+        return SKIPPED
+    return 0 if all(item.holds for item in items) else 1
+
+
+def measure_group(
+    names: Sequence[str],
+    args: argparse.Namespace,
+    said: dict[tuple[int, int], list[str]],
+    missing: list[str],
+) -> list[Item]:
+    """Contenders that are up together.
+
+    Args:
+        names: theirs.
+        args: of the command line.
+        said: by clients and round, what the first of all contenders has said; grows.
+        missing: takes the names of those that can't be had.
+    """
+    loads, results = [int(clients) for clients in args.clients.split(",")], Results()
     with ExitStack() as stack:
         contenders = []
         for name in names:
@@ -112,32 +155,40 @@ def main() -> int:
             except Skip as reason:
                 print(f"{name} can't be had: {reason}", flush=True)
                 missing.append(name)
+        for contender in contenders:
+            warm_up(contender, max(loads))
         for number in range(args.rounds):
-            measure_round(contenders, loads, number, results)
+            measure_round(contenders, loads, number, results, said)
         for contender in contenders:
             if contender.name in OURS[:2]:
                 measure_hand_over(contender, results)
     judge_all(results, loads)
-    for name, found, wanted, holds in results.items:
-        print(f"{name:58} {found:>14} {wanted:>12} {'ok' if holds else 'short'}")
-    if missing:
-        print(f"skipped: {', '.join(missing)}, see above")
-        return SKIPPED
-    return 0 if all(holds for *_, holds in results.items) else 1
+    return results.items
 
 
 # ---------------------------------------------------------------- measuring
 
 
+def warm_up(contender: Contender, clients: int) -> None:
+    """What a first request pays: handshakes, memory that nobody has touched, first shapes."""
+    bodies = [request(seed=500_000 + each) for each in range(2 * clients)]
+    for batch in (bodies[:2], bodies[2:]):
+        with ThreadPoolExecutor(len(batch)) as threads:
+            list(threads.map(lambda body: ask(contender.url, body), batch))
+
+
 def measure_round(
-    contenders: Sequence[Contender], loads: Sequence[int], number: int, results: Results
+    contenders: Sequence[Contender],
+    loads: Sequence[int],
+    number: int,
+    results: Results,
+    said: dict[tuple[int, int], list[str]],
 ) -> None:
     """Every contender at every load, one after the other."""
-    said: dict[int, list[str]] = {}
     for clients in loads:
         for contender in contenders:
-            texts, figures = measure(contender, clients, number, said.get(clients))
-            said.setdefault(clients, texts)
+            texts, figures = measure(contender, clients, number, said.get((clients, number)))
+            said.setdefault((clients, number), texts)
             results.rounds.setdefault((contender.name, clients), []).append(figures)
             print(
                 f"round {number} {clients:2} clients {contender.name:14} "
@@ -173,9 +224,9 @@ def measure(
     )
 
 
-def request(seed: int, num_out: int = NUM_OUT) -> Json:
+def request(seed: int, num_out: int = NUM_OUT, num_in: int = NUM_IN) -> Json:
     """A prompt that nobody has seen."""
-    body = completion(tokens(NUM_IN, seed), max_tokens=num_out, ignore_eos=True, stream=True)
+    body = completion(tokens(num_in, seed), max_tokens=num_out, ignore_eos=True, stream=True)
     del body["return_token_ids"]
     return body
 
@@ -211,10 +262,13 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def measure_hand_over(contender: Contender, results: Results) -> None:
-    """D's first token with KV that comes, and with KV that is here; D's pace while KV comes."""
+    """D's first token with KV that comes, and with KV that is here; D's pace while KV comes.
+
+    Whole blocks and a token: either way D computes that token and nothing else.
+    """
     arriving, present = [], []
     for seed in range(12):
-        body = request(seed=90_000 + seed, num_out=2) | {"stream": True}
+        body = request(seed=90_000 + seed, num_out=2, num_in=NUM_IN + 1)
         arriving.append(ask(contender.decode, body | held(contender, body)).first_s)
         present.append(ask(contender.decode, body).first_s)
     step = median_tpot(contender)

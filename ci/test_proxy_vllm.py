@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from vllm_environment import CACHE, SKIPPED, Skip
+from vllm_requests import ask, figure
 from vllm_serving import (
     EXAMPLE,
     Json,
-    ask,
-    figure,
-    free_port,
+    cores,
+    nixl_variables,
     prepare,
     proxying,
     serving,
@@ -66,11 +65,9 @@ def nixl_instance(python: Path, kv_role: str, core: int, log: Path) -> AbstractC
     return serving(
         python,
         transfer,
-        str(core % (os.cpu_count() or 1)),
+        cores(core),
         log,
-        VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
-        VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()),
-        UCX_TLS="tcp,self,sm",
+        **nixl_variables(),
     )
 
 

@@ -1,8 +1,10 @@
 """Our connector inside a real vLLM (its CPU build): tokens, bookkeeping, and who frees what.
 
-    python ci/test_vllm.py [--pairs 1:1/shm,2:1/tcp,1:2/shm/push] [--start-timeout 600]
+    python ci/test_vllm.py [--parts unit,pairs] [--pairs 1:1/shm,2:1/tcp,1:2/shm/push]
 
-First come tests/vllm: vLLM's own scheduler and views, without a server (--no-unit leaves them out).
+Parts: unit is tests/vllm, vLLM's own scheduler and views without a server; up what make up
+ENGINE=vllm starts; pool the pool's connector; multi vLLM's MultiConnector with ours in it; mixed P
+on vLLM with D on our own engine, and back; pairs what follows.
 
 A pair is P's and D's tensor-parallel size, the transport, and who moves KV. First one vLLM answers
 alone; then, for each pair, P and D with our connector answer the same, in fp32: token for token the
@@ -18,12 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -31,34 +30,46 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from vllm_environment import CACHE, ROOT, SKIPPED, Skip, install_connector
+from vllm_environment import CACHE, ROOT, DidNotStart, exit_status, install_connector
+from vllm_mixed_check import check_mixed
+from vllm_multi_check import check_multi
 from vllm_pool_check import check_pool
-from vllm_serving import (
+from vllm_requests import (
     ANSWER_TIMEOUT_S,
+    COMPLETIONS,
+    NUM_TOKENS,
+    ask,
+    completion,
+    figure,
+    post,
+    token_ids,
+    tokens,
+    until_zero,
+)
+from vllm_serving import (
     EXAMPLE,
     Json,
-    ask,
-    figure,
+    cores,
     prepare,
     proxying,
     serving,
+    transfer_config,
     wait_until_healthy,
 )
+from vllm_up_check import check_up
 
 LENGTHS = (1, 20, 127, 128, 129, 256, 300, 1000)
 """Of prompts: vLLM's blocks on a CPU have 128 tokens."""
 NUM_AT_ONCE = 16
-NUM_TOKENS = 16
-FREED_S = 120.0
-"""How long blocks may take to be free again: leases, and machines that others use."""
-COMPLETIONS = "/v1/completions"
 PUSH_FAILURES = "vllm:mooncake_hal_push_failures_total"
 BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
 LOADS = "vllm:mooncake_hal_loads_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 """What the model server protocol of the Gateway API inference extension wants of a server."""
+PARTS = ("unit", "up", "pool", "multi", "mixed", "pairs")
 ALL_PAIRS = ",".join(
     f"{prefill}:{decode}/{transport}/{flow}"
     for flow in ("pull", "push")
@@ -72,26 +83,34 @@ def main() -> int:
     """Install, serve, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pairs", default=ALL_PAIRS, help="P:D/transport[/push], ...: all")
-    parser.add_argument("--no-pool", action="store_true", help="without the pool's connector")
-    parser.add_argument("--no-unit", action="store_true", help="without tests/vllm")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
-    try:
-        python = prepare()
-        install_connector(python)
-        failed = [] if args.no_unit else run_tests(python)
-        wanted = answers_alone(python, args.start_timeout, cases())
-        failed += [] if args.no_pool else pool_problems(python, wanted, args.start_timeout)
-        wrong = failed + [
-            problem
-            for pairs in by_prefill(Pair.parse(text) for text in args.pairs.split(","))
-            for problem in check_pairs(python, pairs, wanted, args)
-        ]
-    except Skip as reason:
-        print(f"skipped: {reason}")
-        return SKIPPED
-    print(f"{len(wrong)} problems" + "".join(f"\n  {problem}" for problem in wrong))
-    return 1 if wrong else 0
+    return exit_status(partial(find_problems, args))
+
+
+def find_problems(args: argparse.Namespace) -> list[str]:
+    """All parts that are asked for; returns what was wrong.
+
+    Raises:
+        Skip: vLLM can't be run here.
+    """
+    python, parts = prepare(), args.parts.split(",")
+    install_connector(python)
+    problems = run_tests(python) if "unit" in parts else []
+    if "up" in parts:
+        problems += check_up(python, args.start_timeout)
+    if not {*parts} - {"unit", "up"}:
+        return problems
+    wanted = answers_alone(python, args.start_timeout, cases())
+    chosen = {f"{n} tokens": cases()[f"{n} tokens"] for n in LENGTHS if n > 128}
+    for part, check in BESIDE_PAIRS.items():
+        if part in parts:
+            problems += check(python, chosen, wanted, args.start_timeout)
+    if "pairs" in parts:
+        for pairs in by_prefill(Pair.parse(text) for text in args.pairs.split(",")):
+            problems += check_pairs(python, pairs, wanted, args)
+    return problems
 
 
 def run_tests(python: Path) -> list[str]:
@@ -100,13 +119,6 @@ def run_tests(python: Path) -> list[str]:
     # Warnings of other people's packages are not ours to mend.
     status = subprocess.run([*command, "-o", "filterwarnings=default"], cwd=ROOT, check=False)
     return ["tests/vllm failed"] if status.returncode else []
-
-
-def pool_problems(python: Path, wanted: dict[str, Json], timeout_s: float) -> list[str]:
-    """The pool's connector, with prompts of whole blocks and more."""
-    chosen = {f"{n} tokens": cases()[f"{n} tokens"] for n in LENGTHS if n > 128}
-    said = {name: token_ids(wanted[name]) for name in chosen}
-    return check_pool(python, chosen, said, lambda *asked: token_ids(post(*asked)), timeout_s)
 
 
 # ---------------------------------------------------------------- what runs
@@ -169,21 +181,32 @@ def check_pairs(
     problems: list[str] = []
     with instance(python, "kv_producer", first.flow, first.prefill_tp, transports) as prefill:
         for pair in pairs:
-            with ExitStack() as stack:
-                decode = stack.enter_context(
-                    instance(python, "kv_consumer", pair.flow, pair.decode_tp, [pair.transport])
-                )
-                for url, log in (
-                    (prefill, instance_log("kv_producer")),
-                    (decode, instance_log("kv_consumer")),
-                ):
-                    wait_until_healthy(url, log, timeout_s)
-                proxy = stack.enter_context(proxying(prefill, decode, pair.flow))
-                run = Run(str(pair), prefill, decode, proxy, wanted)
-                for check in CHECKS[pair.flow]:
-                    check(run)
-            problems += run.problems
+            try:
+                problems += check_pair(python, pair, prefill, wanted, timeout_s)
+            except DidNotStart as exc:
+                problems.append(f"{pair}: {exc}")
     return problems
+
+
+def check_pair(
+    python: Path, pair: Pair, prefill: str, wanted: dict[str, Json], timeout_s: float
+) -> list[str]:
+    """Serve a D and a proxy beside a P; returns what was wrong.
+
+    Raises:
+        DidNotStart: P or D has not come up.
+    """
+    with ExitStack() as stack:
+        decode = stack.enter_context(
+            instance(python, "kv_consumer", pair.flow, pair.decode_tp, [pair.transport])
+        )
+        for url, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+            wait_until_healthy(url, instance_log(role), timeout_s)
+        proxy = stack.enter_context(proxying(prefill, decode, pair.flow))
+        run = Run(str(pair), prefill, decode, proxy, wanted)
+        for check in CHECKS[pair.flow]:
+            check(run)
+    return run.problems
 
 
 @contextmanager
@@ -204,22 +227,6 @@ def instance(
 def instance_log(role: str) -> Path:
     """Where an instance of that role writes."""
     return CACHE / f"vllm-{role}.log"
-
-
-def transfer_config(role: str, flow: str, transports: list[str]) -> Json:
-    """What ``--kv-transfer-config`` says."""
-    return {
-        "kv_connector": "HalPullConnector" if flow == "pull" else "HalPushConnector",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"transport": transports, "lease_seconds": 20},
-    }
-
-
-def cores(first: int, size: int) -> str:
-    """A core for each worker, in vLLM's words."""
-    number = os.cpu_count() or 1
-    return "|".join(str((first + rank) % number) for rank in range(size))
 
 
 # ---------------------------------------------------------------- what is asked
@@ -252,17 +259,6 @@ class Run:
             )
 
 
-def tokens(length: int, seed: int = 0) -> list[int]:
-    """A prompt of printable bytes."""
-    return random.Random(f"{length}/{seed}").choices(range(32, 123), k=length)
-
-
-def completion(prompt: list[int], **fields: object) -> Json:
-    """A greedy completion."""
-    base: Json = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS}
-    return base | {"prompt": prompt, "return_token_ids": True} | fields
-
-
 def cases() -> dict[str, tuple[str, Json]]:
     """Path and body of all that a pair has to answer as one instance does."""
     question = next(iter(json.loads((EXAMPLE / "chat.json").read_text())["answers"]))
@@ -285,24 +281,6 @@ def cases() -> dict[str, tuple[str, Json]]:
     with_paths = {name: (COMPLETIONS, body) for name, body in found.items()}
     chat |= {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
     return with_paths | {"chat": ("/v1/chat/completions", chat)}
-
-
-def post(url: str, path: str, body: Json) -> Json:
-    """The answer's JSON, or ``{"error": ...}`` with its status."""
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        return {"error": f"{error.code} {error.read().decode('utf-8', 'replace')}"}
-
-
-def token_ids(answer: Json) -> object:
-    """Every choice's tokens, or the whole answer where it has none."""
-    choices = answer.get("choices")
-    return [choice["token_ids"] for choice in choices] if choices else answer
 
 
 def prefill(run: Run, path: str, body: Json) -> Json:
@@ -477,14 +455,7 @@ def all_is_free(run: Run) -> None:
         run.expect(f"{name} hook errors", figure(url, "vllm:mooncake_hal_hook_errors_total"), 0)
 
 
-def until_zero(url: str, name: str) -> float:
-    """A gauge, once it is 0, or when that takes too long."""
-    deadline = time.monotonic() + FREED_S
-    while (value := figure(url, name)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return value
-
-
+BESIDE_PAIRS = {"pool": check_pool, "multi": check_multi, "mixed": check_mixed}
 CHECKS: dict[str, tuple[Callable[[Run], None], ...]] = {
     "pull": (
         same_tokens,

@@ -31,28 +31,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from test_vllm import (
-    COMPLETIONS,
-    answers_alone,
-    completion,
-    post,
-    tokens,
-    transfer_config,
-    until_zero,
-)
-from vllm_environment import CACHE, SKIPPED, Skip, install_connector
+from test_vllm import answers_alone
+from vllm_environment import CACHE, DidNotStart, Skip, exit_status, install_connector
+from vllm_requests import COMPLETIONS, completion, figure, post, tokens, until_zero
 from vllm_serving import (
     PROXY_LOG,
     Json,
     Launch,
-    figure,
+    cores,
+    family,
     free_port,
+    nixl_variables,
     prepare,
     serving,
     start_proxy,
     stop,
+    title,
+    transfer_config,
     wait_until_healthy,
 )
 
@@ -79,21 +77,23 @@ def main() -> int:
     parser.add_argument("--no-leases", action="store_true", help="without lapsed leases")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
-    try:
-        python = prepare()
-        install_connector(python)
-        alone = answers_alone(python, args.start_timeout, questions())
-        wanted = {name: answer["choices"][0]["text"] for name, answer in alone.items()}
-        problems = []
-        for flow in args.flow.split(","):
-            problems += break_everything(python, flow, wanted, args)
-        if not args.no_leases:
-            problems += lapsed_leases(python, wanted, args)
-    except Skip as reason:
-        print(f"skipped: {reason}")
-        return SKIPPED
-    print(f"{len(problems)} problems" + "".join(f"\n  {problem}" for problem in problems))
-    return 1 if problems else 0
+    return exit_status(partial(find_problems, args))
+
+
+def find_problems(args: argparse.Namespace) -> list[str]:
+    """Break, and come late; returns what was wrong.
+
+    Raises:
+        Skip: vLLM can't be run here.
+    """
+    python = prepare()
+    install_connector(python)
+    alone = answers_alone(python, args.start_timeout, questions())
+    wanted = {name: answer["choices"][0]["text"] for name, answer in alone.items()}
+    problems = []
+    for flow in args.flow.split(","):
+        problems += break_everything(python, flow, wanted, args)
+    return problems if args.no_leases else problems + lapsed_leases(python, wanted, args)
 
 
 def questions() -> dict[str, tuple[str, Json]]:
@@ -157,23 +157,6 @@ class Part:
         return found[0]
 
 
-def family(pid: int) -> list[int]:
-    """A process's children, and theirs."""
-    found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            found += [int(child), *family(int(child))]
-    return found
-
-
-def title(pid: int) -> str:
-    """What a process calls itself."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""  # it has just ended
-
-
 @dataclass
 class Pair:
     """P, D and the proxy before them, and what was wrong so far."""
@@ -194,21 +177,23 @@ class Pair:
 def running(python: Path, flow: str, wanted: dict[str, str], timeout_s: float) -> Iterator[Pair]:
     """All three, up."""
     parts = {}
-    for name, role, core in (("P", "kv_producer", "0"), ("D", "kv_consumer", "1")):
+    for name, role, core in (("P", "kv_producer", 0), ("D", "kv_consumer", 1)):
         log = faults_log(role)
         log.unlink(missing_ok=True)
-        transfer = transfer_config(role, flow, ["shm", "tcp"])
+        transfer = transfer_config(
+            role,
+            flow,
+            ["shm", "tcp"],
+            lease_seconds=LEASE_S,
+            transfer_timeout_seconds=6,
+            push_timeout_seconds=30,
+        )
         # The old names: a restarted instance has the engine id that it had before.
         transfer["engine_id"] = f"{name}-of-faults"
-        transfer["kv_connector_extra_config"] |= {
-            "lease_seconds": LEASE_S,
-            "transfer_timeout_seconds": 6,
-            "push_timeout_seconds": 30,
-        }
         launch = Launch(
             python,
             transfer,
-            str(int(core) % (os.cpu_count() or 1)),
+            cores(core),
             log,
             ("--max-num-batched-tokens", "256"),
         )
@@ -288,10 +273,13 @@ def break_everything(
     python: Path, flow: str, wanted: dict[str, str], args: argparse.Namespace
 ) -> list[str]:
     """All rows of one flow; returns what was wrong."""
-    with running(python, flow, wanted, args.start_timeout) as pair:
-        one_row(pair, "nothing", "", "decode")
-        for deed, victim, phase in rows(args):
-            one_row(pair, deed, victim, phase)
+    try:
+        with running(python, flow, wanted, args.start_timeout) as pair:
+            one_row(pair, "nothing", "", "decode")
+            for deed, victim, phase in rows(args):
+                one_row(pair, deed, victim, phase)
+    except DidNotStart as exc:
+        return [f"{flow}: {exc}"]
     return pair.problems
 
 
@@ -450,23 +438,15 @@ def come_late(
     with ExitStack() as stack:
         urls = []
         for role, core in (("kv_producer", 0), ("kv_consumer", 1)):
-            transfer: Json = {"kv_connector": connector, "kv_role": role}
+            transfer = transfer_config(role, "pull", ["shm", "tcp"], lease_seconds=LEASE_S)
             variables = {}
             if connector == "NixlConnector":
-                transfer["engine_id"] = role
+                transfer = {"kv_connector": connector, "kv_role": role, "engine_id": role}
                 transfer["kv_connector_extra_config"] = {"kv_lease_duration": 6}
-                variables = {
-                    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                    "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-                    "UCX_TLS": "tcp,self,sm",
-                }
-            else:
-                transfer["kv_load_failure_policy"] = "recompute"
-                transfer["kv_connector_extra_config"] = {"lease_seconds": LEASE_S}
-            bound = str(core % (os.cpu_count() or 1))
+                variables = nixl_variables()
             log = faults_log(role)
             urls.append(
-                stack.enter_context(serving(python, transfer, bound, log, *few, **variables))
+                stack.enter_context(serving(python, transfer, cores(core), log, *few, **variables))
             )
         for url, role in zip(urls, ("kv_producer", "kv_consumer"), strict=True):
             wait_until_healthy(url, faults_log(role), timeout_s)

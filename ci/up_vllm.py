@@ -1,9 +1,10 @@
 """P and D as vLLM instances (its CPU build) with our connector, and our proxy in front.
 
-    make up ENGINE=vllm [ARGS="--flow push --port 8000"]
+    make up ENGINE=vllm [MODEL=DIR] [ARGS="--flow push --port 8000 --vllm-args='--dtype bfloat16'"]
 
 What ``mooncake-engine up`` does for our own engine: starts everything, prints a command to try and
-what it answers, and serves until Ctrl-C. Logs go to .cache/vllm-*.log.
+what it answers, and serves until Ctrl-C. Logs go to .cache/vllm-*.log. The example model gets wider
+heads first, as vLLM's CPU attention has none of 16.
 
 Exit 0: stopped; 1: a part did not come up or ended; 77: why vLLM can't be run here.
 """
@@ -14,6 +15,8 @@ import argparse
 import json
 import shlex
 import signal
+import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -21,105 +24,140 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from test_vllm import cores, instance_log, transfer_config
-from vllm_environment import SKIPPED, Skip, install_connector
+from vllm_environment import CACHE, SKIPPED, DidNotStart, Skip, install_connector
+from vllm_requests import ANSWER_TIMEOUT_S
 from vllm_serving import (
     EXAMPLE,
     PROXY_LOG,
     Json,
     Launch,
-    free_port,
+    cores,
     prepare,
     start_proxy,
     stop,
+    transfer_config,
     wait_until_healthy,
 )
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+PROMPT, MAX_TOKENS = "What is prefill?", 64
 
 
 def main() -> int:
     """Start, introduce, wait."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--port", type=int, default=0, help="of the proxy; 0 takes a free one")
+    parser.add_argument("--model", type=Path, default=EXAMPLE, help="directory of a model")
+    parser.add_argument("--port", type=int, default=8000, help="of the proxy; 0 takes a free one")
     parser.add_argument("--flow", default="pull", choices=("pull", "push"), help="who moves KV")
     parser.add_argument("--transport", action="append", help="for KV; repeat (default: shm, tcp)")
     parser.add_argument("--prefill-tp", type=int, default=1, help="tensor-parallel size of P")
     parser.add_argument("--decode-tp", type=int, default=1, help="tensor-parallel size of D")
+    parser.add_argument("--vllm-args", default="", help="options of vllm serve, for both")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
-        serve(args)
+        return serve(args, proxy_port(args.port))
+    except KeyboardInterrupt:
+        return 0
+    except (DidNotStart, OSError) as reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 1
     except Skip as reason:
         print(f"skipped: {reason}")
         return SKIPPED
-    except KeyboardInterrupt:
-        return 0
-    return 1
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The first signal ends everything; later ones must not leave half of it behind."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def serve(args: argparse.Namespace) -> None:
-    """Until a part ends, or the user ends it.
+def proxy_port(wanted: int) -> int:
+    """That port, or a free one for 0. Better to know now than after the models are loaded.
 
     Raises:
+        OSError: somebody has it.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError as exc:
+            raise OSError(f"port {wanted} can't be had ({exc}); use --port, 0 for any") from exc
+        return int(probe.getsockname()[1])
+
+
+def serve(args: argparse.Namespace, port: int) -> int:
+    """Until a part ends, or the user ends it; the exit status.
+
+    Raises:
+        DidNotStart: a part does not come up.
         Skip: vLLM can't be run here.
     """
     python = prepare()
     install_connector(python)
     with ExitStack() as stack:
-        launches = [launch(python, name, args) for name in ROLES]
+        launches = {name: launch(python, name, args) for name in ROLES}
         parts = {}
-        for name, each in zip(ROLES, launches, strict=True):
+        for name, each in launches.items():
             parts[name] = each.start()
             stack.callback(stop, parts[name])
-        for each in launches:
-            wait_until_healthy(each.url, each.log, args.start_timeout)
+        for each in launches.values():
+            wait_until_healthy(each.url, each.log, args.start_timeout, list(parts.values()))
         PROXY_LOG.unlink(missing_ok=True)
-        port = args.port or free_port()
-        parts["proxy"] = start_proxy(launches[0].url, launches[1].url, port, args.flow)
+        urls = [each.url for each in launches.values()]
+        parts["proxy"] = start_proxy(urls[0], urls[1], port, args.flow)
         stack.callback(stop, parts["proxy"])
         url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, PROXY_LOG, 60)
+        wait_until_healthy(url, PROXY_LOG, 60, [parts["proxy"]])
         introduce(url)
-        while all(part.poll() is None for part in parts.values()):
-            time.sleep(1)
-        ended = [name for name, part in parts.items() if part.poll() is not None]
-        print(f"{', '.join(ended)} has ended: see .cache/vllm-*.log", flush=True)
+        print(f"{', '.join(ended(parts))} has ended: see {CACHE}/vllm-*.log", flush=True)
+    return 1
 
 
 def launch(python: Path, name: str, args: argparse.Namespace) -> Launch:
     """How an instance is started."""
     role = ROLES[name]
     size = args.prefill_tp if name == "prefill" else args.decode_tp
-    log = instance_log(role)
+    log = CACHE / f"vllm-up-{name}.log"
     log.unlink(missing_ok=True)
+    is_example = args.model.resolve() == EXAMPLE.resolve()
+    served_as = ("--served-model-name", args.model.resolve().name)
     return Launch(
         python,
         transfer_config(role, args.flow, args.transport or ["shm", "tcp"]),
         cores(0 if name == "prefill" else 1, size),
         log,
-        ("--tensor-parallel-size", str(size)),
+        (*served_as, "--tensor-parallel-size", str(size), *shlex.split(args.vllm_args)),
+        model=None if is_example else args.model,
     )
 
 
 def introduce(url: str) -> None:
     """Print a command to try, and what it answers."""
-    question = next(iter(json.loads((EXAMPLE / "chat.json").read_text())["answers"]))
-    body: Json = {"model": "tiny", "messages": [{"role": "user", "content": question}]}
-    body |= {"max_tokens": 64, "temperature": 0}
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+        model = json.load(answer)["data"][0]["id"]
+    body: Json = {"model": model, "messages": [{"role": "user", "content": PROMPT}]}
+    body |= {"max_tokens": MAX_TOKENS, "temperature": 0}
     path = f"{url}/v1/chat/completions"
     streamed = shlex.quote(json.dumps(body | {"stream": True}))
     print(f"\ncurl -N {path} -H 'Content-Type: application/json' -d {streamed}\n")
     request = urllib.request.Request(
         path, json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=600) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
         print(json.load(answer)["choices"][0]["message"]["content"], flush=True)
+
+
+def ended(parts: dict[str, subprocess.Popen[bytes]]) -> list[str]:
+    """Those that have ended, once one has."""
+    while not (found := [name for name, part in parts.items() if part.poll() is not None]):
+        time.sleep(1)
+    return found
 
 
 if __name__ == "__main__":

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from vllm_environment import CACHE, install_mooncake
 from vllm_serving import (
-    MODEL,
     PROXY_LOG,
     Json,
     Launch,
+    cores,
     free_port,
+    nixl_variables,
     prepare,
-    start,
+    start_engine,
     start_proxy,
     stop,
     wait_until_healthy,
@@ -90,16 +89,8 @@ def ours(connector: str, transport: str) -> Callable[[ExitStack, float], Contend
 
 def nixl(stack: ExitStack, timeout_s: float) -> Contender:
     """A pair with vLLM's NIXL connector over TCP and shared memory."""
-
-    def variables() -> dict[str, str]:
-        return {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            "UCX_TLS": "tcp,self,sm",
-        }
-
     config = {"kv_connector": "NixlConnector"}
-    return _pair(stack, timeout_s, config, variables(), variables(), "pull")
+    return _pair(stack, timeout_s, config, nixl_variables(), nixl_variables(), "pull")
 
 
 def mooncake(stack: ExitStack, timeout_s: float) -> Contender:
@@ -156,8 +147,7 @@ def _launch(
 ) -> Launch:
     log = CACHE / f"bench-{name}.log"
     log.unlink(missing_ok=True)
-    bound = str(int(core) % (os.cpu_count() or 1))
-    return Launch(prepare(), transfer, bound, log, SMALL_STEPS, environment or {})
+    return Launch(prepare(), transfer, cores(int(core)), log, SMALL_STEPS, environment or {})
 
 
 def _start(stack: ExitStack, launch: Launch) -> subprocess.Popen[bytes]:
@@ -214,16 +204,8 @@ def _proxied(
 def _engine(
     stack: ExitStack, role: str, core: int, timeout_s: float
 ) -> tuple[str, subprocess.Popen[bytes]]:
-    port, log = free_port(), CACHE / f"bench-engine-{role}.log"
-    log.unlink(missing_ok=True)
-    command = [
-        *("taskset", "-c", str(core % (os.cpu_count() or 1))),
-        *(sys.executable, "-m", "mooncake_engine.cli", "serve", "--model", str(MODEL)),
-        *("--role", role, "--port", str(port), "--served-model-name", "tiny"),
-        *("--dtype", "float32", "--max-model-len", "2048"),
-    ]
-    child = start(command, os.environ | {"OMP_NUM_THREADS": "1"}, log)
+    log = CACHE / f"bench-engine-{role}.log"
+    url, child = start_engine(role, core, log)
     stack.callback(stop, child)
-    url = f"http://127.0.0.1:{port}"
-    wait_until_healthy(url, log, timeout_s)
+    wait_until_healthy(url, log, timeout_s, [child])
     return url, child

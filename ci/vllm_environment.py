@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import venv
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,21 @@ SKIPPED = 77
 
 class Skip(Exception):
     """vLLM can't be run here; says why."""
+
+
+class DidNotStart(Skip):
+    """An instance has not come up; says its last words."""
+
+
+def exit_status(find_problems: Callable[[], Sequence[str]]) -> int:
+    """Of a script that looks for problems: 0 without any, 1, or 77 where vLLM can't be run."""
+    try:
+        problems = find_problems()
+    except Skip as reason:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    print(f"{len(problems)} problems" + "".join(f"\n  {problem}" for problem in problems))
+    return 1 if problems else 0
 
 
 def install() -> Path:

@@ -54,6 +54,7 @@ CLASSES = {
     "config/compilation.py": ("CompilationConfig",),
     "platforms/interface.py": ("Platform",),
     "distributed/parallel_state.py": ("GroupCoordinator",),
+    "model_executor/layers/attention_layer_base.py": ("AttentionLayerBase",),
 }
 """What our code overrides, calls or reads, by file."""
 CALLERS = (

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_environment import CACHE
-from vllm_serving import Json, figure, free_port, serving, wait_until_healthy
+from vllm_requests import figure, post, token_ids
+from vllm_serving import Json, cores, free_port, serving, wait_until_healthy
 
 CHUNK = 128
 """Tokens: vLLM's CPU pages have as many and are moved whole."""
@@ -19,8 +18,7 @@ SAVED = "vllm:mooncake_hal_pool_num_saved_chunks_total"
 def check_pool(
     python: Path,
     cases: dict[str, tuple[str, Json]],
-    wanted: dict[str, object],
-    ask: Callable[[str, str, Json], object],
+    wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
     """One instance computes and saves, the other one loads; returns what was wrong.
@@ -29,7 +27,6 @@ def check_pool(
         python: of vLLM's environment.
         cases: path and body by name, of prompts that share no prefix.
         wanted: what one vLLM says to each.
-        ask: an instance's answer to a path and a body, as ``wanted`` has it.
         timeout_s: for an instance to start.
     """
     port, problems = free_port(), []
@@ -38,14 +35,16 @@ def check_pool(
         urls = []
         for number, pool in enumerate(pools):
             log = CACHE / f"vllm-pool-{number}.log"
-            urls.append(stack.enter_context(serving(python, config(pool), core(number), log)))
+            urls.append(stack.enter_context(serving(python, config(pool), cores(number), log)))
             wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
         for name, (path, body) in cases.items():
             for url, what in zip(urls, ("computed", "loaded"), strict=True):
-                found = ask(url, path, body)
-                verdict = "ok" if found == wanted[name] else "WRONG"
-                print(f"pool          {f'{name}, {what}':34} {verdict}", flush=True)
-                if found != wanted[name]:
+                found = token_ids(post(url, path, body))
+                same = found == token_ids(wanted[name])
+                print(
+                    f"pool          {f'{name}, {what}':34} {'ok' if same else 'WRONG'}", flush=True
+                )
+                if not same:
                     problems.append(f"pool {name} {what}: {found!r:.200}")
         saved, loaded = figure(urls[0], SAVED), figure(urls[1], LOADED)
         print(f"pool          {saved:g} chunks saved, {loaded:g} loaded", flush=True)
@@ -65,8 +64,3 @@ def config(pool: str) -> Json:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"pool": pool},
     }
-
-
-def core(number: int) -> str:
-    """What an instance's worker is bound to."""
-    return str(number % (os.cpu_count() or 1))

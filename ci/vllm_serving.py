@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_environment import CACHE, Skip, install, run
+from vllm_environment import CACHE, DidNotStart, install, run
 
 ROOT = Path(__file__).resolve().parent.parent
 PROXY_LOG = CACHE / "vllm-proxy.log"
 MODEL = CACHE / "tiny-llama-wide-heads"
 EXAMPLE = ROOT / "examples" / "tiny-llama"
-# Machines that compile while others work on them take their time over a first answer.
-ANSWER_TIMEOUT_S = 600
+OF_EXAMPLE = (
+    *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", "2048", "--max-num-seqs", "8"),
+)
+"""How the example is served where its tokens are compared."""
+CONNECTORS = {"pull": "HalPullConnector", "push": "HalPushConnector"}
 Json = dict[str, Any]
 
 # The smallest head of vLLM's CPU attention is 32, the example's is 16. Zeros make it wider: each
@@ -79,6 +81,7 @@ class Launch:
         words: further arguments.
         environment: further variables.
         port: of its API.
+        model: what it serves; without one, the example with wider heads.
     """
 
     python: Path
@@ -88,6 +91,7 @@ class Launch:
     words: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=lambda: free_port())
+    model: Path | None = None
 
     @property
     def url(self) -> str:
@@ -97,10 +101,10 @@ class Launch:
     def start(self) -> subprocess.Popen[bytes]:
         """Start it, in a process group of its own."""
         command = [
-            *(self.python.parent / "vllm", "serve", MODEL),
+            *(self.python.parent / "vllm", "serve", self.model or MODEL),
             *("--host", "127.0.0.1", "--port", self.port),
-            *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-            *("--max-model-len", 2048, "--max-num-seqs", 8, *self.words),
+            *(OF_EXAMPLE if self.model is None else ()),
+            *self.words,
         ]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
@@ -113,6 +117,32 @@ class Launch:
         }
         variables = os.environ | settings | self.environment
         return start([str(word) for word in command], variables, self.log)
+
+
+def transfer_config(role: str, flow: str, transports: list[str], **settings: object) -> Json:
+    """What ``--kv-transfer-config`` says for our connector."""
+    extra: Json = {"transport": transports, "lease_seconds": 20}
+    return {
+        "kv_connector": CONNECTORS[flow],
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra | settings,
+    }
+
+
+def nixl_variables() -> dict[str, str]:
+    """What vLLM's NIXL connector wants of its environment, over TCP and shared memory."""
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "UCX_TLS": "tcp,self,sm",
+    }
+
+
+def cores(first: int, size: int = 1) -> str:
+    """A core for each worker, in vLLM's words."""
+    number = os.cpu_count() or 1
+    return "|".join(str((first + rank) % number) for rank in range(size))
 
 
 @contextmanager
@@ -130,10 +160,12 @@ def serving(
 
 
 @contextmanager
-def proxying(prefill: str, decode: str, flow: str = "pull", *words: str) -> Iterator[str]:
+def proxying(
+    prefill: str, decode: str, flow: str = "pull", *words: str, emits_first_token: bool = True
+) -> Iterator[str]:
     """The proxy in front of two instances that are up; its URL."""
     port = free_port()
-    child = start_proxy(prefill, decode, port, flow, *words)
+    child = start_proxy(prefill, decode, port, flow, *words, emits_first_token=emits_first_token)
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, PROXY_LOG, 60)
@@ -150,6 +182,22 @@ def start_proxy(
     pools += ["--decode-emits-first-token"] if emits_first_token else []
     command = [sys.executable, "-m", "mooncake_proxy", "--port", str(port), *pools, *words]
     return start(command, dict(os.environ), PROXY_LOG)
+
+
+def start_engine(
+    role: str, core: int, log: Path, *words: str
+) -> tuple[str, subprocess.Popen[bytes]]:
+    """An instance of our own engine with the same model, on one core: its URL and process."""
+    port = free_port()
+    log.unlink(missing_ok=True)
+    command = [
+        *("taskset", "-c", cores(core)),
+        *(sys.executable, "-m", "mooncake_engine.cli", "serve", "--model", str(MODEL)),
+        *("--role", role, "--port", str(port), "--served-model-name", "tiny"),
+        *("--dtype", "float32", "--max-model-len", "2048", *words),
+    ]
+    child = start(command, os.environ | {"OMP_NUM_THREADS": "1"}, log)
+    return f"http://127.0.0.1:{port}", child
 
 
 def start(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -169,6 +217,23 @@ def stop(child: subprocess.Popen[bytes]) -> None:
             child.wait(20)
 
 
+def family(pid: int) -> list[int]:
+    """A process's children, and theirs."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            found += [int(child), *family(int(child))]
+    return found
+
+
+def title(pid: int) -> str:
+    """What a process calls itself."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""  # it has just ended
+
+
 def free_port() -> int:
     """A port that nobody has now."""
     with socket.socket() as probe:
@@ -176,11 +241,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until_healthy(url: str, log: Path, timeout_s: float) -> None:
-    """Skip with the log's last words if it never is."""
+def wait_until_healthy(
+    url: str, log: Path, timeout_s: float, needed: Sequence[subprocess.Popen[bytes]] = ()
+) -> None:
+    """Wait for an instance, while these processes live.
+
+    Raises:
+        DidNotStart: it is not healthy in time, or one has ended; with its log's last words.
+    """
     print(f"-- waiting for {url}", flush=True)
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and all(child.poll() is None for child in needed):
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
                 if answer.status == 200:
@@ -188,40 +259,4 @@ def wait_until_healthy(url: str, log: Path, timeout_s: float) -> None:
         except OSError:
             time.sleep(1)
     last = log.read_text("utf-8", "replace").splitlines()[-3:]
-    raise Skip(f"{url} is not healthy after {timeout_s:g} s: {' | '.join(last)}")
-
-
-def ask(url: str, path: str, body: Json) -> tuple[str, str]:
-    """Text and finish reason."""
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-            content = answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return f"{error.code} {error.read().decode('utf-8', 'replace')}", "error"
-    if not body.get("stream"):
-        return joined([json.loads(content)])
-    *events, last = [block.removeprefix("data: ") for block in content.split("\n\n") if block]
-    return joined([json.loads(event) for event in events]) if last == "[DONE]" else (last, "error")
-
-
-def joined(chunks: list[Json]) -> tuple[str, str]:
-    """One answer out of its pieces."""
-    text, finish = "", ""
-    for choice in (choice for chunk in chunks for choice in chunk.get("choices", ())):
-        piece = choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get(
-            "content"
-        )
-        text += piece or ""
-        finish = choice.get("finish_reason") or finish
-    return text, finish
-
-
-def figure(url: str, name: str) -> float:
-    """A counter of a /metrics page, over all labels."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    pattern = re.compile(rf"{re.escape(name)}(\{{.*\}})? ([0-9.e+]+)$")
-    return sum(float(found[2]) for line in lines if (found := pattern.match(line)))
+    raise DidNotStart(f"{url} has not become healthy within {timeout_s:g} s: {' | '.join(last)}")

@@ -151,11 +151,19 @@ def model_kv(model_config: Any, spec: Any) -> ModelKV:
 
 
 def page_format(device_kind: str, layers: Iterable[Any], block_size: int) -> str:
-    """How a block's content is ordered: on a CPU, vLLM packs K for the instructions it found."""
+    """How a block's content is ordered: on a CPU, vLLM packs K for the instructions it found.
+
+    Another attention, which has come by vLLM's registry of backends, is taken at vLLM's word for
+    all of them: a view ``[blocks, heads, tokens, content]`` is what it says.
+    """
     if device_kind != "cpu":
         return LINEAR
-    packings = "+".join(sorted({str(getattr(layer, "isa", "unknown")) for layer in layers}))
-    return f"vllm-cpu/{packings}/{block_size}"
+    packings = sorted({str(getattr(layer, "isa", "unknown")) for layer in layers if _packs(layer)})
+    return f"vllm-cpu/{'+'.join(packings)}/{block_size}" if packings else LINEAR
+
+
+def _packs(layer: Any) -> bool:
+    return str(layer.get_attn_backend().__module__).partition(".")[0] == "vllm"
 
 
 def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:

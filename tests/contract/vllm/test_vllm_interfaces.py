@@ -76,6 +76,7 @@ READ = {
     "compilation_config": "CompilationConfig",
     "group": "KVCacheGroupSpec",
     "spec": "AttentionSpec",
+    "layer": "AttentionLayerBase",
     "stage": "GroupCoordinator",
     "ranks": "GroupCoordinator",
     "platform_of_vllm": "Platform",

@@ -139,10 +139,16 @@ def test_what_a_token_keeps() -> None:
 
 
 def test_pages_of_a_cpu_are_named_by_their_packing() -> None:
-    layers = [SimpleNamespace(isa="amx")] * 2
-    assert page_format("cpu", layers, 128) == "vllm-cpu/amx/128"
-    assert page_format("cpu", [object()], 128) == "vllm-cpu/unknown/128"
-    assert page_format("cuda", layers, 16) == "linear"
+    def layer(module: str, **facts: str) -> SimpleNamespace:
+        backend = type("Backend", (), {"__module__": module})
+        return SimpleNamespace(get_attn_backend=lambda: backend, **facts)
+
+    of_vllm = [layer("vllm.v1.attention.backends.cpu_attn", isa="amx")] * 2
+    assert page_format("cpu", of_vllm, 128) == "vllm-cpu/amx/128"
+    unnamed = layer("vllm.v1.attention.backends.mla.cpu_mla")
+    assert page_format("cpu", [unnamed], 16) == "vllm-cpu/unknown/16"
+    assert page_format("cpu", [layer("elsewhere.attention")], 128) == "linear"
+    assert page_format("cuda", of_vllm, 16) == "linear"
 
 
 def test_devices() -> None:

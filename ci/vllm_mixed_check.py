@@ -1,0 +1,154 @@
+"""P on vLLM with D on our own engine, and back, behind our proxy; refused by name where vLLM packs.
+
+vLLM's own CPU attention packs K, so that nobody else can read it: such a pair's handshake is
+refused, both formats are named, and D computes the prompt. Where vLLM's attention is one whose KV
+is linear, as on GPUs, KV goes both ways.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+from vllm_environment import CACHE, ROOT, DidNotStart
+from vllm_requests import ask, figure
+from vllm_serving import (
+    Json,
+    cores,
+    proxying,
+    serving,
+    start_engine,
+    stop,
+    transfer_config,
+    wait_until_healthy,
+)
+
+TRANSPORTS = ["shm", "tcp"]
+PLUGIN = CACHE / "vllm-linear-attention"
+INSTALL = "import sys; from pathlib import Path; import support.vllm_linear_attention as plugin; "
+OUR_LOADS = "mooncake:kv_transfer_loads_total"
+OUR_FAILURES = "mooncake:kv_transfer_load_failures_total"
+OUR_REFUSALS = "mooncake:kv_transfer_refused_loads_total"
+THEIR_LOADS = "vllm:mooncake_hal_loads_total"
+THEIR_FAILURES = "vllm:mooncake_hal_load_failures_total"
+
+
+def check_mixed(
+    python: Path,
+    cases: dict[str, tuple[str, Json]],
+    wanted: dict[str, Json],
+    timeout_s: float,
+) -> list[str]:
+    """Both ways with linear KV, then P's packed KV; returns what was wrong.
+
+    Args:
+        python: of vLLM's environment.
+        cases: path and body by name, of prompts that share no prefix.
+        wanted: what one vLLM says to each.
+        timeout_s: for an instance to start.
+    """
+    asked = {
+        name: (path, {key: value for key, value in body.items() if key != "return_token_ids"})
+        for name, (path, body) in cases.items()
+    }
+    texts = {name: wanted[name]["choices"][0]["text"] for name in cases}
+    try:
+        return both_ways(python, asked, texts, timeout_s) + packed(python, asked, texts, timeout_s)
+    except DidNotStart as exc:
+        return [f"mixed: {exc}"]
+
+
+def both_ways(
+    python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
+) -> list[str]:
+    """vLLM with linear KV as P and as D of our own engine."""
+    log = CACHE / "vllm-mixed-linear.log"
+    variables = {"PYTHONPATH": f"{install_plugin(python)}:{ROOT / 'tests'}"}
+    transfer = transfer_config("kv_both", "pull", TRANSPORTS)
+    with ExitStack() as stack:
+        vllm = stack.enter_context(serving(python, transfer, cores(0), log, **variables))
+        prefill, decode = (engine(stack, role, timeout_s) for role in ("prefill", "decode"))
+        wait_until_healthy(vllm, log, timeout_s)
+        problems = []
+        with proxying(vllm, decode, emits_first_token=False) as proxy:
+            problems += compare("from vLLM", proxy, asked, texts)
+            problems += count(decode, OUR_LOADS, OUR_FAILURES, len(asked))
+        with proxying(prefill, vllm) as proxy:
+            # What vLLM has computed as P is in its own cache: a salt makes it fetch.
+            salted = {
+                name: (path, body | {"cache_salt": "to vLLM"})
+                for name, (path, body) in asked.items()
+            }
+            problems += compare("to vLLM", proxy, salted, texts)
+            problems += count(vllm, THEIR_LOADS, THEIR_FAILURES, len(asked))
+        if errors := figure(vllm, "vllm:mooncake_hal_hook_errors_total"):
+            problems.append(f"mixed: {errors:g} hooks have failed")
+    return problems
+
+
+def packed(
+    python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
+) -> list[str]:
+    """vLLM's own CPU attention as P of our own engine: refused, with both formats' names."""
+    log = CACHE / "vllm-mixed-packed.log"
+    transfer = transfer_config("kv_producer", "pull", TRANSPORTS)
+    with ExitStack() as stack:
+        vllm = stack.enter_context(serving(python, transfer, cores(0), log))
+        decode = engine(stack, "decode", timeout_s)
+        wait_until_healthy(vllm, log, timeout_s)
+        with proxying(vllm, decode, emits_first_token=False) as proxy:
+            problems = compare("packed", proxy, asked, texts)
+        refused = figure(decode, OUR_REFUSALS)
+        said = engine_log("decode").read_text("utf-8", "replace")
+        named = [line for line in said.splitlines() if "vllm-cpu/" in line and "linear" in line]
+    print(f"mixed         packed: {refused:g} loads refused: {(named or ['not said'])[0]:.160}")
+    if not refused or not named:
+        problems.append(f"mixed: {refused:g} loads were refused, and the log says {named[:1]}")
+    return problems
+
+
+def install_plugin(python: Path) -> Path:
+    """Where vLLM finds an attention with linear KV."""
+    command = [python, "-c", f"{INSTALL} plugin.install(Path(sys.argv[1]))", PLUGIN]
+    subprocess.run([str(word) for word in command], cwd=ROOT / "tests", check=True)
+    return PLUGIN
+
+
+def engine_log(role: str) -> Path:
+    """Where our own engine writes."""
+    return CACHE / f"vllm-mixed-{role}.log"
+
+
+def engine(stack: ExitStack, role: str, timeout_s: float) -> str:
+    """An instance of our own engine, up; its URL."""
+    words = [word for name in TRANSPORTS for word in ("--transport", name)]
+    log = engine_log(role)
+    url, child = start_engine(role, 1, log, "--num-kv-blocks", "1024", *words)
+    stack.callback(stop, child)
+    wait_until_healthy(url, log, timeout_s, [child])
+    return url
+
+
+def compare(
+    way: str, proxy: str, asked: dict[str, tuple[str, Json]], texts: dict[str, str]
+) -> list[str]:
+    """Ask the proxy, whole and streamed; returns what was wrong."""
+    problems = []
+    for name, (path, body) in asked.items():
+        for how, extra in (("whole", {}), ("streamed", {"stream": True})):
+            said, _ = ask(proxy, path, body | extra)
+            verdict = "ok" if said == texts[name] else "WRONG"
+            print(f"mixed         {f'{way}: {name}, {how}':34} {verdict}", flush=True)
+            if said != texts[name]:
+                problems.append(f"mixed {way} {name}: {said!r:.120}, wanted {texts[name]!r:.120}")
+    return problems
+
+
+def count(url: str, loads: str, failures: str, least: int) -> list[str]:
+    """Whether KV came over; returns what was wrong."""
+    found, failed = figure(url, loads), figure(url, failures)
+    print(f"mixed         {found:g} loads, {failed:g} failed", flush=True)
+    if found < least or failed:
+        return [f"mixed: {found:g} loads, wanted {least} and more; {failed:g} have failed"]
+    return []

@@ -1,0 +1,149 @@
+"""vLLM's MultiConnector with our connectors in it, in both orders, and beside one of vLLM's.
+
+vLLM's OffloadingConnector can't be had on a CPU; its ExampleConnector, which keeps KV in files and
+loads it within a step, takes that place.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+from vllm_environment import CACHE, DidNotStart
+from vllm_requests import figure, post, token_ids, until_zero
+from vllm_serving import (
+    Json,
+    cores,
+    free_port,
+    serving,
+    transfer_config,
+    wait_until_healthy,
+)
+
+CHUNK = 128
+"""Tokens: vLLM's CPU pages have as many and are moved whole."""
+FILES = CACHE / "vllm-example-connector"
+LOADS = "vllm:mooncake_hal_loads_total"
+POOL_LOADS = "vllm:mooncake_hal_pool_num_loads_total"
+EXTERNAL = "vllm:external_prefix_cache_hits_total"
+ORDERS = (("pull", "pool"), ("pool", "pull"), ("pull", "example"))
+NOTHING_LEFT = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:mooncake_hal_leases_held",
+    "vllm:mooncake_hal_pool_saves_under_way",
+)
+NO_ERRORS = (
+    "vllm:mooncake_hal_hook_errors_total",
+    "vllm:mooncake_hal_pool_hook_errors_total",
+    "vllm:mooncake_hal_load_failures_total",
+)
+
+
+def check_multi(
+    python: Path, cases: dict[str, tuple[str, Json]], wanted: dict[str, Json], timeout_s: float
+) -> list[str]:
+    """Every order; returns what was wrong.
+
+    Args:
+        python: of vLLM's environment.
+        cases: path and body by name, of prompts of a chunk and more that share no prefix.
+        wanted: what one vLLM says to each.
+        timeout_s: for an instance to start.
+    """
+    problems = []
+    for order in ORDERS:
+        try:
+            problems += check_order(python, order, cases, wanted, timeout_s)
+        except DidNotStart as exc:
+            problems.append(f"multi {order}: {exc}")
+    return problems
+
+
+def check_order(
+    python: Path,
+    order: tuple[str, ...],
+    cases: dict[str, tuple[str, Json]],
+    wanted: dict[str, Json],
+    timeout_s: float,
+) -> list[str]:
+    """P and D with the same children: half of the prompts are handed over by P's parameters, half
+    lie where the other child has put them."""
+    port = free_port()
+    shutil.rmtree(FILES, ignore_errors=True)
+    FILES.mkdir()
+    pools = {
+        "kv_producer": f"dram=256MiB,port={port},chunk={CHUNK}",
+        "kv_consumer": f"connect=127.0.0.1:{port},chunk={CHUNK}",
+    }
+    name, problems = f"multi {'+'.join(order)}", []
+    with ExitStack() as stack:
+        urls = []
+        for number, (role, pool) in enumerate(pools.items()):
+            log = CACHE / f"vllm-multi-{role}.log"
+            transfer = multi_config(order, role, pool)
+            urls.append(stack.enter_context(serving(python, transfer, cores(number), log)))
+            wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
+        prefill, decode = urls
+        for number, (case, (path, body)) in enumerate(cases.items()):
+            by_pull = number % 2 == 0
+            asked = body | {"max_tokens": 1}
+            extra = {"kv_transfer_params": {"do_remote_decode": True}} if by_pull else {}
+            params = post(prefill, path, asked | extra).get("kv_transfer_params")
+            extra = {"kv_transfer_params": params} if by_pull else {}
+            found = token_ids(post(decode, path, body | extra))
+            same = found == token_ids(wanted[case])
+            what = f"{'+'.join(order)}: {case}, {'pulled' if by_pull else 'kept'}"
+            print(f"multi         {what:34} {'ok' if same else 'WRONG'}", flush=True)
+            if not same or (by_pull and not params):
+                problems.append(f"{name}: {case}: {found!r:.200}, parameters {params!r:.80}")
+        problems += [f"{name}: {problem}" for problem in look(order, prefill, decode, len(cases))]
+    return problems
+
+
+def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:
+    """``--kv-transfer-config`` of an instance."""
+    policy = {"kv_load_failure_policy": "recompute"}
+    children: dict[str, Json] = {
+        "pull": transfer_config(role, "pull", ["shm", "tcp"]),
+        "pool": {
+            "kv_connector": "HalPoolConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"pool": pool},
+        }
+        | policy,
+        "example": {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(FILES)},
+        },
+    }
+    chosen = {"connectors": [children[child] for child in order]}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": chosen,
+    } | policy
+
+
+def look(order: tuple[str, ...], prefill: str, decode: str, num_cases: int) -> list[str]:
+    """Who has loaded, and that nothing is left; returns what was wrong."""
+    pulled, pooled = figure(decode, LOADS), figure(decode, POOL_LOADS)
+    hits = figure(decode, EXTERNAL)
+    print(f"multi         {pulled:g} pulled, {pooled:g} from the pool, {hits:g} tokens", flush=True)
+    half = (num_cases + 1) // 2
+    problems = []
+    if order[0] == "pull" and pulled != half:
+        problems.append(f"{pulled:g} prompts were pulled, wanted {half}")
+    if "pool" in order and pooled < num_cases - half:
+        problems.append(f"{pooled:g} prompts came from the pool, wanted {num_cases - half}")
+    if order[0] == "pool" and pooled != num_cases:
+        problems.append(f"{pooled:g} prompts came from the pool, wanted {num_cases}")
+    if hits < num_cases * CHUNK:
+        problems.append(f"{hits:g} tokens came from elsewhere, wanted {num_cases * CHUNK} and more")
+    for who, url in (("P", prefill), ("D", decode)):
+        problems += [
+            f"{who} has {each} {left:g}" for each in NOTHING_LEFT if (left := until_zero(url, each))
+        ]
+        problems += [f"{who} has {each} {n:g}" for each in NO_ERRORS if (n := figure(url, each))]
+    return problems

@@ -1,0 +1,92 @@
+"""What instances that serve the example are asked, and how their answers are read."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+import urllib.error
+import urllib.request
+
+from vllm_serving import Json
+
+# Machines that compile while others work on them take their time over a first answer.
+ANSWER_TIMEOUT_S = 600
+NUM_TOKENS = 16
+FREED_S = 120.0
+"""How long blocks may take to be free again: leases, and machines that others use."""
+COMPLETIONS = "/v1/completions"
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    """A prompt of printable bytes."""
+    return random.Random(f"{length}/{seed}").choices(range(32, 123), k=length)
+
+
+def completion(prompt: list[int], **fields: object) -> Json:
+    """A greedy completion."""
+    base: Json = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS}
+    return base | {"prompt": prompt, "return_token_ids": True} | fields
+
+
+def post(url: str, path: str, body: Json) -> Json:
+    """The answer's JSON, or ``{"error": ...}`` with its status."""
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        return {"error": f"{error.code} {error.read().decode('utf-8', 'replace')}"}
+
+
+def token_ids(answer: Json) -> object:
+    """Every choice's tokens, or the whole answer where it has none."""
+    choices = answer.get("choices")
+    return [choice["token_ids"] for choice in choices] if choices else answer
+
+
+def ask(url: str, path: str, body: Json) -> tuple[str, str]:
+    """Text and finish reason."""
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+            content = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read().decode('utf-8', 'replace')}", "error"
+    if not body.get("stream"):
+        return joined([json.loads(content)])
+    *events, last = [block.removeprefix("data: ") for block in content.split("\n\n") if block]
+    return joined([json.loads(event) for event in events]) if last == "[DONE]" else (last, "error")
+
+
+def joined(chunks: list[Json]) -> tuple[str, str]:
+    """One answer out of its pieces."""
+    text, finish = "", ""
+    for choice in (choice for chunk in chunks for choice in chunk.get("choices", ())):
+        piece = choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get(
+            "content"
+        )
+        text += piece or ""
+        finish = choice.get("finish_reason") or finish
+    return text, finish
+
+
+def figure(url: str, name: str) -> float:
+    """A counter of a /metrics page, over all labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    pattern = re.compile(rf"{re.escape(name)}(\{{.*\}})? ([0-9.e+]+)$")
+    return sum(float(found[2]) for line in lines if (found := pattern.match(line)))
+
+
+def until_zero(url: str, name: str) -> float:
+    """A gauge, once it is 0, or when that takes too long."""
+    deadline = time.monotonic() + FREED_S
+    while (value := figure(url, name)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return value
