@@ -6,7 +6,8 @@ Parts: unit is tests/vllm, vLLM's own scheduler and views without a server; up w
 ENGINE=vllm starts; pool the pool's connector; multi vLLM's MultiConnector with ours in it; mixed P
 on vLLM with D on our own engine, and back; pairs what follows.
 
-A pair is P's and D's tensor-parallel size, the transport, and who moves KV. First one vLLM answers
+A pair is P's and D's tensor-parallel size (1x2: with two pipeline stages; 1d2: with two
+data-parallel ranks), the transport, and who moves KV. First one vLLM answers
 alone; then, for each pair, P and D with our connector answer the same, in fp32: token for token the
 same, directly and through the proxy, whole and streamed, 16 at once. Then what goes wrong on
 purpose: parameters that are used twice, contradict the prompt or name nobody; clients that leave.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -68,14 +70,18 @@ PUSH_FAILURES = "vllm:mooncake_hal_push_failures_total"
 BYTES_SENT = "vllm:mooncake_hal_bytes_sent_total"
 LOADS = "vllm:mooncake_hal_loads_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+PICKED_INFO = "vllm:cache_config_info"
 """What the model server protocol of the Gateway API inference extension wants of a server."""
 PARTS = ("unit", "up", "pool", "multi", "mixed", "pairs")
 ALL_PAIRS = ",".join(
-    f"{prefill}:{decode}/{transport}/{flow}"
-    for flow in ("pull", "push")
-    for prefill in (1, 2)
-    for decode in (1, 2)
-    for transport in ("shm", "tcp")
+    [
+        f"{prefill}:{decode}/{transport}/{flow}"
+        for flow in ("pull", "push")
+        for prefill in (1, 2)
+        for decode in (1, 2)
+        for transport in ("shm", "tcp")
+    ]
+    + ["1x2:1/shm", "1x2:1/shm/push", "1d2:1/tcp"]
 )
 
 
@@ -125,29 +131,57 @@ def run_tests(python: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Size:
+    """Of an instance: tensor-parallel ranks, pipeline stages, data-parallel ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Read ``2``, or with stages ``1x2``, or with data-parallel ranks ``1d2``."""
+        tp, pp, dp = re.fullmatch(r"(\d+)(?:x(\d+))?(?:d(\d+))?", text).groups("1")  # type: ignore[union-attr]  # ends with a trace
+        return cls(int(tp), int(pp), int(dp))
+
+    def __str__(self) -> str:
+        stages = f"x{self.pp}" if self.pp > 1 else ""
+        return f"{self.tp}{stages}" + (f"d{self.dp}" if self.dp > 1 else "")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Of ``vllm serve``."""
+        found = ["--tensor-parallel-size", str(self.tp), "--data-parallel-size", str(self.dp)]
+        if self.pp > 1:
+            # Without a warm-up vLLM's later stages have no buffer for what comes in, and die.
+            found += ["--pipeline-parallel-size", str(self.pp), "--no-enforce-eager"]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
 class Pair:
     """Two instances.
 
     Args:
-        prefill_tp, decode_tp: their tensor-parallel sizes.
+        prefill, decode: their sizes.
         transport: by which KV goes.
         flow: ``"pull"`` or ``"push"``.
     """
 
-    prefill_tp: int
-    decode_tp: int
+    prefill: Size
+    decode: Size
     transport: str
     flow: str
 
     @classmethod
     def parse(cls, text: str) -> Pair:
-        """Read ``2:1/tcp`` or ``1:1/shm/push``."""
+        """Read ``2:1/tcp``, ``1x2:1/shm`` or ``1:1/shm/push``."""
         sizes, transport, flow = (*text.split("/"), "pull")[:3]
         prefill, _, decode = sizes.partition(":")
-        return cls(int(prefill), int(decode), transport, flow)
+        return cls(Size.parse(prefill), Size.parse(decode), transport, flow)
 
     def __str__(self) -> str:
-        return f"{self.prefill_tp}:{self.decode_tp}/{self.transport}/{self.flow}"
+        return f"{self.prefill}:{self.decode}/{self.transport}/{self.flow}"
 
 
 def answers_alone(
@@ -166,9 +200,9 @@ def answers_alone(
 
 def by_prefill(pairs: Iterable[Pair]) -> list[list[Pair]]:
     """Pairs that one P serves together."""
-    groups: dict[tuple[int, str], list[Pair]] = {}
+    groups: dict[tuple[Size, str], list[Pair]] = {}
     for pair in pairs:
-        groups.setdefault((pair.prefill_tp, pair.flow), []).append(pair)
+        groups.setdefault((pair.prefill, pair.flow), []).append(pair)
     return list(groups.values())
 
 
@@ -179,7 +213,7 @@ def check_pairs(
     first, timeout_s = pairs[0], args.start_timeout
     transports = sorted({pair.transport for pair in pairs})
     problems: list[str] = []
-    with instance(python, "kv_producer", first.flow, first.prefill_tp, transports) as prefill:
+    with instance(python, "kv_producer", first.flow, first.prefill, transports) as prefill:
         for pair in pairs:
             try:
                 problems += check_pair(python, pair, prefill, wanted, timeout_s)
@@ -198,7 +232,7 @@ def check_pair(
     """
     with ExitStack() as stack:
         decode = stack.enter_context(
-            instance(python, "kv_consumer", pair.flow, pair.decode_tp, [pair.transport])
+            instance(python, "kv_consumer", pair.flow, pair.decode, [pair.transport])
         )
         for url, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
             wait_until_healthy(url, instance_log(role), timeout_s)
@@ -211,15 +245,15 @@ def check_pair(
 
 @contextmanager
 def instance(
-    python: Path, role: str, flow: str, tp_size: int, transports: list[str]
+    python: Path, role: str, flow: str, size: Size, transports: list[str]
 ) -> Iterator[str]:
     """A vLLM with our connector; its URL. Not necessarily up yet."""
     with serving(
         python,
         transfer_config(role, flow, transports),
-        cores(0 if role == "kv_producer" else 1, tp_size),
+        cores(0 if role == "kv_producer" else 1, size.tp * size.pp * size.dp),
         instance_log(role),
-        *("--tensor-parallel-size", str(tp_size), "--max-num-batched-tokens", "256"),
+        *(*size.words, "--max-num-batched-tokens", "256"),
     ) as url:
         yield url
 
@@ -334,14 +368,22 @@ def through_a_sidecar(run: Run) -> None:
     for url in (run.prefill, run.decode):
         found = {name for name in PICKED if has_one_gauge(url, name)}
         run.expect("an endpoint picker's gauges", found, {*PICKED})
+        [info] = [line for line in metrics(url) if line.startswith(f"{PICKED_INFO}{{")]
+        labels = {name for name in ("block_size", "num_gpu_blocks") if f'{name}="' in info}
+        run.expect("its facts of the cache", labels, {"block_size", "num_gpu_blocks"})
 
 
 def has_one_gauge(url: str, name: str) -> bool:
     """Whether a /metrics page has that gauge, and one series of it."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = metrics(url)
     series = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
     return f"# TYPE {name} gauge" in lines and len(series) == 1
+
+
+def metrics(url: str) -> list[str]:
+    """The lines of a /metrics page."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        return answer.read().decode().splitlines()
 
 
 def kv_came_over(run: Run) -> None:
