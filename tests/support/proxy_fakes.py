@@ -76,6 +76,8 @@ class Behaviour:
     dies: bool = False
     delay_s: float = 0.0
     token_delay_s: float = 0.0
+    # What /tokenize answers; None: a token per byte.
+    tokens: list[int] | None = None
     # How events are cut into network chunks: "one", "two" (two events per chunk), "split".
     cut: str = "one"
     # After so many events: die (close without [DONE]), stop talking, or send an error event.
@@ -223,7 +225,7 @@ class FakeInstance:
             self.changed.set()
             _respond(writer, 200, {})
             return
-        if (known := _known_to_all(seen)) is not None:
+        if (known := _known_to_all(seen, self.behaviour.tokens)) is not None:
             _respond(writer, *known)
             return
         await self._misbehave(behaviour, writer)
@@ -505,7 +507,7 @@ async def _closed(reader: asyncio.StreamReader) -> None:
         await asyncio.sleep(0.002)
 
 
-def _known_to_all(seen: Seen) -> tuple[int, Json] | None:
+def _known_to_all(seen: Seen, tokens: list[int] | None) -> tuple[int, Json] | None:
     """Status and body of what any instance would answer alike."""
     if seen.path == "/v1/models":
         return 200, {"object": "list", "data": [{"id": "m", "object": "model"}]}
@@ -513,7 +515,8 @@ def _known_to_all(seen: Seen) -> tuple[int, Json] | None:
         known = seen.path == "/v1/models/m"
         return (200, {"id": "m"}) if known else (404, {"error": "unknown"})
     if seen.path == "/tokenize":
-        return 200, {"tokens": list(seen.body["prompt"].encode())}
+        read = list(seen.body["prompt"].encode()) if tokens is None else tokens
+        return 200, {"tokens": read}
     return None
 
 

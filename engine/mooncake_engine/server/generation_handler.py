@@ -164,11 +164,14 @@ class GenerationHandler:
 
     def _kv_transfer_response(self, context: RequestContext) -> KVTransferDict | None:
         """What a decode instance needs to continue; None if every choice ended here."""
-        facts = {
+        facts: dict[str, Any] = {
             "created": context.created,
             "remote_cached_tokens": context.num_cached_tokens,
             "tokenizer_fingerprint": self.tokenizer.fingerprint,
         }
+        [prompt, *others] = context.prompts
+        if prompt.text is not None and not others:  # who continues need not tokenise again
+            facts["prompt_token_ids"] = prompt.token_ids
         updates = [
             _finished_update(choice)
             if choice.output.kv_transfer_params is None

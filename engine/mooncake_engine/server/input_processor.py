@@ -19,6 +19,7 @@ from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.server.kv_transfer_requests import (
     KVTransferRequest,
     check_same_tokenizer,
+    prompt_of_peer,
     read_kv_transfer_request,
 )
 from mooncake_engine.server.live_requests import choice_ids
@@ -86,7 +87,12 @@ class InputProcessor:
         self.check_model(request.model)
         sampling = completion_sampling(request, self.info)
         sampling = await self._structured(sampling, grammar_of(request), structure_field(request))
-        prompts = await completion_prompts(request, self.tokenizer, self.info, self.work)
+        made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
+        if made is not None and isinstance(request.prompt, str):
+            check_prompt(made, self.info, param="prompt")
+            prompts = [Prompt(made, request.prompt)]
+        else:
+            prompts = await completion_prompts(request, self.tokenizer, self.info, self.work)
         if request.echo:
             num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             echoed = partial(self._echoed, prompts, with_offsets=request.logprobs is not None)
@@ -105,8 +111,12 @@ class InputProcessor:
         tools = offered_tools(request, self.tool_format, structure)
         field = structure_field(request) if tools.grammar is structure else "tools"
         sampling = await self._structured(sampling, tools.grammar, field)
-        tokenise = partial(tokenize_chat, request, self.tokenizer, self.info, tools.shown)
-        prompt = await self.work.on_text(num_characters, tokenise)
+        made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
+        if made is None:
+            tokenise = partial(tokenize_chat, request, self.tokenizer, self.info, tools.shown)
+            prompt = await self.work.on_text(num_characters, tokenise)
+        else:
+            prompt = Prompt(made)
         check_prompt(prompt.token_ids, self.info, param="messages")
         context = self._context(request, request_id, headers, sampling, [prompt])
         return replace(

@@ -17,6 +17,7 @@ from mooncake_engine.messages import TokenUpdate
 from mooncake_kv.params import KVTransferDict
 
 _PARAM = "kv_transfer_params"
+_PROMPT = "prompt_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,23 @@ def read_kv_transfer_request(
         tokenizer=params.get("tokenizer_fingerprint") if is_incoming else None,
         choices=_choices(params, num_choices),
     )
+
+
+def prompt_of_peer(params: KVTransferDict | None, tokenizer: str) -> tuple[int, ...] | None:
+    """Token ids of the prompt as the prefill instance has made them with the same tokenizer: they
+    are made once. None if it has not told any.
+
+    Raises:
+        InvalidRequest: they are no list of numbers.
+    """
+    if not params or not params.get("do_remote_prefill") or _PROMPT not in params:
+        return None
+    if params.get("tokenizer_fingerprint") != tokenizer:
+        return None
+    try:
+        return msgspec.convert(params[_PROMPT], tuple[int, ...])
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"{_PARAM}.{_PROMPT}: {exc}", param=_PARAM) from exc
 
 
 def check_same_tokenizer(kv_transfer: KVTransferRequest, tokenizer: str) -> None:

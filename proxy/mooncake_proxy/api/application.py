@@ -293,8 +293,8 @@ class ProxyApplication:
             router = self.routers.of_model(context.parsed.model)
             context.tenant = tenant
             router.prepare(context)
-            if router.tokenize is not None:
-                await router.tokenize_prompt(context, router.tokenize)
+            if router.tokenizer is not None:
+                await router.tokenize_prompt(context, router.tokenizer)
             if tenant is not None:
                 self.process.tenants.begin(tenant, context)
             router.budget.deposit()

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -87,32 +88,40 @@ class PrefixIndex:
             holders.discard(name)
 
 
-Tokenize = Callable[[str], Sequence[int]]
-# Text beyond this is not tokenised: at the usual rate it fills all blocks.
+# Text beyond this is not read for its prefix: at the usual rate it fills all blocks.
 MAX_CHARACTERS = MAX_BLOCKS * TOKENS_PER_BLOCK * BYTES_PER_TOKEN
 
 
-def load_tokenizer(folder: str) -> Tokenize:
+class Tokenizer:
+    """A model's tokenizer. `backend`: of the package `tokenizers`."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text, with the tokens that the model wants around it if asked."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+
+def load_tokenizer(folder: str) -> Tokenizer:
     """The tokenizer of a model's folder (`tokenizer.json`). ConfigError if it cannot be loaded."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer {folder}: wanted a folder with a tokenizer.json")
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer as Backend
     except ModuleNotFoundError as exc:
         if exc.name != "tokenizers":
             raise
         raise ConfigError("--tokenizer wants: pip install mooncake-proxy[tokenizer]") from exc
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        backend = Backend.from_file(str(path))
     except Exception as exc:  # the package raises nothing narrower
         raise ConfigError(f"--tokenizer {path}: {exc}") from exc
-
-    def tokenize(text: str) -> Sequence[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    return tokenize
+    backend.no_truncation()
+    backend.no_padding()
+    return Tokenizer(backend)
 
 
 def given_token_ids(parsed: ParsedRequest) -> list[int] | None:
@@ -127,10 +136,10 @@ def given_token_ids(parsed: ParsedRequest) -> list[int] | None:
 
 
 def prompt_text(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> str | None:
-    """The prompt's text up to MAX_CHARACTERS; None where it is not text."""
+    """The prompt's text, of chats up to MAX_CHARACTERS; None where it is not text."""
     try:
         if endpoint is OpenAIEndpoint.COMPLETION:
-            return msgspec.json.decode(parsed.prompt, type=str)[:MAX_CHARACTERS]
+            return msgspec.json.decode(parsed.prompt, type=str)
         messages = msgspec.json.decode(parsed.messages, type=list[dict[str, msgspec.Raw]])
     except msgspec.DecodeError:
         return None

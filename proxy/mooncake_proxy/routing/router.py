@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -33,13 +34,14 @@ from mooncake_proxy.routing.policies import NOTHING_CACHED, POLICIES, RoutingHin
 from mooncake_proxy.routing.prefix_index import (
     MAX_CHARACTERS,
     PrefixIndex,
-    Tokenize,
+    Tokenizer,
     given_token_ids,
     load_tokenizer,
     prompt_text,
     text_hashes,
     token_hashes,
 )
+from mooncake_proxy.routing.prompt_tokens import PromptTokens
 from mooncake_proxy.routing.retries import MAX_LOSSES, RetryBudget, SuspectBodies
 from mooncake_proxy.routing.short_prompts import ShortPrompts
 
@@ -135,7 +137,10 @@ class RequestRouter:
         self.short_prompts = ShortPrompts(config.short_prompt_tokens)
         self._turns = RoundRobinTurns()
         self.conductor = self._load_conductor(model)
-        self.tokenize: Tokenize | None = self._tokenizers.get(model)
+        self.tokenizer: Tokenizer | None = self._tokenizers.get(model)
+        self.prompt_tokens: PromptTokens | None = None
+        if self.tokenizer is not None:
+            self.prompt_tokens = PromptTokens(self.tokenizer, pool, self.client, self.spawn)
 
     def _load_conductor(self, model: str) -> ConductorRouting | None:
         """It needs numpy: only where it is asked for."""
@@ -160,21 +165,29 @@ class RequestRouter:
             ids = given_token_ids(context.parsed)
             if ids is not None:
                 self._expect_hits(context, token_hashes(ids))
-            elif self.tokenize is None:
+            elif self.tokenizer is None:
                 is_chat = context.endpoint is OpenAIEndpoint.CHAT
                 prompt = context.parsed.messages if is_chat else context.parsed.prompt
                 self._expect_hits(context, text_hashes(bytes(prompt)))
 
-    async def tokenize_prompt(self, context: RequestContext, tokenize: Tokenize) -> None:
-        """The rest of `prepare` where there is a tokenizer: text becomes token ids."""
-        text = prompt_text(context.endpoint, context.parsed)
-        if text is None:
+    async def tokenize_prompt(self, context: RequestContext, tokenizer: Tokenizer) -> None:
+        """The rest of `prepare` where there is a tokenizer: text becomes token ids, and instances
+        that would make the same get them instead."""
+        text, tokens = prompt_text(context.endpoint, context.parsed), self.prompt_tokens
+        if text is None or tokens is None:
             return
+        is_put = tokens.can_put(context)
+        if not is_put:
+            text = text[:MAX_CHARACTERS]
+        adds_special = context.endpoint is OpenAIEndpoint.COMPLETION and tokens.options(context)
+        encode = partial(tokenizer.encode, text, add_special_tokens=adds_special)
         if len(text) < INLINE_CHARACTERS:
-            ids = tokenize(text)
+            ids = encode()
         else:
-            ids = await self.client.loop.run_in_executor(None, tokenize, text)
-        if len(text) < MAX_CHARACTERS:
+            ids = await self.client.loop.run_in_executor(None, encode)
+        if is_put and ids:
+            tokens.put(context, ids)
+        if is_put or len(text) < MAX_CHARACTERS:
             context.prompt_tokens = max(1, len(ids))
         context.token_ids = ids
         self._expect_hits(context, token_hashes(ids))

@@ -46,7 +46,7 @@ def test_text_and_token_ids_are_the_same_prompt() -> None:
     async def main() -> None:
         async with stand(num_prefills=3, prefill_policy="prefix", tokenizers={"": str(MODEL)}) as s:
             [home] = await prefillers(s, PAGE, 1)
-            assert await prefillers(s, list(load_tokenizer(MODEL)(PAGE)), 12) == {home}
+            assert await prefillers(s, list(load_tokenizer(MODEL).encode(PAGE)), 12) == {home}
             assert await prefillers(s, OTHER, 1)
 
     uvloop.run(main())

@@ -78,6 +78,7 @@ def test_prefill_answers_the_first_token_and_params(tokenizer: Tokenizer) -> Non
         "created": answer["created"],
         "remote_cached_tokens": 1,
         "tokenizer_fingerprint": tokenizer.fingerprint,
+        "prompt_token_ids": [104, 105],
     }
 
 
@@ -232,3 +233,49 @@ def test_a_wrong_finished_update_is_refused(tokenizer: Tokenizer) -> None:
     response = client.post("/v1/completions", prompt="hi", n=2, kv_transfer_params=params)
     assert response.status_code == 400
     assert "finished_update" in response.json()["error"]["message"]
+
+
+class CountingTokenizer:
+    """A tokenizer that counts how often it is asked to encode."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self._inner = inner
+        self.num_encoded = 0
+
+    def encode(self, text: str, **options: Any) -> tuple[int, ...]:
+        self.num_encoded += 1
+        return self._inner.encode(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_a_prompt_is_tokenised_once(path: str, body: Json, tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(saying("abc"))
+    counting = CountingTokenizer(tokenizer)
+    client = serve(engine, counting)  # type: ignore[arg-type]  # counts calls
+    answer = prefill(client, path, body)
+    made = answer["kv_transfer_params"]["prompt_token_ids"]
+    assert made == list(engine.seen[-1].prompt_token_ids)
+    before = counting.num_encoded
+    params = decode_params(answer, [ord("a")], delivered=True)
+    response = client.post(path, **body, max_tokens=3, kv_transfer_params=params)
+    assert response.status_code == 200, response.text
+    assert counting.num_encoded == before
+    assert list(engine.seen[-1].prompt_token_ids) == made
+
+
+def test_a_prompt_that_came_as_ids_is_not_sent_back(tokenizer: Tokenizer) -> None:
+    client = serve(FakeEngine(saying("abc")), tokenizer)
+    answer = prefill(client, "/v1/completions", {"prompt": [104, 105]})
+    assert "prompt_token_ids" not in answer["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("ids", ["no list", [1, "x"], [10**9]])
+def test_a_peers_ids_that_are_none_are_refused(ids: Any, tokenizer: Tokenizer) -> None:
+    client = serve(FakeEngine(saying("abc")), tokenizer)
+    answer = prefill(client, "/v1/completions", {"prompt": "hi"})
+    params = decode_params(answer, [ord("a")], delivered=True) | {"prompt_token_ids": ids}
+    response = client.post("/v1/completions", prompt="hi", kv_transfer_params=params)
+    assert response.status_code == 400, response.text

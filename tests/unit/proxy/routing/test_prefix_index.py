@@ -52,7 +52,7 @@ def test_token_ids_are_no_text_of_the_same_bytes() -> None:
 
 
 def test_text_and_its_ids_are_one_prompt() -> None:
-    tokenize = load_tokenizer(str(MODEL))
+    tokenize = load_tokenizer(str(MODEL)).encode
     text = text_in({"prompt": "Once upon a time " * 20})
     assert text is not None
     ids = list(tokenize(text))

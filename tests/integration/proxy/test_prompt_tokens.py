@@ -1,0 +1,81 @@
+"""A proxy with a tokenizer sends token ids to instances that would make the same from the text."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand
+from support.proxy_fakes_client import BODY, post
+
+from mooncake_proxy.routing.prefix_index import Tokenizer, load_tokenizer
+from mooncake_proxy.routing.prompt_tokens import PROBE
+
+MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-llama")
+TEXT = "Once upon a time there was a proxy. " * 4
+WITH_TOKENIZER = {"prefill_policy": "prefix", "tokenizers": {"": MODEL}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(MODEL)
+
+
+async def agree(s: Stand) -> None:
+    """Ask once, and wait until all instances have answered."""
+    tokens = s.app.router.prompt_tokens
+    assert tokens is not None
+    for _ in range(200):
+        if tokens.are_taken or None not in tokens._agrees.values():
+            return
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_both_instances_get_ids_in_place_of_the_text(flow: str, tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with stand(**WITH_TOKENIZER, flow=flow) as s:
+            for fake in (s.prefill, s.decode):
+                fake.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
+            await agree(s)
+            answer = await post(s, BODY | {"prompt": TEXT})
+            assert answer.status_code == 200
+            ids = tokenizer.encode(TEXT, add_special_tokens=True)
+            for fake in (s.prefill, s.decode):
+                assert fake.generated[-1].body["prompt"] == ids
+            plain = await post(s, BODY | {"prompt": TEXT, "add_special_tokens": False})
+            assert plain.status_code == 200
+            assert s.decode.generated[-1].body["prompt"] == tokenizer.encode(TEXT)
+
+    uvloop.run(main())
+
+
+def test_an_instance_that_reads_otherwise_gets_text(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with stand(**WITH_TOKENIZER) as s:
+            s.prefill.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
+            s.decode.behaviour.tokens = [1, 2, 3]
+            await agree(s)
+            assert (await post(s, BODY | {"prompt": TEXT})).status_code == 200
+            for fake in (s.prefill, s.decode):
+                assert fake.generated[-1].body["prompt"] == TEXT
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"prompt": [5, 6, 7]}])
+def test_what_ids_do_not_say_is_sent_as_it_came(
+    fields: dict[str, object], tokenizer: Tokenizer
+) -> None:
+    async def main() -> None:
+        async with stand(**WITH_TOKENIZER) as s:
+            for fake in (s.prefill, s.decode):
+                fake.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
+            await agree(s)
+            body = BODY | {"prompt": TEXT} | fields
+            assert (await post(s, body)).status_code == 200
+            assert s.decode.generated[-1].body["prompt"] == body["prompt"]
+
+    uvloop.run(main())
