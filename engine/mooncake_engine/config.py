@@ -40,6 +40,21 @@ class SpeculativeMethod(str, Enum):
     """A smaller model."""
 
 
+def read_chat_template(given: str | None) -> str | None:
+    """The template that ``--chat-template`` names; one that is written out has a ``{``, which file
+    names don't.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--chat-template {given} can't be read: {exc}") from exc
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Speculative decoding: draft tokens, so that one step of the model may bring several.
@@ -66,7 +81,9 @@ class SpeculativeConfig:
     )
     model: Path | None = field(
         default=None,
-        metadata=option("--speculative-model", metavar="DIR", help="directory of the draft model"),
+        metadata=option(
+            "--speculative-model", metavar="MODEL", help="the draft model, named as --model is"
+        ),
     )
     prompt_lookup_min: int | None = field(
         default=None,
@@ -151,7 +168,13 @@ class EngineConfig:
     request, leaves that to its decode instances.
     """
 
-    model: Path = field(metadata=option(metavar="DIR", help="Hugging Face model directory"))
+    model: Path = field(
+        metadata=option(
+            metavar="MODEL",
+            help="Hugging Face model directory, GGUF file, or ORG/NAME[@REVISION] of a hub "
+            "(modelscope:ORG/NAME for ModelScope; ORG/NAME:Q4_K_M for a GGUF quantisation)",
+        )
+    )
     served_model_name: str = field(
         default="",
         metadata=option(
@@ -160,7 +183,26 @@ class EngineConfig:
             default=[],
             to_field=lambda names: names[0] if names else "",
             help="model names in the API; responses and metrics carry the first one",
-            default_text="the directory's name",
+            default_text="the model's name, or the directory's",
+        ),
+    )
+    generation_config: str = field(
+        default="auto",
+        metadata=option(
+            metavar="auto|none|DIR",
+            help="where sampling defaults come from, for requests that leave a parameter out: the "
+            "model's generation_config.json, nowhere, or another directory's",
+        ),
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata=option(
+            metavar="FILE",
+            parse=str,
+            to_field=read_chat_template,
+            default=None,
+            help="chat template to use: a file, or the template itself in one line",
+            default_text="the model's",
         ),
     )
     role: Role = field(

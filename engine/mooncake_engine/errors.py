@@ -4,6 +4,7 @@ EngineError
 ├── ConfigError            the engine can't be set up as asked; nothing was loaded
 │   └── PortTaken
 ├── CheckpointError        a model directory that is missing, incomplete or unsupported
+├── DownloadFailed         a model that a hub has, and that can't be fetched now
 ├── InvalidRequest         the client's request is wrong; carries the field and an HTTP status
 │   └── PromptTooLong
 ├── Overloaded             the engine's queue is full; try again later
@@ -32,6 +33,10 @@ class PortTaken(ConfigError):
 
 class CheckpointError(EngineError):
     """A model directory that is missing, incomplete, or of an unsupported kind."""
+
+
+class DownloadFailed(EngineError):
+    """A model that a hub has can't be fetched: what keeps it, and what to do."""
 
 
 class InvalidRequest(EngineError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.llm_engine import LLMEngine, OutputUpdate
@@ -60,20 +61,22 @@ class RequestOutput:
 
 
 class LLM:
-    """Generates text with a model from a Hugging Face directory.
+    """Generates text with a model from a Hugging Face directory, or from a hub by its name.
 
     ``with LLM("models/llama") as llm: llm.generate("Once upon a time")``
 
     Args:
-        model: the directory.
+        model: the directory, a GGUF file, or ``ORG/NAME[@REVISION]``.
         options: fields of ``EngineConfig``.
 
     Raises:
         ConfigError, CheckpointError: the engine can't be set up like that.
+        DownloadFailed: the model can't be fetched.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._engine = LLMEngine.from_config(EngineConfig(model=Path(model), **options))
+        directory = find_model(model, "model").directory
+        self._engine = LLMEngine.from_config(EngineConfig(model=directory, **options))
         self._num_prompts = 0
 
     @classmethod
@@ -105,7 +108,7 @@ class LLM:
 
         Args:
             prompts: a text, texts, or lists of token ids.
-            sampling_params: for all prompts, or one per prompt.
+            sampling_params: for all prompts, or one per prompt; the model's own by default.
             shows_progress: draw a bar on standard error.
 
         Raises:
@@ -163,6 +166,7 @@ class LLM:
     ) -> list[RequestOutput]:
         running: dict[str, _PromptOutputs] = {}
         try:
+            sampling = self._engine.default_sampling if sampling is None else sampling
             for prompt, wanted in zip(prompts, _per_prompt(sampling, len(prompts)), strict=True):
                 self._num_prompts += 1
                 request_id = f"llm-{self._num_prompts}"
@@ -229,10 +233,10 @@ def _completion(index: int, output: ChoiceOutput) -> CompletionOutput:
 
 
 def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    sampling: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> Sequence[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * num_prompts
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * num_prompts
     if len(sampling) != num_prompts:
         raise InvalidRequest(
             f"{num_prompts} prompts need one sampling_params or as many, got {len(sampling)}",

@@ -13,6 +13,11 @@ from mooncake_engine.errors import InvalidRequest, RequestFailed
 from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.messages import EngineInfo, EngineRequest, TokenUpdate
 from mooncake_engine.process.progress_bar import ProgressBar
+from mooncake_engine.sampling_defaults import (
+    NO_DEFAULTS,
+    SamplingDefaults,
+    read_sampling_defaults,
+)
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.text.completion_output import TextOutputProcessor, TextUpdate
 from mooncake_engine.text.grammars import vocabulary_of
@@ -46,9 +51,16 @@ class LLMEngine:
     Args:
         engine: what ``build_engine`` made, without a connector; ``close`` closes it.
         tokenizer: the model's.
+        defaults: the model's own sampling parameters.
     """
 
-    def __init__(self, engine: RunningEngine, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        engine: RunningEngine,
+        tokenizer: Tokenizer,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+    ) -> None:
+        self.default_sampling = defaults.params()
         self._core = engine.core
         self._info = engine.info
         self._tokenizer = tokenizer
@@ -62,12 +74,13 @@ class LLMEngine:
         Raises:
             ConfigError, CheckpointError: the engine can't be set up like that.
         """
-        tokenizer, bar = Tokenizer.load(config.model), ProgressBar()
+        defaults = read_sampling_defaults(config)
+        tokenizer, bar = Tokenizer.load(config.model, config.chat_template), ProgressBar()
 
         def report(progress: LoadProgress) -> None:
             bar("loading weights", progress.fraction)
 
-        return cls(build_engine(config, report), tokenizer)
+        return cls(build_engine(config, report), tokenizer, defaults)
 
     @property
     def info(self) -> EngineInfo:

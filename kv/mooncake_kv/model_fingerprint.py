@@ -21,6 +21,8 @@ from typing import Any
 from mooncake_kv.errors import KVConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
+GGUF_INDEX_NAME = "model.gguf.index.json"
+"""Of a model directory that the engine made of a GGUF file."""
 SAMPLE_BYTES = 4096
 BYTES_PER_PAIR = 32 << 20
 """A tensor has three samples, and two more for each of these."""
@@ -61,7 +63,7 @@ def model_fingerprint(directory: Path, dtype: str) -> ModelFingerprint:
     How the tensors are spread over files does not matter, nor what the files are called.
 
     Args:
-        directory: with ``config.json`` and safetensors.
+        directory: with ``config.json`` and safetensors, or an index of GGUF files.
         dtype: in which the weights are used.
 
     Raises:
@@ -71,7 +73,11 @@ def model_fingerprint(directory: Path, dtype: str) -> ModelFingerprint:
     digests: dict[str, bytes] = {}
     layout: dict[str, str] = {}
     with ThreadPoolExecutor(_NUM_READERS, "fingerprint") as readers:
-        for found in readers.map(_sample_file, *_files(directory)):
+        if (gguf := directory / GGUF_INDEX_NAME).exists():
+            sampled = readers.map(_sample_tensors, *_gguf_files(gguf))
+        else:
+            sampled = readers.map(_sample_file, *_files(directory))
+        for found in sampled:
             for tensor, digest in found:
                 digests[tensor.name] = digest
                 layout[tensor.name] = tensor.kind
@@ -117,6 +123,27 @@ def _files(directory: Path) -> tuple[list[Path], list[frozenset[str] | None]]:
         names.setdefault(str(file), set()).add(name)
     ordered = sorted(names)
     return [directory / file for file in ordered], [frozenset(names[file]) for file in ordered]
+
+
+def _gguf_files(index: Path) -> tuple[list[Path], list[list[_Tensor]]]:
+    """The files that an index of GGUF tensors names, and the tensors of each."""
+    found: dict[str, list[_Tensor]] = {}
+    try:
+        for name, entry in _read_object(index).items():
+            kind = f"{entry['kind']}{entry['shape']}"
+            tensor = _Tensor(name, kind, int(entry["start"]), int(entry["stop"]))
+            found.setdefault(str(entry["file"]), []).append(tensor)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise KVConfigError(f"{index} is damaged: {exc!r}; remove its directory") from exc
+    return [index.parent / file for file in found], list(found.values())
+
+
+def _sample_tensors(path: Path, tensors: list[_Tensor]) -> list[tuple[_Tensor, bytes]]:
+    try:
+        with path.open("rb", buffering=0) as file:
+            return [(tensor, _sample(file, tensor)) for tensor in tensors]
+    except (OSError, ValueError) as exc:
+        raise KVConfigError(f"{path} is damaged: {exc!r}") from exc
 
 
 def _sample_file(path: Path, wanted: frozenset[str] | None) -> list[tuple[_Tensor, bytes]]:

@@ -1,26 +1,38 @@
-"""Loads safetensors into a rank's weights, reading only the bytes that the rank needs."""
+"""Loads a checkpoint into a rank's weights, reading only the bytes that the rank needs."""
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import re
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
+from mooncake_engine.checkpoints.tensor_files import (
+    TensorFile,
+    locate_tensors,
+    open_tensors,
+    some_of,
+)
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.decoder import KEY_SCALE_ENDS, VALUE_SCALE_ENDS
 from mooncake_engine.models.layers import WeightShard
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 
-INDEX_NAME = "model.safetensors.index.json"
-_SHOWN_NAMES = 5
+logger = logging.getLogger(__name__)
+
+_NUM_READERS = 4
+_READ_AHEAD = 8
+"""Tensors in host memory that wait to be copied to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +61,14 @@ def load_weights(
 ) -> LoadProgress:
     """Fill and pack every weight of the model, file by file; returns the final progress.
 
-    Files of which this rank needs nothing are not opened.
+    Several threads read and dequantise; this one copies to the device. Files of which this rank
+    needs nothing are not opened.
 
     Raises:
         CheckpointError: files or tensors are missing, damaged, of another shape, or unknown to
             the model; the message names them.
     """
+    started = time.monotonic()
     slots: dict[str, list[WeightShard]] = defaultdict(list)
     for slot in model.weight_shards():
         slots[slot.name].append(slot)
@@ -63,53 +77,17 @@ def load_weights(
     total = sum(_target_bytes(slot) for named in slots.values() for slot in named)
     loaded = 0
     for path in sorted({files[name] for name in slots}):
-        wanted = {name: slots[name] for name in slots if files[name] == path}
-        for nbytes in _fill_from_file(path, wanted):
-            loaded += nbytes
+        wanted = [slot for name in slots if files[name] == path for slot in slots[name]]
+        for slot, values in _read(path, wanted):
+            slot.target.copy_(values)
+            loaded += _target_bytes(slot)
             if progress is not None:
                 progress(LoadProgress(loaded, total))
+    seconds = max(time.monotonic() - started, 1e-6)
+    size = total / 1e9
+    logger.info("read %.3g GB of weights in %.3g s: %.3g GB/s", size, seconds, size / seconds)
     model.process_weights_after_loading()
     return LoadProgress(loaded, total)
-
-
-def locate_tensors(model_dir: Path) -> dict[str, Path]:
-    """Which file of the model directory holds each tensor.
-
-    Raises:
-        CheckpointError: no safetensors, or an index that names files that are not there.
-    """
-    index = model_dir / INDEX_NAME
-    if index.exists():
-        return _read_index(index)
-    paths = sorted(model_dir.glob("*.safetensors"))
-    if not paths:
-        raise CheckpointError(
-            f"{model_dir} holds no *.safetensors; convert the checkpoint with "
-            "transformers' save_pretrained, other formats are not read"
-        )
-    return {name: path for path in paths for name in _tensor_names(path)}
-
-
-def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): index.parent / str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise CheckpointError(f"{index} has no readable 'weight_map': {exc!r}") from exc
-    missing = sorted({path.name for path in files.values() if not path.is_file()})
-    if missing:
-        raise CheckpointError(
-            f"half a checkpoint: {index.name} names {_some(missing)}, not found in {index.parent}"
-        )
-    return files
-
-
-def _tensor_names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as handle:
-            return list(handle.keys())
-    except (SafetensorError, OSError) as exc:
-        raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
 
 
 def _check_names(
@@ -119,37 +97,37 @@ def _check_names(
     unexpected = sorted(name for name in files.keys() - slots.keys() if not model.is_ignored(name))
     problems = []
     if missing:
-        problems.append(f"lacks {_some(missing)}")
+        problems.append(f"lacks {some_of(missing)}")
     if unexpected:
-        problems.append(f"holds tensors that its config does not account for: {_some(unexpected)}")
+        problems.append(
+            f"holds tensors that its config does not account for: {some_of(unexpected)}"
+        )
     if problems:
         raise CheckpointError(f"the checkpoint in {model_dir} {' and '.join(problems)}")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN_NAMES])
-    rest = len(names) - _SHOWN_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def _target_bytes(slot: WeightShard) -> int:
     return slot.target.numel() * slot.target.element_size()
 
 
-def _fill_from_file(path: Path, wanted: Mapping[str, list[WeightShard]]) -> Iterator[int]:
-    """Fill the slots from one file; yields the bytes filled, tensor by tensor."""
-    try:
-        with safe_open(path, framework="pt") as handle:
-            for named in wanted.values():
-                for slot in named:
-                    yield _fill(handle, slot, path)
-    except (SafetensorError, OSError) as exc:
-        raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
+def _read(path: Path, slots: list[WeightShard]) -> Iterator[tuple[WeightShard, Tensor]]:
+    """What fills the slots from one file, in their order, read some slots ahead."""
+    with ExitStack() as cleanup:
+        file = cleanup.enter_context(open_tensors(path))
+        readers = cleanup.enter_context(ThreadPoolExecutor(_NUM_READERS, "weights"))
+        ahead: deque[tuple[WeightShard, Future[Tensor]]] = deque()
+        cleanup.callback(readers.shutdown, cancel_futures=True)
+        for slot in slots:
+            ahead.append((slot, readers.submit(_read_slot, file, slot, path)))
+            if len(ahead) == _READ_AHEAD:
+                first, values = ahead.popleft()
+                yield first, values.result()
+        for first, values in ahead:
+            yield first, values.result()
 
 
-def _fill(handle: safe_open, slot: WeightShard, path: Path) -> int:
-    source = handle.get_slice(slot.name)  # type: ignore[no-untyped-call]  # a Rust extension
-    found = tuple(source.get_shape())
+def _read_slot(file: TensorFile, slot: WeightShard, path: Path) -> Tensor:
+    found = file.shape(slot.name)
     if found != slot.full_shape:
         raise CheckpointError(
             f"{path}: {slot.name} has shape {list(found)}, config.json asks for "
@@ -159,13 +137,7 @@ def _fill(handle: safe_open, slot: WeightShard, path: Path) -> int:
         slice(start, start + size)
         for start, size in zip(slot.offset, slot.target.shape, strict=True)
     )
-    values = source[window]
-    if not values.dtype.is_floating_point or values.dtype.itemsize < torch.float16.itemsize:
-        raise CheckpointError(
-            f"{path}: {slot.name} is {values.dtype}; only unquantised weights are read"
-        )
-    slot.target.copy_(values)
-    return _target_bytes(slot)
+    return file.read(slot.name, window, slot.target.dtype)
 
 
 KVScales = tuple[tuple[float, float], ...]

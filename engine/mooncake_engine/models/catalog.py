@@ -21,9 +21,11 @@ from mooncake_engine.models.hf_config import (
     RawConfig,
     read_eos_token_ids,
     read_llama,
+    read_mistral,
     read_qwen2,
     read_qwen3,
     read_raw,
+    read_seed_oss,
 )
 from mooncake_engine.models.layers import ParallelContext, WeightShard
 from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
@@ -108,10 +110,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV2ForCausalLM": Architecture(read_deepseek_v2, DeepseekDecoder),
     "DeepseekV3ForCausalLM": Architecture(read_deepseek_v3, DeepseekDecoder),
     "LlamaForCausalLM": Architecture(read_llama, Decoder),
+    "MistralForCausalLM": Architecture(read_mistral, Decoder),
     "MixtralForCausalLM": Architecture(read_mixtral, MixtralDecoder),
     "Qwen2ForCausalLM": Architecture(read_qwen2, Decoder),
     "Qwen3ForCausalLM": Architecture(read_qwen3, Decoder),
     "Qwen3MoeForCausalLM": Architecture(read_qwen3_moe, SparseDecoder),
+    "SeedOssForCausalLM": Architecture(read_seed_oss, Decoder),
 }
 """Keyed by the name in ``architectures`` of config.json."""
 

@@ -195,6 +195,32 @@ def read_llama(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> Model
     return read_decoder(raw, architecture, eos, biases)
 
 
+def read_mistral(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """MistralForCausalLM: Llama's arithmetic; a window as long as the context is none, and one is
+    4,096 tokens where the file leaves it out."""
+    raw = RawConfig({"sliding_window": 4096, **raw.fields}, raw.source)
+    config = read_decoder(raw, architecture, eos, {})
+    refuse_window(raw, config)
+    return config
+
+
+def refuse_window(raw: RawConfig, config: ModelConfig) -> None:
+    """Raises CheckpointError for a sliding window that is shorter than the context."""
+    window = raw.get("sliding_window", int)
+    if window is not None and window < config.max_positions:
+        raise raw.refuse("sliding_window", window, "attention to the whole context")
+
+
+def read_seed_oss(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """SeedOssForCausalLM: Llama's arithmetic, with a bias of its own for the output."""
+    biases = {
+        "qkv_bias": raw.get("attention_bias", bool, True),
+        "output_bias": raw.flag("attention_out_bias"),
+        "mlp_bias": raw.flag("mlp_bias"),
+    }
+    return read_decoder(raw, architecture, eos, biases)
+
+
 def read_qwen2(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
     """Qwen2ForCausalLM: a bias on queries, keys and values, on nothing else."""
     return read_decoder(raw, architecture, eos, {"qkv_bias": True})

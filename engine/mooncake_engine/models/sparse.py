@@ -12,6 +12,7 @@ from mooncake_engine.models.hf_config import (
     RawConfig,
     read_decoder,
     read_qwen3,
+    refuse_window,
 )
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.mlp import (
@@ -82,9 +83,7 @@ def read_mixtral(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> Mod
     """MixtralForCausalLM: experts in every layer, weights of the chosen ones add up to one."""
     moe = MoeConfig(read_routing(raw, ("num_local_experts",)), raw.count("intermediate_size"))
     config = read_decoder(raw, architecture, eos, {"moe": moe})
-    window = raw.get("sliding_window", int)
-    if window is not None and window < config.max_positions:
-        raise raw.refuse("sliding_window", window, "attention to the whole context")
+    refuse_window(raw, config)
     return config
 
 

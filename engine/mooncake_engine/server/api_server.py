@@ -23,6 +23,7 @@ from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
 from mooncake_engine.kv_connector import resolve
 from mooncake_engine.process.child_processes import StopSignals
 from mooncake_engine.process.interpreter_watchdog import watched_interpreter
+from mooncake_engine.sampling_defaults import read_sampling_defaults
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.guarded_connection import ConnectionLimits, GuardedConnection
 from mooncake_engine.server.live_requests import LiveRequests
@@ -68,9 +69,11 @@ def serve(
         EngineDead: it died while it served; every request has got an error.
     """
     check_kv_port(config)
+    if str(defaults := read_sampling_defaults(config)):
+        log.info("the model's own sampling defaults, for requests without: %s", defaults)
     options = options or ServerOptions()
     with closing(bind(host, port)) as listener, _tracing(config, options) as tracing:
-        tokenizer = Tokenizer.load(config.model)
+        tokenizer = Tokenizer.load(config.model, config.chat_template)
         port = listener.getsockname()[1]
         if config.kv_transfer is not None:
             config = replace(config, kv_transfer=replace(config.kv_transfer, api_port=port))

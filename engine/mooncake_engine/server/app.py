@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake_engine.errors import EngineDead, EngineError, EngineStalled, InvalidRequest
+from mooncake_engine.sampling_defaults import read_sampling_defaults
 from mooncake_engine.server.generation_handler import (
     GenerationEndpoint,
     GenerationHandler,
@@ -88,7 +89,8 @@ def create_app(
     caller's, and so is closing ``live`` when no more requests shall be taken."""
     tool_format = options.tool_format(tokenizer)
     names = (engine.config.model_name, *options.model_aliases)
-    processor = InputProcessor(names, engine.info, tokenizer, tool_format)
+    defaults = read_sampling_defaults(engine.config)
+    processor = InputProcessor(names, engine.info, tokenizer, tool_format, defaults)
     objectives = LatencyObjectives.of_ms(options.slo_ttft_ms, options.slo_tbt_ms)
     metrics = ServerMetrics(engine, objectives)
     max_body_bytes = options.max_body_bytes or longest_body(engine.info)

@@ -15,6 +15,7 @@ import msgspec
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.kv_connector import read_kv_transfer_params
 from mooncake_engine.messages import EngineInfo, EngineRequest
+from mooncake_engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.server.kv_transfer_requests import (
     KVTransferRequest,
@@ -62,6 +63,7 @@ class InputProcessor:
         info: of the engine.
         tokenizer: the model's.
         tool_format: in which the model calls tools; None if it can't.
+        defaults: sampling parameters of requests that leave them out.
         work: where what takes long is done.
     """
 
@@ -69,6 +71,7 @@ class InputProcessor:
     info: EngineInfo
     tokenizer: Tokenizer
     tool_format: str | None = None
+    defaults: SamplingDefaults = NO_DEFAULTS
     work: BackgroundWork = field(default_factory=BackgroundWork)
 
     async def completion(
@@ -85,7 +88,7 @@ class InputProcessor:
             Overloaded: it takes long, and too much that does waits already.
         """
         self.check_model(request.model)
-        sampling = completion_sampling(request, self.info)
+        sampling = completion_sampling(request, self.info, self.defaults)
         sampling = await self._structured(sampling, grammar_of(request), structure_field(request))
         made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
         if made is not None and isinstance(request.prompt, str):
@@ -106,7 +109,7 @@ class InputProcessor:
         """The context of a chat completion; arguments and errors as of ``completion``."""
         self.check_model(request.model)
         num_characters = check_chat_size(request, self.info)
-        sampling = chat_sampling(request, self.info)
+        sampling = chat_sampling(request, self.info, self.defaults)
         structure = grammar_of(request)
         tools = offered_tools(request, self.tool_format, structure)
         field = structure_field(request) if tools.grammar is structure else "tools"

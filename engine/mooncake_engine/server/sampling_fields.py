@@ -8,6 +8,7 @@ import msgspec
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineInfo
+from mooncake_engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
 from mooncake_engine.server.openai_protocol import (
     ChatRequest,
@@ -45,7 +46,9 @@ _MAX_STOP_TOKEN_IDS = 1024
 """Stop token ids are looked up for each generated token."""
 
 
-def completion_sampling(request: CompletionRequest, info: EngineInfo) -> SamplingParams:
+def completion_sampling(
+    request: CompletionRequest, info: EngineInfo, defaults: SamplingDefaults = NO_DEFAULTS
+) -> SamplingParams:
     """Of a completion; ``max_tokens`` is 16 unless given.
 
     Raises:
@@ -55,7 +58,7 @@ def completion_sampling(request: CompletionRequest, info: EngineInfo) -> Samplin
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
     if is_prompt_only(request):
         max_tokens = 1  # it is not shown
-    sampling = _sampling(request, info, max_tokens=max_tokens, logprobs=request.logprobs)
+    sampling = _sampling(request, info, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
     if request.best_of is not None:
         sampling = replace(sampling, best_of=request.best_of)
     if not request.echo or request.logprobs is None:
@@ -84,7 +87,9 @@ def is_prompt_only(request: CompletionRequest) -> bool:
     return request.max_tokens == 0 and bool(shows_prompt)
 
 
-def chat_sampling(request: ChatRequest, info: EngineInfo) -> SamplingParams:
+def chat_sampling(
+    request: ChatRequest, info: EngineInfo, defaults: SamplingDefaults = NO_DEFAULTS
+) -> SamplingParams:
     """Of a chat completion; without a limit it goes on to the context's end.
 
     Raises:
@@ -97,12 +102,13 @@ def chat_sampling(request: ChatRequest, info: EngineInfo) -> SamplingParams:
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequest(f"{limit} must be at least 1, got {max_tokens}", param=limit)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _sampling(request, info, max_tokens=max_tokens, logprobs=logprobs)
+    return _sampling(request, info, defaults, max_tokens=max_tokens, logprobs=logprobs)
 
 
 def _sampling(
     request: GenerationFields,
     info: EngineInfo,
+    defaults: SamplingDefaults,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -138,10 +144,10 @@ def _sampling(
                 param="logit_bias",
             )
     return SamplingParams(
-        **given,
+        **{**defaults.values, **given},
         stop=_stops(request.stop),
         stop_token_ids=stop_token_ids,
-        max_tokens=max_tokens,
+        max_tokens=defaults.limit(max_tokens),
         logprobs=logprobs,
         logit_bias=logit_bias,
     )

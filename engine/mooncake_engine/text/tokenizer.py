@@ -106,15 +106,18 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, directory: Path) -> Tokenizer:
+    def load(cls, directory: Path, chat_template: str | None = None) -> Tokenizer:
         """Read a model directory's tokenizer, offline.
+
+        Args:
+            chat_template: in place of the directory's.
 
         Raises:
             CheckpointError: no usable tokenizer there.
         """
         from transformers import AutoTokenizer
 
-        fingerprint = tokenizer_fingerprint(directory)
+        fingerprint = tokenizer_fingerprint(directory, chat_template)
         try:
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, use_fast=True
@@ -125,6 +128,8 @@ class Tokenizer:
             raise CheckpointError(
                 f"{directory} holds a tokenizer without a fast form; add its tokenizer.json"
             )
+        if chat_template is not None:
+            hf_tokenizer.chat_template = chat_template
         return cls(hf_tokenizer, fingerprint=fingerprint)
 
     def ordinary_tokens(self) -> dict[str, int]:
@@ -220,8 +225,11 @@ def same_tokens(directory: Path, other: Path) -> bool:
     return mine == theirs
 
 
-def tokenizer_fingerprint(directory: Path) -> str:
+def tokenizer_fingerprint(directory: Path, chat_template: str | None = None) -> str:
     """Equal for two directories exactly when their tokenizers and chat templates are.
+
+    Args:
+        chat_template: in place of the directory's, or None.
 
     Raises:
         CheckpointError: the directory holds no tokenizer.
@@ -238,4 +246,6 @@ def tokenizer_fingerprint(directory: Path) -> str:
         content = path.read_bytes()
         digest.update(f"{path.name}:{len(content)}:".encode())
         digest.update(content)
+    if chat_template is not None:
+        digest.update(f"chat template:{chat_template}".encode())
     return digest.hexdigest()[:32]

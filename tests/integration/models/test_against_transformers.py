@@ -56,6 +56,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"num_key_value_heads": 1, "head_dim": 32}),
     ("qwen3", {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True}),
     ("qwen3", {"num_key_value_heads": 8}),
+    ("mistral", {"sliding_window": None, "head_dim": 24}),
+    ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     ("mixtral", {}),
     ("mixtral", {"num_experts_per_tok": 1, "num_local_experts": 3}),
     ("qwen3_moe", {"norm_topk_prob": True}),

@@ -243,8 +243,8 @@ def test_traces_go_to_a_url(
 def test_a_missing_model_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "no/such/model"]) == 2
     assert capsys.readouterr().err == (
-        "mooncake-engine: error: --model must be a Hugging Face model directory: "
-        "no config.json in no/such/model\n"
+        "mooncake-engine: error: --model must be a Hugging Face model directory, a GGUF file, or "
+        "ORG/NAME[@REVISION] of a hub: no config.json in no/such/model, which does not exist\n"
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.model_fingerprint import (
     BYTES_PER_PAIR,
+    GGUF_INDEX_NAME,
     INDEX_NAME,
     SAMPLE_BYTES,
     ModelFingerprint,
@@ -214,3 +215,26 @@ def test_reading_it_costs_megabytes_and_not_gigabytes(tmp_path: Path) -> None:
     read = sum(len(sample_offsets(size)) * SAMPLE_BYTES for size in sizes)
     assert sum(sizes) > 140e9
     assert read < 64e6
+
+
+def test_a_gguf_model_is_told_by_the_tensors_of_its_index(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 64
+    index = {
+        name: {"file": "m.gguf", "kind": "Q4_1", "shape": [64, 64], "start": start, "stop": stop}
+        for name, start, stop in (("a", 0, 8192), ("b", 8192, 16384))
+    }
+
+    def fingerprint_of(content: bytes) -> ModelFingerprint:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        (tmp_path / GGUF_INDEX_NAME).write_text(json.dumps(index))
+        (tmp_path / "m.gguf").write_bytes(content)
+        return model_fingerprint(tmp_path, "float16")
+
+    first = fingerprint_of(data)
+    assert fingerprint_of(data) == first
+    assert fingerprint_of(changed(data, 9000)).weights != first.weights
+    with pytest.raises(KVConfigError, match="ends within b"):
+        fingerprint_of(data[:9000])
+    del index["b"]["stop"]
+    with pytest.raises(KVConfigError, match=r"is damaged: KeyError\('stop'\)"):
+        fingerprint_of(data)

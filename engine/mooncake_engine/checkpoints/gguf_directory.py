@@ -1,0 +1,95 @@
+"""A model directory for a GGUF file: config and tokenizer written from its header, once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mooncake_engine.checkpoints.gguf_config import GGUFModel
+from mooncake_engine.checkpoints.gguf_header import parts_of, read_header
+from mooncake_engine.checkpoints.gguf_tensors import write_index
+from mooncake_engine.checkpoints.gguf_tokenizer import GGUFTokenizer
+from mooncake_engine.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_FORM = 1
+"""Counts up when directories are written in another way."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def gguf_directory(path: Path) -> Path:
+    """A model directory for a GGUF file: ``config.json``, the tokenizer, an index of its tensors
+    and links to its files. It lies in Hugging Face's cache and is made when a file is first seen.
+
+    A tokenizer.json beside the file is taken in place of the one in it.
+
+    Raises:
+        CheckpointError: damaged, or not of a kind that is served; or the cache can't be written.
+    """
+    from huggingface_hub.constants import HF_HOME
+
+    cache = Path(HF_HOME) / "mooncake-gguf"
+    made = cache / f"{path.stem}-{_identity(path)}"
+    if made.is_dir():
+        return made
+    logger.info("writing config and tokenizer of %s to %s", path, made)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=cache))
+        try:
+            _write(path, unfinished)
+            unfinished.chmod(0o755)
+            _publish(unfinished, made)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as exc:
+        raise CheckpointError(f"can't write {made}: {exc}; HF_HOME names another place") from exc
+    return made
+
+
+def _identity(path: Path) -> str:
+    """Another file under the same name has another one."""
+    told = [str(_FORM)]
+    beside = (path.with_name(name) for name in _TOKENIZER_FILES)
+    for file in (*parts_of(path), *(file for file in beside if file.is_file())):
+        stat = file.stat()
+        told.append(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+
+def _publish(unfinished: Path, made: Path) -> None:
+    """Several instances may do this at once: the first one's is as good as the others'."""
+    try:
+        unfinished.rename(made)
+    except OSError:
+        if not made.is_dir():
+            raise
+
+
+def _write(path: Path, directory: Path) -> None:
+    header = read_header(path)
+    model = GGUFModel(path, header)
+    _write_json(directory / "config.json", model.config())
+    _write_json(directory / "generation_config.json", {"eos_token_id": model.eos_token_ids()})
+    write_index(directory, model.tensors())
+    for part in parts_of(path):
+        (directory / part.name).symlink_to(os.path.abspath(part))
+    if path.with_name("tokenizer.json").is_file():
+        for name in _TOKENIZER_FILES:
+            if path.with_name(name).is_file():
+                shutil.copyfile(path.with_name(name), directory / name)
+        return
+    tokenizer = GGUFTokenizer(path, header.metadata)
+    tokenizer.backend().save(str(directory / "tokenizer.json"))
+    _write_json(directory / "tokenizer_config.json", tokenizer.config())
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

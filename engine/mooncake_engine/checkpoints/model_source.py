@@ -1,0 +1,99 @@
+"""Where a model's files are: what ``--model`` names becomes a directory of this host."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake_engine.errors import ConfigError
+
+_HUB_NAME = re.compile(
+    r"(?P<hub>modelscope:)?(?P<repository>[\w.-]+/[\w.-]+?)(:(?P<quantization>\w+))?"
+    r"(@(?P<revision>[\w./-]+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this host.
+
+    Args:
+        directory: with config.json, the tokenizer and the weights.
+        name: under which it is served unless the user says otherwise.
+    """
+
+    directory: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on a hub.
+
+    Args:
+        repository: ``ORG/NAME``.
+        revision: branch, tag or commit; None for the hub's default.
+        quantization: which of a repository's GGUF files, such as ``Q4_K_M``; None for safetensors.
+        is_modelscope: of ModelScope instead of Hugging Face.
+    """
+
+    repository: str
+    revision: str | None = None
+    quantization: str | None = None
+    is_modelscope: bool = False
+
+
+def find_model(wanted: str | Path, flag: str = "--model") -> LocalModel:
+    """A model by path or by name, fetched if need be.
+
+    Args:
+        wanted: a Hugging Face model directory, a GGUF file, a directory with one, or
+            ``[modelscope:]ORG/NAME[:QUANTIZATION][@REVISION]``.
+        flag: that named it, for messages.
+
+    Raises:
+        ConfigError: there is no such path, and it is no model of a hub.
+        DownloadFailed: the hub has it, and it can't be fetched now.
+        CheckpointError: a GGUF file that is not served.
+    """
+    path = Path(wanted)
+    if path.is_dir() and not (path / "config.json").is_file():
+        ggufs = first_parts(path)
+        if len(ggufs) != 1:
+            raise ConfigError(
+                f"{flag} must be a Hugging Face model directory: no config.json in {path}"
+                + (f", and {len(ggufs)} GGUF files: name one of them" if ggufs else "")
+            )
+        path = ggufs[0]
+    if path.is_file() and path.suffix == ".gguf":
+        from mooncake_engine.checkpoints.gguf_directory import gguf_directory
+
+        return LocalModel(gguf_directory(path), path.stem)
+    if path.is_dir():
+        return LocalModel(path, path.resolve().name)
+    named = read_hub_name(str(wanted))
+    if named is None or path.is_absolute():
+        raise ConfigError(
+            f"{flag} must be a Hugging Face model directory, a GGUF file, or ORG/NAME[@REVISION] "
+            f"of a hub: no config.json in {wanted}, which does not exist"
+        )
+    from mooncake_engine.checkpoints.hub_download import download
+
+    return LocalModel(download(named), str(wanted))
+
+
+def read_hub_name(text: str) -> HubModel | None:
+    """A name on a hub; None for what can't be one."""
+    found = _HUB_NAME.fullmatch(text)
+    if found is None or text.startswith("."):
+        return None
+    return HubModel(
+        found["repository"], found["revision"], found["quantization"], bool(found["hub"])
+    )
+
+
+def first_parts(directory: Path) -> list[Path]:
+    """The GGUF files below a directory, of split ones the first."""
+    parts = sorted(directory.rglob("*.gguf"))
+    return [path for path in parts if not re.search(r"-(?!00001)\d{5}-of-\d{5}$", path.stem)]

@@ -1,0 +1,130 @@
+"""Files of tensors: which one holds what, and reading a part of one. Safetensors and GGUF."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mooncake_engine.checkpoints.gguf_tensors import GGUF_INDEX_NAME, GGUFTensors, read_index
+from mooncake_engine.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+_SHOWN_NAMES = 5
+
+
+class TensorFile(Protocol):
+    """An open file of tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        ...
+
+    def read(self, name: str, window: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+        """A part of a tensor, in host memory of its own; only that part is read.
+
+        Raises:
+            CheckpointError: the tensor is of a type that is not read.
+        """
+        ...
+
+
+class SafetensorsFile:
+    """The tensors of a safetensors file."""
+
+    def __init__(self, handle: safe_open, path: Path) -> None:
+        self._handle = handle
+        self._path = path
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        source = self._handle.get_slice(name)  # type: ignore[no-untyped-call]  # in Rust
+        return tuple(source.get_shape())
+
+    def read(self, name: str, window: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+        """Copy a part of a tensor, which is a view of the mapped file until then."""
+        source = self._handle.get_slice(name)  # type: ignore[no-untyped-call]  # in Rust
+        values = source[window]
+        if not values.dtype.is_floating_point or values.dtype.itemsize < torch.float16.itemsize:
+            raise CheckpointError(
+                f"{self._path}: {name} is {values.dtype}; only unquantised weights are read"
+            )
+        return torch.empty(values.shape, dtype=dtype).copy_(values)
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """A file that ``locate_tensors`` named.
+
+    Raises:
+        CheckpointError: it is damaged; also from what is done inside.
+    """
+    if path.suffix == ".gguf":
+        yield GGUFTensors(path)
+        return
+    try:
+        with safe_open(path, framework="pt") as handle:
+            yield SafetensorsFile(handle, path)
+    except (SafetensorError, OSError) as exc:
+        raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
+
+
+def locate_tensors(model_dir: Path) -> dict[str, Path]:
+    """Which file of the model directory holds each tensor.
+
+    Raises:
+        CheckpointError: no weights, or an index that names files that are not there.
+    """
+    index = model_dir / INDEX_NAME
+    if index.exists():
+        return _read_safetensors_index(index)
+    paths = sorted(model_dir.glob("*.safetensors"))
+    if paths:
+        return {name: path for path in paths for name in _tensor_names(path)}
+    if (model_dir / GGUF_INDEX_NAME).exists():
+        files = {name: model_dir / t.file for name, t in read_index(model_dir).items()}
+        _require_files(model_dir / GGUF_INDEX_NAME, files.values())
+        return files
+    raise CheckpointError(
+        f"{model_dir} holds no *.safetensors and no *.gguf; convert the checkpoint with "
+        "transformers' save_pretrained, other formats are not read"
+    )
+
+
+def _read_safetensors_index(index: Path) -> dict[str, Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): index.parent / str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{index} has no readable 'weight_map': {exc!r}") from exc
+    _require_files(index, files.values())
+    return files
+
+
+def _require_files(index: Path, paths: Iterable[Path]) -> None:
+    missing = sorted({path.name for path in paths if not path.is_file()})
+    if missing:
+        raise CheckpointError(
+            f"half a checkpoint: {index.name} names {some_of(missing)}, not found in {index.parent}"
+        )
+
+
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return list(handle.keys())
+    except (SafetensorError, OSError) as exc:
+        raise CheckpointError(f"{path} is damaged or not safetensors: {exc}") from exc
+
+
+def some_of(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    rest = len(names) - _SHOWN_NAMES
+    return f"{shown} and {rest} more" if rest > 0 else shown
