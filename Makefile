@@ -7,7 +7,7 @@ UP_vllm = .venv/bin/python ci/up_vllm.py --model "$$model"
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-grid \
-    test-faults test-mixed test-pool-faults test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
+    test-faults test-mixed mixed-tolerance test-pool-faults test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
     bench-second-turn \
@@ -64,6 +64,10 @@ test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connector
 test-mixed:  ## emulated GPUs and NPUs and CPUs in one deployment, each as P and as D; ARGS: --short --pair --tp
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_mixed.py $(ARGS)
+
+mixed-tolerance:  ## how far mixed pairs' numbers lie from one backend's, by type of KV; ARGS: --type --prompts
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/mixed_tolerance.py $(ARGS)
 
 test-faults:  ## fault injection and soak; prints requests, faults, wrong answers, leaks, hangs
 	@ci/install dev

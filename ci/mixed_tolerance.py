@@ -3,8 +3,9 @@
 
 Answers every prompt greedily with D alone and with each P before it, on emulated devices whose
 kernels compute as the devices' do (CUDA's are interpreted), and on the CPU with its own kernels and
-with torch's. Prints a table per type: tokens that are the same, and how far the log-probabilities
-of the same tokens lie apart. It judges nothing: docs/mixed.md has the figures, and what they mean.
+with torch's. Prints a table per type: tokens that are the same, how far the log-probabilities of
+the same tokens lie apart, and the logits of the likeliest ones. It judges nothing: docs/mixed.md
+has the figures, and what they mean.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from support.programs import TINY_LLAMA  # noqa: E402
 from mooncake_kv.params import KVTransferDict  # noqa: E402
 
 _GPU = KINDS["cuda"]
+TOP = 20
+"""Tokens of each position whose logits are compared."""
 VARIANTS: dict[str, DeviceKind] = {
     "cpu": KINDS["cpu"],
     "cpu, torch": replace(KINDS["cpu"], variables={"MOONCAKE_HAL_CPU_NATIVE": "0"}),
@@ -52,10 +55,11 @@ TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens and their log-probabilities."""
+    """Tokens, their log-probabilities, and those of the likeliest tokens of each position."""
 
     tokens: list[int]
     logprobs: list[float]
+    tops: list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,19 @@ class Distance:
     Args:
         same, total: tokens, up to the first one of each answer that differs.
         mean, most: of the differences of their log-probabilities, in nats.
+        logits: the largest difference of two logits of one token, where a constant that is added
+            to all of a position, and changes nothing, is taken out.
     """
 
     same: int
     total: int
     mean: float
     most: float
+    logits: float
 
     def __str__(self) -> str:
-        return f"{self.same:>4} of {self.total:<5}{self.mean:>10.2g}{self.most:>10.2g}"
+        tokens = f"{self.same:>4} of {self.total:<5}"
+        return tokens + "".join(f"{each:>10.2g}" for each in (self.mean, self.most, self.logits))
 
 
 def main() -> int:
@@ -99,7 +107,7 @@ async def study(name: str, args: argparse.Namespace) -> None:
         found = start_all(stack, TINY_LLAMA, "pull", wanted, VARIANTS, options)
         prefills = dict(zip(variants, found, strict=False))
         decodes = dict(zip(variants, found[len(variants) :], strict=True))
-        print(f"\n{name:<34}{'same tokens':>12}{'mean':>9}{'most':>10}  (nats)", flush=True)
+        print(f"\n{name:<34}{'same tokens':>12}{'mean':>9}{'most':>10}{'logits':>10}", flush=True)
         alone = {
             each: [await ask(decodes[each], prompt, args.tokens) for prompt in prompts]
             for each in variants
@@ -119,13 +127,14 @@ async def ask(
     """One answer; without parameters, of that instance alone and by none of its cached KV."""
     body: dict[str, Any] = body_of(prompt, replace(FEW, max_tokens=tokens), params)
     salted = body if params else {**body, "cache_salt": f"alone {prompt[:8]}"}
-    [choice] = (await where.complete({**salted, "logprobs": 1}))["choices"]
-    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+    [choice] = (await where.complete({**salted, "logprobs": TOP}))["choices"]
+    logprobs = choice["logprobs"]
+    return Answer(choice["token_ids"], logprobs["token_logprobs"], logprobs["top_logprobs"])
 
 
 async def across(prefill: Served, decode: Served, prompt: Sequence[int], tokens: int) -> Answer:
     """One answer of both; P says the first token, and its log-probability."""
-    body = {**body_of(prompt, replace(FEW, max_tokens=1), ORDER), "logprobs": 1}
+    body = {**body_of(prompt, replace(FEW, max_tokens=1), ORDER), "logprobs": TOP}
     params: KVTransferDict = (await prefill.complete(body))["kv_transfer_params"]
     return await ask(decode, prompt, tokens, params)
 
@@ -133,13 +142,23 @@ async def across(prefill: Served, decode: Served, prompt: Sequence[int], tokens:
 def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
     """Of one list of answers from another."""
     apart: list[float] = []
+    logits = [0.0]
     for mine, other in zip(ours, theirs, strict=True):
         pairs = list(zip(mine.tokens, other.tokens, strict=False))
         same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
         both = zip(mine.logprobs[:same], other.logprobs[:same], strict=True)
         apart += [abs(a - b) for a, b in both]
+        logits += map(logit_distance, mine.tops[:same], other.tops[:same])
     total = sum(len(each.tokens) for each in theirs)
-    return Distance(len(apart), total, sum(apart) / max(len(apart), 1), max(apart, default=0.0))
+    mean = sum(apart) / max(len(apart), 1)
+    return Distance(len(apart), total, mean, max(apart, default=0.0), max(logits))
+
+
+def logit_distance(ours: dict[str, float], theirs: dict[str, float]) -> float:
+    """The largest one, of the tokens that both say."""
+    apart = [ours[token] - theirs[token] for token in ours.keys() & theirs.keys()]
+    middle = sum(apart) / len(apart)
+    return max(abs(each - middle) for each in apart)
 
 
 if __name__ == "__main__":

@@ -216,6 +216,10 @@ class _Axis:
             return int(steps[0])
         return None
 
+    def continues(self, run: int) -> bool:
+        """Whether anything follows the one before it at this distance, on both sides."""
+        return bool(((np.diff(self.local) == run) & (np.diff(self.remote) == run)).any())
+
     def local_stride(self) -> int:
         """The mean stride on this side."""
         return int(self.local[-1] - self.local[0]) // max(1, len(self.local) - 1)
@@ -298,7 +302,8 @@ class _RankPair:
 
         What is left is ordered by stride, the largest outermost: neighbours in memory are then
         neighbours in the arrays, and `_merge` finds those that only the block table has put side
-        by side, such as consecutive blocks.
+        by side, such as consecutive blocks. Where it has put none so, the token pieces come first:
+        what follows each of them is the same strides again, which transports describe in a row.
         """
         box, lead = self.box, planes[0]
         tokens = np.arange(length, dtype=np.int64)
@@ -315,8 +320,11 @@ class _RankPair:
         ]
         element_bytes = self.geometry.plane_dims[lead] * self.geometry.element_bytes
         axes, run = _fold([axis for axis in axes if len(axis.local) > 1], element_bytes)
-        axes.append(_Axis(local.token_offsets(starts, lead), remote.token_offsets(starts, lead)))
+        pieces = _Axis(local.token_offsets(starts, lead), remote.token_offsets(starts, lead))
+        can_merge = pieces.continues(run)
+        axes += [pieces] if can_merge else []
         axes.sort(key=_Axis.local_stride, reverse=True)
+        axes = axes if can_merge else [pieces, *axes]
         near, far = bases.local[0], bases.remote[0]
         for axis in axes:
             near, far = np.add.outer(near, axis.local), np.add.outer(far, axis.remote)

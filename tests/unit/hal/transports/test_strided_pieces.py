@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
+from mooncake_hal.kv.layout import KV_LAYOUTS, make_layout
+from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
+from mooncake_hal.transports.copy_worker import split_parts
 from mooncake_hal.transports.strided_pieces import (
     LARGE_BYTES,
     MAX_LEVELS,
@@ -94,3 +100,42 @@ def test_large_pieces_are_left_as_they_are() -> None:
 def test_what_are_no_rows_is_refused(words: list[int], levels: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         unpack_strides(u64(words).tobytes(), levels, MOST)
+
+
+GEOMETRY = KVGeometry(AttentionKind.GQA, 4, 12, (128, 128), "bfloat16", 2)
+TOKENS, PART = 490, 8 << 20
+
+
+def placements(tp_size: int, layout: str, block_size: int) -> list[KVShardSpec]:
+    """Ranks whose KV lies far apart, in pools that are eight times as large as the prompt."""
+    num_blocks = 8 * -(-TOKENS // block_size)
+    shards = shards_of(GEOMETRY, tp_size)
+    layouts = [make_layout(layout, GEOMETRY, each, num_blocks, block_size) for each in shards]
+    return [
+        KVShardSpec(shard, each.shifted((rank + 1) << 40))
+        for rank, (shard, each) in enumerate(zip(shards, layouts, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("blocks", [(128, 16), (16, 128), (128, 128), (16, 16)], ids=str)
+@pytest.mark.parametrize("layouts", list(itertools.product(KV_LAYOUTS, repeat=2)), ids="-".join)
+def test_what_is_said_of_a_prompt_is_half_a_percent_of_its_kv(
+    layouts: tuple[str, str], blocks: tuple[int, int], ranks: tuple[int, int]
+) -> None:
+    """Of any two layouts, block sizes and numbers of ranks; blocks lie anyhow."""
+    rng = np.random.default_rng(6)
+    sides = zip(ranks, layouts, blocks, strict=True)
+    theirs, ours = (placements(*each) for each in sides)
+    transfer = BlockTransfer(
+        *(rng.permutation(8 * -(-TOKENS // size))[:490].tolist() for size in reversed(blocks)),
+        (0, TOKENS),
+    )
+    said = moved = 0
+    for plan in (plan for each in ours for plan in plan_transfer(GEOMETRY, each, theirs, transfer)):
+        for begin, end in split_parts(plan.spans.nbytes, PART):
+            part = plan.spans.remote[begin:end], plan.spans.nbytes[begin:end]
+            said += pack_strides(*part).nbytes
+            moved += int(part[1].sum())
+    assert moved == GEOMETRY.token_bytes * TOKENS
+    assert said <= 0.005 * moved
