@@ -7,7 +7,7 @@ UP_vllm = .venv/bin/python ci/up_vllm.py --model "$$model"
 PYTHON_IN_VENV = .venv/bin/python
 
 .PHONY: help up test test-models check docs bench install test-rdma test-adapters test-real test-grid \
-    test-faults test-mixed mixed-tolerance test-pool-faults test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
+    test-faults test-mixed mixed-tolerance test-pool-faults test-pool-grid test-abuse test-overload test-proxy test-proxy-vllm test-vllm test-vllm-faults \
     test-vllm-contract bench-vllm bench-host \
     bench-engine bench-transfer bench-connectors bench-pool bench-proxy bench-conductor test-replays test-simulator \
     bench-second-turn \
@@ -76,6 +76,10 @@ test-faults:  ## fault injection and soak; prints requests, faults, wrong answer
 test-pool-faults:  ## a store killed, frozen, damaged, full, beside traffic that is compared; ARGS: --list --only
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_pool_faults.py $(ARGS)
+
+test-pool-grid:  ## what an instance of any device, ranks and stages saved, every other one loads; ARGS: --family --sides
+	@ci/install dev
+	@$(PYTHON_IN_VENV) ci/test_pool_grid.py $(ARGS)
 
 test-abuse:  ## attacks on a running deployment beside ordinary traffic; ARGS: --list --only --short --soak
 	@ci/install dev

@@ -69,6 +69,7 @@ class SchedulerPool:
         with engine_errors():
             stores = PoolStores(config, registry, name)
         self.chunk_tokens = config.chunk_tokens
+        self.always_loads = config.always_loads
         self.num_layers = geometry.layers
         self.transfer_timeout_s = config.network.transfer_timeout_s
         self._identity = identity

@@ -19,7 +19,9 @@ from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.pool.pool_config import read_kv_pool
 
 CHUNK = 32
-POOL = f"dram=32M,chunk={CHUNK}"
+SETTINGS = f"chunk={CHUNK},load=always"
+"""What is found is loaded, however little time computing it takes on so small a model."""
+POOL = f"dram=32M,{SETTINGS}"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SETTLE_S = 30.0
 Tokens = tuple[int, ...]

@@ -9,11 +9,10 @@ from tempfile import mkdtemp
 
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt
-from support.pool_engine import CHUNK, ask, engine, forget
+from support.pool_engine import SETTINGS, ask, engine, forget
 from support.pool_traffic import STUCK_S, Tally
 
 from mooncake_kv.config import KVTransferConfig
-from mooncake_kv.pool.pool_costs import PrefillCosts
 
 NUM_PROMPTS = 6
 LENGTH = 100
@@ -36,7 +35,6 @@ class EngineTraffic:
     """An engine in a thread of its own. A hit is a prompt some of which was loaded."""
 
     def __init__(self, address):
-        PrefillCosts.is_known = False  # else computing so small a model is faster than any load
         plain_answers()
         self._stop = threading.Event()
         self._address = address
@@ -62,7 +60,7 @@ class EngineTraffic:
         return self.tally
 
     def _run(self):
-        pool = f"connect={self._address.host}:{self._address.port},chunk={CHUNK}"
+        pool = f"connect={self._address.host}:{self._address.port},{SETTINGS}"
         network = KVTransferConfig(secret=self._address.secret.decode())
         try:
             with engine(model(), pool, network=network) as core:

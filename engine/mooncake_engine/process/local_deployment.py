@@ -179,7 +179,8 @@ async def _start_store(
             argv += ["--ssd", f"{directory}:{nbytes}"]
         store = await children.start("kv-store", argv, is_needed=False)
         connect.insert(0, f"connect={urlsplit(await store.ready).netloc}")
-    return ["--kv-pool", ",".join([*connect, f"chunk={pool.chunk_tokens}"])]
+    load = "always" if pool.always_loads else "faster"
+    return ["--kv-pool", ",".join([*connect, f"chunk={pool.chunk_tokens}", f"load={load}"])]
 
 
 def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list[str]:

@@ -254,7 +254,14 @@ class PoolLoads:
             hit.sources,
             pool.num_layers,
         )
-        return choose_load(prompt, self._prefill, pool.load_costs, self._queues.now), num_cached
+        choice = choose_load(
+            prompt,
+            self._prefill,
+            pool.load_costs,
+            self._queues.now,
+            is_always=pool.always_loads,
+        )
+        return choice, num_cached
 
     def _same_load(self, hit: _Hit, choice: LoadChoice, num_cached: int) -> _Load | None:
         """A load under way that brings what this request would load, sooner than it could itself

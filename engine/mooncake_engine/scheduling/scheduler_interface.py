@@ -113,6 +113,8 @@ class ChunkPool(Protocol):
     """Of the model."""
     transfer_timeout_s: float
     """Most seconds of a load."""
+    always_loads: bool
+    """Whether what is found is loaded even where computing it is estimated to be faster."""
     stats: PoolStats
     """Counters."""
     load_costs: LoadCosts

@@ -27,6 +27,8 @@ class KVPoolConfig:
         port: where that store listens for other instances; 0 takes a free port, None: nowhere.
         connect: host and port of stores in other processes.
         chunk_tokens: tokens per chunk, a multiple of the block size; the same for all who share KV.
+        always_loads: whether all that is found is loaded, even where computing it again is
+            estimated to be faster.
         network: addresses, secret, transports and deadlines.
 
     Raises:
@@ -38,6 +40,7 @@ class KVPoolConfig:
     port: int | None = None
     connect: tuple[tuple[str, int], ...] = ()
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    always_loads: bool = False
     network: KVTransferConfig = field(default_factory=KVTransferConfig)
 
     def __post_init__(self) -> None:
@@ -112,11 +115,18 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _is_always(text: str) -> bool:
+    if text not in ("always", "faster"):
+        raise ValueError(f"wanted always or faster, got {text!r}")
+    return text == "always"
+
+
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "dram": ("dram_bytes", byte_count, False),
     "ssd": ("ssd", ssd_directory, True),
     "port": ("port", _port, False),
     "connect": ("connect", _address, True),
     "chunk": ("chunk_tokens", positive_int, False),
+    "load": ("always_loads", _is_always, False),
 }
 """By name: the field, what reads it, and whether it may be repeated."""

@@ -111,9 +111,21 @@ class LoadChoice:
 
 
 def choose_load(
-    prompt: PromptToLoad, prefill: PrefillCosts, loads: LoadCosts, now: float
+    prompt: PromptToLoad,
+    prefill: PrefillCosts,
+    loads: LoadCosts,
+    now: float,
+    *,
+    is_always: bool = False,
 ) -> LoadChoice:
-    """How many chunks to load. Where computing was never measured: all that there are."""
+    """How many chunks to load.
+
+    Args:
+        prompt: of which the pool has something.
+        prefill, loads: what was measured.
+        now: by ``time.monotonic``.
+        is_always: all that there are, as where computing was never measured.
+    """
     num_layers = max(prompt.num_layers, 1)
     first = prompt.num_cached // prompt.chunk_tokens
     compute_s = prefill.seconds(prompt.num_cached, prompt.num_tokens, now)
@@ -127,7 +139,7 @@ def choose_load(
         load_s = sum(loads.seconds(name, count, now) for name, count in by_source.items())
         compute_s = prefill.seconds(stop, prompt.num_tokens, now)
         total_s = max(compute_s, load_s + compute_s / num_layers)
-        if total_s <= best.total_s or not prefill.is_known:
+        if is_always or total_s <= best.total_s or not prefill.is_known:
             best = LoadChoice(index + 1, load_s, compute_s, total_s)
     return best
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt
-from support.pool_engine import CHUNK, ask, engine, forget
+from support.pool_engine import CHUNK, SETTINGS, ask, engine, forget
 from support.store_process import SECRET, StoreProcess
 
 from mooncake_kv.config import KVTransferConfig
@@ -15,9 +15,6 @@ from mooncake_kv.config import KVTransferConfig
 LENGTH = 200
 PATIENCE_S = 60.0
 """For an answer on a busy machine; a store's users lose 2 s at most to one that is frozen."""
-
-
-pytestmark = pytest.mark.usefixtures("always_loads")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +49,7 @@ def test_a_store_that_ends_is_a_miss_and_one_that_comes_back_is_used(
     model, plain, tmp_path, number
 ):
     store = StoreProcess(tmp_path, "--dram", "32M")
-    pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
+    pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"
     network = KVTransferConfig(secret=SECRET)
     try:
         with engine(model, pool, network=network) as core:
@@ -70,7 +67,7 @@ def test_a_store_that_ends_is_a_miss_and_one_that_comes_back_is_used(
 
 def test_a_store_that_is_frozen_is_a_miss(model, plain, tmp_path):
     store = StoreProcess(tmp_path, "--dram", "32M")
-    pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
+    pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"
     try:
         with engine(model, pool, network=KVTransferConfig(secret=SECRET)) as core:
             _ask(core, 0, plain)

@@ -12,8 +12,6 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.pool.step_progress import StepProgress
 
-pytestmark = pytest.mark.usefixtures("always_loads")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -5,10 +5,10 @@ import asyncio
 
 import pytest
 from support.pd import GREEDY, ask, instance, prompt_of, wait_until, write_model
+from support.pool_engine import CHUNK, SETTINGS
 from support.push import WAYS
 from support.store_process import SECRET, StoreProcess
 
-CHUNK = 32
 NUM_ASKED = 120
 """Tokens of a prompt whose answer of 12 completes a chunk."""
 
@@ -50,7 +50,6 @@ async def _until_saved(of, num_chunks):
     await wait_until(lambda: saved() == num_chunks, 20, lambda: f"{saved()} of {num_chunks}")
 
 
-@pytest.mark.usefixtures("always_loads")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("way", "tp"),
@@ -62,7 +61,7 @@ def test_what_one_of_a_pair_saves_the_other_loads(model, store, way, tp):
     async def run():
         plain = await _plain(model)
         options = {
-            "kv_pool": f"connect=127.0.0.1:{store.port},chunk={CHUNK}",
+            "kv_pool": f"connect=127.0.0.1:{store.port},{SETTINGS}",
             "secret": SECRET,
             "prefix_caching": False,  # so that only the pool remembers
         }

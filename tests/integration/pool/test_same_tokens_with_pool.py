@@ -3,14 +3,12 @@
 import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt
-from support.pool_engine import CHUNK, ask, engine, forget, two_turns
+from support.pool_engine import CHUNK, SETTINGS, ask, engine, forget, two_turns
 from support.store_process import SECRET, StoreProcess
 
 from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.config import KVTransferConfig
-
-pytestmark = pytest.mark.usefixtures("always_loads")
 
 SEEDED = SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True)
 
@@ -94,7 +92,7 @@ def test_ranks_and_stages_read_what_others_wrote(models, tmp_path):
     """A writer of one shape, a reader of another; each through one store, in both directions."""
     shapes = [{}, {"tp_size": 2, "block_size": 8}, {"pp_size": 2}]
     store = StoreProcess(tmp_path, "--dram", "64M")
-    pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
+    pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"
     network = KVTransferConfig(secret=SECRET)
     prompt = random_prompt(6, 170)
     try:

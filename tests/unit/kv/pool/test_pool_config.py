@@ -12,13 +12,15 @@ from mooncake_kv.pool.pool_stores import own_store
 
 def test_a_store_in_the_instance_and_others():
     text = "dram=4GiB,ssd=/ssd0/kv:2GiB,ssd=/ssd1:1G,port=7701,connect=10.0.0.2:7701,chunk=128"
-    assert read_kv_pool(text) == KVPoolConfig(
+    assert read_kv_pool(f"{text},load=always") == KVPoolConfig(
         dram_bytes=4 << 30,
         ssd=((Path("/ssd0/kv"), 2 << 30), (Path("/ssd1"), 1 << 30)),
         port=7701,
         connect=(("10.0.0.2", 7701),),
         chunk_tokens=128,
+        always_loads=True,
     )
+    assert not read_kv_pool(text).always_loads
 
 
 def test_addresses_of_version_6_have_brackets():
@@ -28,7 +30,7 @@ def test_addresses_of_version_6_have_brackets():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "wanted dram=..., ssd=..., port=..., connect=..., chunk=..."),
+        ("", "wanted dram=..., ssd=..., port=..., connect=..., chunk=..., load=..."),
         ("dram", "got 'dram'"),
         ("memory=4G", "got 'memory=4G'"),
         ("dram=lots", "dram: wanted bytes such as 512M or 4G, got 'lots'"),
@@ -38,6 +40,7 @@ def test_addresses_of_version_6_have_brackets():
         ("connect=host:0", "port 0"),
         ("dram=1G,port=70000", "wanted a port, 0 to 65535"),
         ("dram=1G,chunk=0", "must be a number, at least 1"),
+        ("dram=1G,load=never", "load: wanted always or faster, got 'never'"),
         ("chunk=64", "names no store"),
         ("connect=a:1,port=7", "ssd and port are of a store in this instance"),
     ],

@@ -37,6 +37,7 @@ def test_what_was_measured_is_what_is_estimated():
 def test_a_fast_link_loads_all_and_a_slow_one_nothing():
     assert choose_load(prompt(), *measured(), 0.0).num_chunks == 15
     assert choose_load(prompt(), *measured(byte_s=1e-5), 0.0).num_chunks == 0
+    assert choose_load(prompt(), *measured(byte_s=1e-5), 0.0, is_always=True).num_chunks == 15
 
 
 def test_between_these_a_part_is_loaded_while_the_rest_is_computed():
