@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 
@@ -36,6 +37,7 @@ from support.store_process import Rank, StoreProcess  # noqa: E402  # tests/ is 
 from mooncake_hal.negotiation import Transports  # noqa: E402
 from mooncake_hal.registry import Registry  # noqa: E402
 from mooncake_hal.transport import EndpointOptions  # noqa: E402
+from mooncake_kv.store.chunk_keys import KEY_BYTES  # noqa: E402
 from mooncake_kv.store.chunk_store import Chunk  # noqa: E402
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig  # noqa: E402
 
@@ -200,11 +202,10 @@ class Objects:
         return took
 
     def _chunks(self) -> list[Chunk]:
-        prefix = self._round.to_bytes(8, "big")
-        return [
-            Chunk(prefix + i.to_bytes(8, "big"), None, 0, self._nbytes, 16)
-            for i in range(self._count)
-        ]
+        """Keys are hashes, as all keys of chunks are."""
+        names = [f"{self._round}-{i}".encode() for i in range(self._count)]
+        keys = [blake2b(name, digest_size=KEY_BYTES).digest() for name in names]
+        return [Chunk(key, None, 0, self._nbytes, 16) for key in keys]
 
     def close(self) -> None:
         if self.rank is not None:

@@ -1,9 +1,10 @@
 """Which bytes of an arena are free: an allocator of ranges in constant time. Pure: no memory here.
 
 Free ranges are kept in bins by size, eight bins to a power of two, as in two-level segregated fit.
-An allocation takes a range from the first bin whose ranges all fit, and a range that is freed joins
-its neighbours. Chunks of one model have one size, so that there is no fragmentation but between
-models.
+An allocation takes a range from the first bin whose ranges all fit, and those that follow it cut
+from the same one as long as it lasts: a batch of chunks costs a step each, and lies in one piece. A
+range that is freed joins its neighbours. Chunks of one model have one size, so that there is no
+fragmentation but between models.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class ArenaAllocator:
         self._free_ends: dict[int, int] = {}  # end: offset
         self._bins: dict[int, dict[int, None]] = {}
         self._mask = 0  # bit i: bin i has ranges
+        self._open = (0, 0)  # the range that is cut from, in no bin; ends at the second number
         if self.capacity:
             self._add_free(0, self.capacity // GRANULE)
 
@@ -47,12 +49,14 @@ class ArenaAllocator:
             nbytes: 1 or more; rounded up to granules.
         """
         length = max(1, -(-nbytes // GRANULE))
-        offset = self._find(length)
-        if offset is None:
-            return None
-        found = self._take_free(offset)
-        if found > length:
-            self._add_free(offset + length, found - length)
+        offset, stop = self._open
+        if stop - offset < length:
+            self._close_open()
+            found = self._find(length)
+            if found is None:
+                return None
+            offset, stop = found, found + self._take_free(found)
+        self._open = (offset + length, stop)
         self._allocated[offset] = length
         self.free_bytes -= length * GRANULE
         return offset * GRANULE
@@ -65,6 +69,7 @@ class ArenaAllocator:
         """
         start = offset // GRANULE
         length = self._allocated.pop(start)
+        self._close_open()
         self.free_bytes += length * GRANULE
         if (before := self._free_ends.get(start)) is not None:
             length += self._take_free(before)
@@ -87,6 +92,7 @@ class ArenaAllocator:
         Raises:
             AssertionError: they don't.
         """
+        self._close_open()
         ranges = sorted([*self._allocated.items(), *self._free.items()])
         at, was_free = 0, False
         for offset, length in ranges:
@@ -101,6 +107,13 @@ class ArenaAllocator:
         ), "an end of a free range is wrong"
         binned = {offset for ranges_of in self._bins.values() for offset in ranges_of}
         assert binned == set(self._free), "a free range is in no bin"
+
+    def _close_open(self) -> None:
+        """Put the range that was cut from into its bin; what is behind it is not free."""
+        start, stop = self._open
+        if start < stop:
+            self._add_free(start, stop - start)
+        self._open = (0, 0)
 
     def _find(self, length: int) -> int | None:
         fitting = self._mask >> _bin_of(length, up=True) << _bin_of(length, up=True)

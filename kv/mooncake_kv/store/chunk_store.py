@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import msgspec
+
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.kv.transfer_plan import KVShardSpec
 from mooncake_kv.store.chunk_layout import stored_layout
@@ -75,9 +77,8 @@ class PutRefusal(str, Enum):
     """The store did not reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What is put.
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """What is put. A Struct, as handles are: a batch makes a thousand of them.
 
     Args:
         key: its name; KEY_BYTES bytes.
@@ -134,8 +135,7 @@ class CopyTerms:
             raise ValueError(f"no copy is made on such terms: {self}")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadHandle:
+class ReadHandle(msgspec.Struct, frozen=True, gc=False):
     """Permission to read a chunk's bytes.
 
     Args:
@@ -157,8 +157,7 @@ class ReadHandle:
     tier: Tier = Tier.DRAM
 
 
-@dataclass(frozen=True, slots=True)
-class WriteHandle:
+class WriteHandle(msgspec.Struct, frozen=True, gc=False):
     """Permission to write a chunk's bytes; fields as in ``ReadHandle``."""
 
     handle_id: int

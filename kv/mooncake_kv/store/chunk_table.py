@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+import msgspec
+
 from mooncake_kv.store.arena_allocator import ArenaAllocator, rounded_up
 from mooncake_kv.store.chunk_store import (
     MAX_LEASE_S,
@@ -64,8 +66,7 @@ class ChunkState(Enum):
     """Not to be found any more; its memory waits for those who read it."""
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
+class Entry(msgspec.Struct, eq=False, gc=False):
     """A chunk in memory.
 
     Args:
@@ -97,8 +98,7 @@ class Entry:
     unsafe_until: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
+class _Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A handle in force: whose, of what, until when."""
 
     entry: Entry
@@ -127,7 +127,7 @@ class TableObserver(StoreObserver, Protocol):
     """Follows a table more closely than a store's users may."""
 
     def staging(self, key: bytes, is_staging: bool) -> None:
-        """A chunk is being written to memory, or no longer."""
+        """A chunk is being written to memory, or no longer; ``stored`` there ends it, too."""
         ...
 
 
@@ -548,7 +548,6 @@ class ChunkTable:
             self._free(entry, now)
             return True
         entry.state, entry.used_at = ChunkState.READY, now
-        self.observer.staging(entry.chunk.key, False)
         self._leave_parent(entry)
         self._policies[entry.group].add(entry.chunk)
         self.stats.num_puts += 1

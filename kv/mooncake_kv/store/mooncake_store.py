@@ -26,6 +26,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from mooncake_hal.negotiation import Transports
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.store.arena_memory import ArenaMemory
@@ -226,12 +228,12 @@ class MooncakeChunkStore:
 
     def _slot(self, chunk: Chunk, lease_s: float, now: float) -> WriteHandle | PutRefusal:
         """Staging memory under a name of its own: a key may be on its way several times."""
-        slot = replace(chunk, key=secrets.token_bytes(16), parent=None, tenant="")
+        slot = structs.replace(chunk, key=secrets.token_bytes(16), parent=None, tenant="")
         (grant,) = self._table.reserve([slot], USER, lease_s, now)
         if isinstance(grant, WriteHandle):
             self._staging[chunk.key] = grant.handle_id
-            self._chunks[grant.handle_id] = replace(chunk, key=slot.key)
-            return replace(grant, key=chunk.key)
+            self._chunks[grant.handle_id] = structs.replace(chunk, key=slot.key)
+            return structs.replace(grant, key=chunk.key)
         return grant
 
     def _put(self, handles: Sequence[WriteHandle]) -> list[bool]:
@@ -279,7 +281,7 @@ class MooncakeChunkStore:
             if not isinstance(grant, WriteHandle):
                 return None
             self._chunks[grant.handle_id] = slot
-        return replace(grant, key=key)
+        return structs.replace(grant, key=key)
 
     def _landed(self, slot: WriteHandle, got: int, lease_s: float) -> ReadHandle | None:
         with self._lock:
@@ -295,7 +297,7 @@ class MooncakeChunkStore:
             stats.num_dram_hits += 1
             if handle is not None:
                 self._chunks[handle.handle_id] = chunk
-                return replace(handle, key=slot.key)
+                return structs.replace(handle, key=slot.key)
         return None
 
     # -- inside ---------------------------------------------------------------------------------

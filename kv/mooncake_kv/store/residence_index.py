@@ -42,7 +42,8 @@ _LEFT_OUT_WORD = (_HEADER.size - 8) // 8
 _PAIR = struct.Struct("<QQ")
 _STATE_BITS = 7
 _TAG_BITS = (1 << 64) - 1 - _STATE_BITS
-_BIT = {Residence.STAGING: 1, Residence.DRAM: 2, Residence.SSD: 4}
+_STAGING, _DRAM, _SSD = 1, 2, 4
+_BIT = {Residence.STAGING: _STAGING, Residence.DRAM: _DRAM, Residence.SSD: _SSD}
 _RESIDENCE = tuple(
     Residence.DRAM
     if bits & 2
@@ -74,6 +75,7 @@ class ResidenceIndex:
         buckets = min(MAX_BUCKETS, max(MIN_BUCKETS, 1 << max(0, wanted - 1).bit_length()))
         self._mask = buckets - 1
         self._left_out: dict[bytes, int] = {}
+        self._staging_at: dict[bytes, int] = {}
         nbytes = HEADER_BYTES + buckets * BUCKET_WORDS * 8
         self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -89,23 +91,44 @@ class ResidenceIndex:
 
     def mark(self, key: bytes, where: Residence, is_there: bool = True) -> None:
         """Say that a chunk is somewhere, or is there no longer."""
+        self._change(key, *((_BIT[where], 0) if is_there else (0, _BIT[where])))
+
+    def stage(self, key: bytes) -> None:
+        """A chunk is being written to memory; ``settle`` follows."""
+        at = self._change(key, _STAGING, 0)
+        if at is not None:
+            self._staging_at[key] = at
+
+    def settle(self, key: bytes, *, is_stored: bool) -> None:
+        """It is written no longer: it is in memory, or it is not."""
+        at, added = self._staging_at.pop(key, None), _DRAM if is_stored else 0
+        if at is None:
+            self._change(key, added, _STAGING)
+        else:
+            bits = (self._words[at] | added) & ~_STAGING
+            self._words[at] = bits if bits & _STATE_BITS else 0
+
+    def _change(self, key: bytes, added: int, removed: int) -> int | None:
+        """Set and clear bits of a chunk; which word they are in, if any."""
         near, far, tag = _place(key, self._mask)
-        free = None
+        words, free = self._words, None
         for first in (near, far):
-            for at, word in enumerate(self._words[first : first + BUCKET_WORDS].tolist(), first):
-                if word & _TAG_BITS == tag and word & _STATE_BITS:
-                    bits = word | _BIT[where] if is_there else word & ~_BIT[where]
-                    self._words[at] = bits if bits & _STATE_BITS else 0
-                    return
+            bucket = words[first : first + BUCKET_WORDS].tolist()
+            for at, word in enumerate(bucket, first):
+                if 0 < word ^ tag <= _STATE_BITS:  # the same tag, and a state
+                    bits = (word | added) & ~removed
+                    words[at] = bits if bits & _STATE_BITS else 0
+                    return at
                 if not word and free is None:
                     free = at
-        if is_there and free is not None and key not in self._left_out:
-            self._words[free] = tag | _BIT[where]
-            return
-        bits = self._left_out.pop(key, 0)
-        if bits := bits | _BIT[where] if is_there else bits & ~_BIT[where]:
+        if added and free is not None and key not in self._left_out:
+            words[free] = tag | added
+            return free
+        bits = (self._left_out.pop(key, 0) | added) & ~removed
+        if bits:
             self._left_out[key] = bits
-        self._words[_LEFT_OUT_WORD] = len(self._left_out)
+        words[_LEFT_OUT_WORD] = len(self._left_out)
+        return None
 
     def close(self) -> None:
         """Give the memory back; readers that have it mapped keep what it was. Idempotent."""
@@ -130,10 +153,16 @@ class IndexObserver:
 
     def staging(self, key: bytes, is_staging: bool) -> None:
         """A chunk is being written to memory, or no longer."""
-        self._index.mark(key, Residence.STAGING, is_staging)
+        if is_staging:
+            self._index.stage(key)
+        else:
+            self._index.settle(key, is_stored=False)
 
     def stored(self, tier: Tier, chunk: Chunk) -> None:
-        self._index.mark(chunk.key, Residence(tier.value))
+        if tier is Tier.DRAM:
+            self._index.settle(chunk.key, is_stored=True)
+        else:
+            self._index.mark(chunk.key, Residence.SSD)
         self._after.stored(tier, chunk)
 
     def removed(self, tier: Tier, keys: Sequence[bytes]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from mooncake_kv.store.chunk_store import MAX_LEASE_S, Chunk, ReadHandle, Tier, WriteHandle
 from mooncake_kv.store.chunk_table import ChunkTable
@@ -188,7 +190,7 @@ class TierMoves:
             if is_right:
                 (handle,) = self._table.pin([key], request.user, request.lease_s, now)
                 if handle is not None:
-                    request.handles[position] = replace(handle, tier=Tier.SSD)
+                    request.handles[position] = structs.replace(handle, tier=Tier.SSD)
                     self._table.stats.num_ssd_hits += 1
                     self._table.stats.num_misses -= 1
         return not request.missing
