@@ -38,6 +38,7 @@ class Option:
 
     Args:
         flag: as it is written, such as ``--tp-size``.
+        aliases: other ways to write it, such as vLLM's ``--tensor-parallel-size``.
         help: what it does, with its unit; the default is added to it.
         field: name of the dataclass field that it fills; empty for an option of the command itself.
         metavar: stands for the value in help.
@@ -68,6 +69,12 @@ class Option:
     nargs: str | None = None
     is_repeated: bool = False
     is_required: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names in a configuration file, the first one being ``name``."""
+        return tuple(flag.lstrip("-").replace("-", "_") for flag in (self.flag, *self.aliases))
 
     @property
     def name(self) -> str:
@@ -80,9 +87,9 @@ class Option:
         if self.is_switch:
             if self.is_negatable:
                 both = argparse.BooleanOptionalAction
-                parser.add_argument(self.flag, action=both, default=None, help=text)
+                parser.add_argument(*self._flags, action=both, default=None, help=text)
             else:
-                parser.add_argument(self.flag, action="store_true", help=text)
+                parser.add_argument(*self._flags, action="store_true", help=text)
             return
         kwargs: dict[str, Any] = {"help": text, "default": self.default, "type": self.parse}
         if self.metavar is not None:
@@ -93,7 +100,11 @@ class Option:
             kwargs["nargs"] = self.nargs
         if self.is_repeated:
             kwargs |= {"action": "append", "default": []}
-        parser.add_argument(self.flag, required=self.is_required, **kwargs)
+        parser.add_argument(*self._flags, required=self.is_required, **kwargs)
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        return (self.flag, *self.aliases)
 
     def words(self, value: object) -> Iterator[str]:
         """The option on a command line, for a value as it is among parsed arguments. Nothing for
@@ -170,6 +181,7 @@ def markdown_table(options: Sequence[Option]) -> str:
         flag = f"{option.flag} {value}" if value and not option.is_switch else option.flag
         default = option.default_text or _shown_default(option)
         shown = f"`{flag}`, `--no-{flag[2:]}`" if option.is_negatable else f"`{flag}`"
+        shown = ", ".join([shown, *(f"`{alias}`" for alias in option.aliases)])
         cells = (shown, default, option.help)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -20,6 +20,7 @@ from mooncake_engine.config_file import CONFIG_FILE, with_config
 from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
 from mooncake_engine.process.queued_stderr import LOG_FORMAT, queued_stderr
 from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
 from mooncake_hal.command_line import DefaultsInHelp, load_development_module
 from mooncake_hal.errors import DevelopmentToolsMissing, HalError
 from mooncake_hal.options import (
@@ -107,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # KeyboardInterrupt would get lost when it meets a foreign import or a finaliser.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        argv = with_config(sys.argv[1:] if argv is None else argv, OPTIONS, SECTIONS)
+        argv = with_model_flag(sys.argv[1:] if argv is None else argv, ("serve", "up"))
+        argv = with_config(argv, OPTIONS, SECTIONS)
     except ConfigError as exc:
         return _refuse(exc)
     parser = build_parser()
@@ -119,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     try:
+        if args.run in (_serve, _up):
+            unknown = without_vllm_flags(unknown)
         if unknown and args.run is _bench:
             load_development_module(_REPLAY_COMMAND)  # where it is missing, so are its options
         if unknown:

@@ -40,6 +40,11 @@ class SpeculativeMethod(str, Enum):
     """A smaller model."""
 
 
+def read_dtype(name: str) -> str:
+    """A data type by torch's name, or by vLLM's short one."""
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
 def read_chat_template(given: str | None) -> str | None:
     """The template that ``--chat-template`` names; one that is written out has a ``{``, which file
     names don't.
@@ -226,18 +231,24 @@ class EngineConfig:
         default="auto",
         metadata=option(
             metavar="TYPE",
-            help="data type of weights and activations: float32, bfloat16, float16; auto: the "
-            "checkpoint's if the backend has it",
+            parse=read_dtype,
+            help="data type of weights and activations: float32 (float), bfloat16, float16 (half); "
+            "auto: the checkpoint's if the backend has it",
         ),
     )
     tp_size: int = field(
         default=1,
-        metadata=option(metavar="N", help="number of tensor-parallel ranks of each pipeline stage"),
+        metadata=option(
+            metavar="N",
+            aliases=("--tensor-parallel-size", "-tp"),
+            help="number of tensor-parallel ranks of each pipeline stage",
+        ),
     )
     pp_size: int = field(
         default=1,
         metadata=option(
             metavar="N",
+            aliases=("--pipeline-parallel-size", "-pp"),
             help="number of pipeline stages; prompts pass through them in chunks: see "
             "--prefill-chunk-size",
         ),
@@ -297,6 +308,7 @@ class EngineConfig:
         default=None,
         metadata=option(
             metavar="N",
+            aliases=("--num-gpu-blocks-override",),
             help="number of blocks in the KV pool",
             default_text="from --kv-cache-bytes",
         ),
@@ -314,6 +326,7 @@ class EngineConfig:
         default=None,
         metadata=option(
             metavar="SHARE",
+            aliases=("--gpu-memory-utilization",),
             help="share of the device's memory that may be used; the KV cache gets what weights "
             "and the largest step, measured by a profiling run, leave of it",
             default_text="0.9; on a host, 1 GiB for KV instead",
@@ -406,7 +419,10 @@ class EngineConfig:
     )
     prefix_caching: bool = field(
         default=True,
-        metadata=option(help="do not keep and reuse the KV blocks of finished requests"),
+        metadata=option(
+            aliases=("--no-enable-prefix-caching",),
+            help="do not keep and reuse the KV blocks of finished requests",
+        ),
     )
     async_scheduling: bool | None = field(
         default=None,

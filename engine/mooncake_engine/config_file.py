@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,18 +57,22 @@ def with_config(
         found, _ = finder.parse_known_args(argv[1:])
     except SystemExit:  # --config without a file: the command's own parser says so
         return list(argv)
-    by_name = {option.name: option for option in options if option is not CONFIG_FILE}
+    by_name = _by_name(option for option in options if option is not CONFIG_FILE)
     written: list[str] = []
     for path in found.config:
         values = _read(path)
         for name, value in list(values.items()):
             key = name.replace("-", "_")
             if key in by_name and key in sections and isinstance(value, dict):
-                held = {option.name: option for option in sections[key]}
+                held = _by_name(sections[key])
                 words = shlex.join(_words_of(path, values.pop(name), held))
                 written.append(f"{by_name[key].flag}={words}")
         written += _words_of(path, values, by_name)
     return [argv[0], *written, *argv[1:]]
+
+
+def _by_name(options: Iterable[Option]) -> dict[str, Option]:
+    return {name: option for option in options for name in option.names}
 
 
 def _read(path: Path) -> dict[str, Any]:

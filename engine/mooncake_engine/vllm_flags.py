@@ -1,0 +1,116 @@
+"""Flags of ``vllm serve`` that are no options here: left out with a warning, or answered with what
+to use instead.
+
+Those with the same meaning are aliases of our options (``Option.aliases``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from mooncake_engine.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_EFFECT = {
+    "--enable-prefix-caching": "prefix caching is on",
+    "--enable-chunked-prefill": "long prompts run in chunks",
+    "--no-enable-log-requests": "requests are not logged; see --access-log",
+    "--disable-log-requests": "requests are not logged; see --access-log",
+    "--disable-uvicorn-access-log": "requests are not logged; see --access-log",
+    "--enable-auto-tool-choice": "tool calls are read where the chat template has them",
+    "--language-model-only": "only text is served",
+    "--disable-custom-all-reduce": "collectives are the backend's own",
+    "--disable-hybrid-kv-cache-manager": "KV has one form per model",
+    "--trust-request-chat-template": "requests bring no templates",
+    "--disable-frontend-multiprocessing": "see --core-process",
+    "--enable-prompt-tokens-details": "usage has cached tokens",
+    "--enable-server-load-tracking": "see /metrics",
+}
+"""Switches."""
+_WITHOUT_EFFECT_OF_VALUE = {
+    "--limit-mm-per-prompt": "only text is served",
+    "--mm-processor-cache-gb": "only text is served",
+    "--max-logprobs": "up to 128 are served",
+    "--max-seq-len-to-capture": "graphs are captured by batch size",
+    "--uvicorn-log-level": "see --log-level",
+    "--max-log-len": "requests are not logged",
+    "--tokenizer-mode": "the fast tokenizer is used",
+    "--max-parallel-loading-workers": "ranks load side by side",
+    "--max-num-partial-prefills": "see --min-prefill-chunk",
+    "--distributed-executor-backend": "see --executor",
+    "--structured-outputs-config": "grammars are compiled by llguidance",
+    "--guided-decoding-backend": "grammars are compiled by llguidance",
+    "--response-role": "answers are the assistant's",
+    "--chat-template-content-format": "text parts are joined",
+    "--compilation-config": "see --enforce-eager",
+    "-O": "see --enforce-eager",
+}
+"""With a value after them."""
+_INSTEAD = {
+    "--kv-transfer-config": "--role prefill (kv_producer) or --role decode (kv_consumer), "
+    "--kv-connector MooncakeConnector (pull) or MooncakeLayerwiseConnector (push), "
+    "--transport, --kv-host; vLLM itself takes our connectors: docs/vllm.md",
+    "--revision": "--model ORG/NAME@REVISION",
+    "--tokenizer": "a directory with both, as --model",
+    "--hf-token": "the environment variable HF_TOKEN",
+    "--download-dir": "the environment variable HF_HOME",
+    "--load-format": "nothing: safetensors and GGUF are told apart by their files",
+    "--trust-remote-code": "a model of docs/models.md: code of a checkpoint is not run",
+    "--quantization": "an unquantised or a GGUF checkpoint",
+    "-q": "an unquantised or a GGUF checkpoint",
+    "--api-key": "--api-key-file FILE, which no process list shows",
+    "--speculative-config": "--speculative-method, --num-speculative-tokens, --speculative-model",
+    "--data-parallel-size": "several instances behind mooncake-proxy",
+    "-dp": "several instances behind mooncake-proxy",
+    "--enable-expert-parallel": "--tp-size: every rank has a slice of every expert",
+    "--enable-lora": "a checkpoint with the adapter merged",
+    "--lora-modules": "a checkpoint with the adapter merged",
+    "--cpu-offload-gb": "more ranks (--tp-size, --pp-size)",
+    "--kv-offloading-size": "--kv-pool dram=4GiB",
+    "--override-generation-config": "--generation-config DIR",
+    "--reasoning-parser": "nothing: reasoning stays in content",
+    "--task": "nothing: only generation is served",
+    "--runner": "nothing: only generation is served",
+    "--nnodes": "--executor ray",
+    "--node-rank": "--executor ray",
+    "--master-addr": "--executor ray",
+    "--ssl-keyfile": "TLS in front, as docs/deployment.md has it",
+    "--ssl-certfile": "TLS in front, as docs/deployment.md has it",
+    "--root-path": "a path in the reverse proxy",
+}
+
+
+def with_model_flag(argv: Sequence[str], commands: Sequence[str]) -> list[str]:
+    """A command line whose model may follow the command, as in ``vllm serve MODEL``.
+
+    Args:
+        argv: the command and its arguments.
+        commands: that take a model so.
+    """
+    has_model = len(argv) > 1 and argv[0] in commands and not argv[1].startswith("-")
+    return [argv[0], "--model", *argv[1:]] if has_model else list(argv)
+
+
+def without_vllm_flags(unknown: Sequence[str]) -> list[str]:
+    """What is left of unknown arguments when vLLM's are out.
+
+    Raises:
+        ConfigError: for one that would change what is served; it says what to use instead.
+    """
+    left: list[str] = []
+    words = iter(unknown)
+    for word in words:
+        flag, _, value = word.partition("=")
+        if flag in _INSTEAD:
+            raise ConfigError(f"{flag} is vLLM's; here it is {_INSTEAD[flag]}")
+        if flag in _WITHOUT_EFFECT:
+            logger.warning("%s has no effect: %s", flag, _WITHOUT_EFFECT[flag])
+        elif flag in _WITHOUT_EFFECT_OF_VALUE:
+            logger.warning("%s has no effect: %s", flag, _WITHOUT_EFFECT_OF_VALUE[flag])
+            if not value:
+                next(words, None)
+        else:
+            left.append(word)
+    return left

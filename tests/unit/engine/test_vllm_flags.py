@@ -1,0 +1,86 @@
+"""``vllm serve`` command lines: understood, left out with a warning, or answered."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from mooncake_engine.cli import build_parser, engine_config, main
+from mooncake_engine.config_file import with_config
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
+
+TINY = "examples/tiny-llama"
+
+
+def test_a_command_line_of_vllm_fills_the_same_config() -> None:
+    theirs = with_model_flag(
+        (
+            *("serve", TINY, "--tensor-parallel-size", "2", "-pp", "3", "--max-model-len", "100"),
+            *("--gpu-memory-utilization", "0.8", "--dtype", "half", "--max-num-seqs", "7"),
+            *("--num-gpu-blocks-override", "64", "--no-enable-prefix-caching", "--seed", "3"),
+            *("--served-model-name", "tiny", "--block-size", "32", "--enforce-eager"),
+        ),
+        ("serve",),
+    )
+    ours = (
+        *("serve", "--model", TINY, "--tp-size", "2", "--pp-size", "3", "--max-model-len", "100"),
+        *("--memory-utilization", "0.8", "--dtype", "float16", "--max-num-seqs", "7"),
+        *("--num-kv-blocks", "64", "--no-prefix-caching", "--seed", "3"),
+        *("--served-model-name", "tiny", "--block-size", "32", "--enforce-eager"),
+    )
+    parser = build_parser()
+    found, wanted = (engine_config(parser.parse_args(line), None) for line in (theirs, ours))
+    assert found == wanted
+    assert (found.tp_size, found.pp_size, found.dtype) == (2, 3, "float16")
+
+
+def test_a_config_file_may_have_the_same_names(tmp_path: Path) -> None:
+    from mooncake_engine.cli import OPTIONS
+
+    file = tmp_path / "vllm.yaml"
+    file.write_text("tensor-parallel-size: 2\ngpu_memory_utilization: 0.8\n")
+    found = with_config(["serve", "--config", str(file)], OPTIONS)
+    assert found[1:5] == ["--tp-size", "2", "--memory-utilization", "0.8"]
+
+
+def test_only_the_word_after_the_command_is_the_model() -> None:
+    assert with_model_flag(["serve", "a/b"], ("serve",)) == ["serve", "--model", "a/b"]
+    for argv in (["serve"], ["serve", "--model", "a"], ["generate", "hi"]):
+        assert with_model_flag(argv, ("serve",)) == argv
+
+
+def test_flags_without_effect_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = ["--enable-chunked-prefill", "--max-logprobs", "5", "--uvicorn-log-level=debug", "-x"]
+    with caplog.at_level(logging.WARNING):
+        assert without_vllm_flags(given) == ["-x"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "--enable-chunked-prefill has no effect: long prompts run in chunks",
+        "--max-logprobs has no effect: up to 128 are served",
+        "--uvicorn-log-level has no effect: see --log-level",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--kv-transfer-config", "{}"], "--kv-transfer-config is vLLM's; here it is --role pref"),
+        (["--revision=v1"], "here it is --model ORG/NAME@REVISION"),
+        (["--trust-remote-code"], "code of a checkpoint is not run"),
+    ],
+)
+def test_what_changes_answers_is_told_what_to_use(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        without_vllm_flags(argv)
+
+
+def test_the_answer_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", TINY, "--data-parallel-size", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "mooncake-engine: error: --data-parallel-size is vLLM's; here it is several instances "
+        "behind mooncake-proxy\n"
+    )
