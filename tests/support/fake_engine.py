@@ -25,6 +25,7 @@ from mooncake_engine.messages import (
     TokenUpdate,
 )
 from mooncake_kv.connector import CompatibilityReport
+from mooncake_kv.pool.pool_events import PoolStats
 
 EOS = 256
 _FACTS = EngineInfo(256, 258, (EOS,), 64, 16, "fake-engine")
@@ -73,6 +74,7 @@ class FakeEngine:
     num_cached_tokens: int = 0
     num_leases: int = 0
     known_pairing: CompatibilityReport | None = None
+    kv_pool: PoolStats | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[EngineRequest] = field(default_factory=list)
@@ -116,6 +118,7 @@ class FakeEngine:
             prompt_tokens=7,
             kv_byte_seconds={"running": 30.0, "leased": 2.5},
             kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
+            kv_pool=self.kv_pool,
         )
 
     def pairing(self) -> CompatibilityReport | None:

@@ -95,6 +95,8 @@ class Behaviour:
     # P: its D may be asked for the prompt and the first token.
     continues_prompt: bool = False
     health: int = 200
+    # What its health says of the KVCache pool.
+    kv_pool: Json | None = None
     # Names of instances that it can't exchange KV with; None says nothing, as foreign ones do.
     refuses: tuple[str, ...] | None = ()
     # What /kv/topology says beside the engine id; None: there is no such path.
@@ -199,7 +201,9 @@ class FakeInstance:
         if self.behaviour.refuses is None:
             return {"refused_peers": "what foreign ones may mean by that"}
         refused = [f"engine-{name}" for name in self.behaviour.refuses]
-        return {"status": "ok", "engine_id": f"engine-{self.name}", "refused_peers": refused}
+        health = {"status": "ok", "engine_id": f"engine-{self.name}", "refused_peers": refused}
+        pool = self.behaviour.kv_pool
+        return health if pool is None else health | {"kv_pool": pool}
 
     def _facts(self, seen: Seen) -> tuple[int, Json] | None:
         """What it says of itself, with the status."""

@@ -233,7 +233,8 @@ class PlainEndpoints:
 
     async def health(self, _: Request) -> Response:
         """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason;
-        a proxy learns here which pairs of instances to leave alone."""
+        a proxy learns here which pairs of instances to leave alone, and what of prompts the KVCache
+        pool had, in chunks by tier."""
         try:
             self.handler.engine.check_ready()
             self.live.check_open()
@@ -244,6 +245,8 @@ class PlainEndpoints:
         peers = {} if pairing is None else msgspec.structs.asdict(pairing)
         if (events := engine.kv_event_endpoints()) is not None:
             peers["kv_events"] = msgspec.structs.asdict(events)
+        if (pool := engine.stats().kv_pool) is not None:
+            peers["kv_pool"] = {"saved": pool.num_saved_chunks, "found": pool.num_found_chunks}
         return _json({"status": "ok", "role": engine.config.role.value, **peers})
 
     async def metrics(self, _: Request) -> Response:

@@ -287,4 +287,5 @@ def instance_info(instance: Instance) -> dict[str, Any]:
         "source": instance.spec.source,
         "device": describe_device(instance.topology),
         "models": list(instance.spec.models),
+        "kv_pool": None if instance.kv_pool is None else msgspec.to_builtins(instance.kv_pool),
     }

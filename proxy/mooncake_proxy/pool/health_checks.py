@@ -20,13 +20,20 @@ from mooncake_proxy.errors import (
     UpstreamTimeout,
     is_leaving,
 )
-from mooncake_proxy.pool.instances import Compatibility, Instance
+from mooncake_proxy.pool.instances import Compatibility, Instance, PoolReport
 from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pair_topology import PairTopology
 
 logger = logging.getLogger(__name__)
 TOPOLOGY_PATH = "/kv/topology"
 _topology_decoder = msgspec.json.Decoder(PairTopology)
+
+
+class _HealthWithPool(msgspec.Struct, frozen=True):
+    kv_pool: PoolReport | None = None
+
+
+_pool_decoder = msgspec.json.Decoder(_HealthWithPool)
 _compatibility_decoder = msgspec.json.Decoder(Compatibility)
 
 
@@ -143,7 +150,7 @@ class HealthChecker:
             body = await connections.fetch(instance.build_get(self._config.path), deadline)
         except UpstreamError as exc:
             return exc
-        compatibility = _compatibility_in(body)
+        compatibility, instance.kv_pool = _reports_in(body)
         if compatibility.engine_id and (
             instance.topology is None or instance.topology.engine_id != compatibility.engine_id
         ):
@@ -168,9 +175,11 @@ class HealthChecker:
         return "" if error is None else error.detail
 
 
-def _compatibility_in(body: bytes) -> Compatibility:
-    """The compatibility report in a good response; other engines' bodies may have any form."""
-    try:
-        return _compatibility_decoder.decode(body)
-    except msgspec.DecodeError:
-        return Compatibility()
+def _reports_in(body: bytes) -> tuple[Compatibility, PoolReport | None]:
+    """What a good response says; other engines' bodies may have any form."""
+    compatibility, pool = Compatibility(), None
+    with suppress(msgspec.DecodeError):
+        compatibility = _compatibility_decoder.decode(body)
+    with suppress(msgspec.DecodeError):
+        pool = _pool_decoder.decode(body).kv_pool
+    return compatibility, pool

@@ -109,6 +109,14 @@ class Compatibility(Struct, frozen=True):
     kv_events: KVEventEndpoints | None = None
 
 
+class PoolReport(Struct, frozen=True):
+    """What an instance's health reports of the KVCache pool, in chunks since its start."""
+
+    saved: int = 0
+    # What it looked up and found, by tier.
+    found: dict[str, int] = {}
+
+
 class Instance:
     """One instance with its connections and its load as this proxy knows it."""
 
@@ -121,6 +129,7 @@ class Instance:
         "error",
         "is_draining",
         "is_up",
+        "kv_pool",
         "name",
         "num_elsewhere",
         "num_prompt_tokens",
@@ -147,6 +156,8 @@ class Instance:
         # The same two counts as the other worker processes report them.
         self.num_elsewhere = (0, 0)
         self.compatibility = Compatibility()
+        # None: it uses none, or does not say so.
+        self.kv_pool: PoolReport | None = None
         # As it publishes it; None: not known, or nothing is published.
         self.topology: PairTopology | None = None
         # Of its devices, in that of one A100; for policies that compare loads.

@@ -12,6 +12,8 @@ import uvloop
 from support.proxy_fakes import stand
 from support.proxy_fakes_client import BODY, post
 
+from mooncake_proxy.pool.health_checks import HealthConfig
+
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -44,6 +46,28 @@ def test_the_page_shows_instances_and_figures(tmp_path: Path) -> None:
             assert '<p id="stale" role="status"></p>' in page
 
     asyncio.run(main())
+
+
+def test_what_the_pool_had_is_seen_by_tier() -> None:
+    health = HealthConfig(interval_s=0.02)
+
+    async def main() -> None:
+        async with stand(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
+            s.prefills[0].behaviour.kv_pool = {"saved": 9, "found": {"dram": 4, "ssd": 1}}
+            s.decodes[0].behaviour.kv_pool = {"saved": "many"}  # some other engine's
+            for _ in range(200):
+                view = (await client.get("/view")).json()
+                found = {each["name"]: each["kv_pool"] for each in view["instances"]}
+                if any(found.values()):
+                    break
+                await asyncio.sleep(0.02)
+            assert found == {
+                s.prefills[0].url: {"saved": 9, "found": {"dram": 4, "ssd": 1}},
+                s.decodes[0].url: None,
+            }
+            assert "chunks from the KV pool" in (await client.get("/")).text
+
+    uvloop.run(main())
 
 
 def test_the_page_is_self_contained() -> None:

@@ -15,6 +15,7 @@ from mooncake_engine.server.app import create_app
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.connector import CompatibilityReport
+from mooncake_kv.pool.pool_events import PoolStats
 
 
 def test_models(client: AsgiClient) -> None:
@@ -45,6 +46,12 @@ def test_health_names_the_peers_that_do_not_fit(client: AsgiClient, engine: Fake
     engine.known_pairing = CompatibilityReport("me", ("her", "him"))
     peers = {"engine_id": "me", "refused_peers": ["her", "him"]}
     assert client.get("/health").json() == alone | peers
+
+
+def test_health_says_what_the_pool_had(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.kv_pool = PoolStats(num_saved_chunks=7, num_found_chunks={"dram": 3, "remote_ssd": 1})
+    found = client.get("/health").json()["kv_pool"]
+    assert found == {"saved": 7, "found": {"dram": 3, "remote_ssd": 1}}
 
 
 def test_health(client: AsgiClient, engine: FakeEngine) -> None:
