@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import itertools
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -88,10 +89,14 @@ def main() -> int:
                 problems += asyncio.run(run_grid(args, family, model))
             if args.kills != "no":
                 problems += asyncio.run(run_kills(args, Path(folder)))
+            if args.kills == "yes" and subprocess.run([*own_command(), "--wire"]).returncode:
+                problems.append("more crosses than the KV: see the last tables")
     # in a namespace of its own it can't see what others have mapped
     left = set() if args.wire else left_in_shared_memory() - before
     problems += [f"left in /dev/shm: {name}" for name in sorted(left)]
-    print("\n".join(["", *problems, f"{len(problems)} problems, {time.monotonic() - began:.0f} s"]))
+    took, worked = time.monotonic() - began, sum(os.times()[:4])
+    summary = f"{len(problems)} problems, {took:.0f} s, {worked:.0f} s of processor time"
+    print("\n".join(["", *problems, summary]))
     return min(len(problems), 1)
 
 
@@ -108,6 +113,11 @@ def parse_args() -> argparse.Namespace:
     add("--kills", choices=("yes", "no", "only"), default="yes")
     add("--ranks", type=int, default=MOST_RANKS, help="that run at once; one takes 0.4 GB")
     return parser.parse_args()
+
+
+def own_command() -> list[str]:
+    """What this program was started by."""
+    return [sys.executable, *sys.argv]
 
 
 def sides_of(pairs: Sequence[str] | None) -> Iterator[Sides]:

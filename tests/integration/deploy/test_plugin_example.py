@@ -59,3 +59,10 @@ def test_it_passes_the_conformance_suite(environment: dict[str, str]) -> None:
     output = run(environment, "pytest", *options, str(EXAMPLE / "tests"))
     passed = int(output.split(" passed")[0].split()[-1])
     assert passed > 220, output
+
+
+def test_a_vendor_writes_at_most_400_lines() -> None:
+    """Backend, memory of its own, plugin, packaging and tests."""
+    written = [*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml"]
+    assert len(written) >= 5
+    assert sum(len(path.read_text().splitlines()) for path in written) <= 400
