@@ -233,6 +233,8 @@ def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
     Raises:
         ConfigError: with the option of ``serve`` that can't be.
     """
+    from mooncake_engine.kv_connector import engine_errors
+
     flag = f"--{role.value}-args"
     try:
         words = shlex.split(getattr(args, f"{role.value}_args"))
@@ -244,6 +246,8 @@ def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
     try:
         engine_config(parsed, None)
         from_arguments(ServerOptions, parsed)
+        with engine_errors():
+            from_arguments(KVTransferConfig, parsed)
     except ConfigError as exc:
         raise ConfigError(f"{flag}: {exc}") from exc
     return tuple(words)

@@ -139,6 +139,15 @@ class KVTransferConfig:
             "included",
         ),
     )
+    early_pull_timeout_s: float = field(
+        default=300.0,
+        metadata=option(
+            "--early-pull-timeout-seconds",
+            metavar="SECONDS",
+            help="how long a decode instance waits for a prompt that it pulls early, its prefill "
+            "included",
+        ),
+    )
     metaserver_allow: tuple[str, ...] = field(
         default=(),
         metadata=option(
@@ -158,7 +167,9 @@ class KVTransferConfig:
     )
 
     def __post_init__(self) -> None:
-        if not 0 < self.push_timeout_s <= 86_400:
-            raise KVConfigError(
-                f"--push-timeout-seconds must be in (0, 86400], got {self.push_timeout_s:g}"
-            )
+        for flag, seconds in (
+            ("--push-timeout-seconds", self.push_timeout_s),
+            ("--early-pull-timeout-seconds", self.early_pull_timeout_s),
+        ):
+            if not 0 < seconds <= 86_400:
+                raise KVConfigError(f"{flag} must be in (0, 86400], got {seconds:g}")

@@ -236,8 +236,12 @@ class EarlyPullReceiver:
             async with timeout(wait_s):
                 await reserved.changed.wait()
         except asyncio.TimeoutError as exc:
-            words = "was not complete" if reserved.newest else "was not begun by any instance"
-            raise KVTransferError(f"its prefill {words} within {wait_s:g} s") from exc
+            if reserved.newest is None:
+                reason = f"its prefill was not begun by any instance within {wait_s:g} s"
+            else:
+                limit = f"{self._max_load_s:g} s (--early-pull-timeout-seconds)"
+                reason = f"its prefill was not complete within {limit}"
+            raise KVTransferError(reason) from exc
         reserved.changed.clear()
         if reserved.error:
             raise KVTransferError(reserved.error)

@@ -98,11 +98,7 @@ class IoLoop:
         finally:
             if not self._is_closing:
                 self._on_failure(ConnectorDead(Fatal.IO_LOOP_ENDED, cause))
-            for task in self._tasks:
-                task.cancel()
-            ends = asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._tasks:
-                self._loop.run_until_complete(ends)
+            self._loop.run_until_complete(_cancel_all())
             self._loop.close()
 
     def _start(
@@ -140,6 +136,21 @@ class IoLoop:
             self._on_error(request_id, exc)
         except Exception as again:  # noqa: BLE001  # it can't even be given up
             self._on_failure(ConnectorDead(Fatal.HOUSEKEEPING_ENDED, again))
+
+
+async def _cancel_all() -> None:
+    """Cancel every other task of the loop, also what tasks have begun, such as connections that are
+    being made; each has several chances to end."""
+    for _ in range(3):
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if not others:
+            return
+        for task in others:
+            task.cancel()
+        ended, _ = await asyncio.wait(others, timeout=CLOSE_TIMEOUT_S)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # seen: the loop is over, and whose task it was has been told
 
 
 def raise_descriptor_limit() -> None:

@@ -64,7 +64,7 @@ class MooncakeConnector(ConnectorScheduler):
             context,
             self._reader,
             partial(post_params, rule=self._rule),
-            max_load_s=self._config.push_timeout_s,
+            max_load_s=self._config.early_pull_timeout_s,
         )
         return [self._sender.sweep(), leases.keep_leases()]
 

@@ -99,7 +99,8 @@ class ProxyApplication:
         self._listener: asyncio.Server | None = None
         # Of the admin paths, where they have a port of their own.
         self._admin_listener: asyncio.Server | None = None
-        # With several workers on one port: one for the metaserver, that reaches only this process.
+        # With several workers on one port: one for the metaserver, that reaches only this process;
+        # with early pulls from when there are instances that can do them.
         self._own_listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.admin_routes = admin_routes.routes(self.process, self.handle)
@@ -124,10 +125,24 @@ class ProxyApplication:
         if config.admin_port is not None:
             admin = self._server(self._answer_admin)
             self._admin_listener = await self._listen(admin, config.admin_port)
-        if self._link is not None and config.has_metaserver:
+        if self._link is None or config.flow == "push":
+            await self._open_metaserver()
+
+    async def _open_metaserver(self) -> None:
+        """Have decode instances post to this process: until then nothing is pulled early."""
+        if self._link is not None and self.config.has_metaserver:
             own = self._server(self._answer_metaserver)
             self._own_listener = await self._listen(own, 0)
         self.router.metaserver.set_own_url(self._own_url())
+
+    async def _try_to_open_metaserver(self) -> bool:
+        """The same while requests run, which go on without it; False if there is no port."""
+        try:
+            await self._open_metaserver()
+        except OSError as exc:
+            logger.warning("nothing is pulled early: no port for what D posts: %s", exc)
+            return False
+        return True
 
     def _server(self, handler: Handler) -> ServerContext:
         """One more listener's context; its connections are drained and swept with the others."""
@@ -211,11 +226,13 @@ class ProxyApplication:
 
     async def _sweep(self) -> None:
         """Time limits of both sides, a few times a second instead of a timer per request."""
-        forget_at = 0.0
+        forget_at, has_no_port = 0.0, False
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             sweep_timeouts(self.client)
             self.routers.sweep()
+            if self.routers.want_metaserver and not has_no_port:
+                has_no_port = not await self._try_to_open_metaserver()
             now = self.router.now()
             if now >= forget_at:
                 forget_at = now + FORGET_INTERVAL_S

@@ -95,6 +95,11 @@ class Metaserver:
         """Set the address at which decode instances reach this process."""
         self._url = url.rstrip("/") + PATH
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether that has been set."""
+        return bool(self._url)
+
     def url_of(self, session: MetaserverSession) -> str:
         """Where D posts to for this attempt."""
         return self._url + session.key

@@ -67,6 +67,11 @@ class ModelRouters:
             if router.conductor is not None:
                 router.conductor.sweep()
 
+    @property
+    def want_metaserver(self) -> bool:
+        """Whether early pulls of any model wait for nothing but an address that D can post to."""
+        return any(router.wants_metaserver for router in self)
+
     def poll(self) -> None:
         """Raise what ended a thread of the conductors."""
         for router in self:

@@ -209,14 +209,21 @@ class RequestRouter:
         self.short_prompts.num_tokens_in_flight += num_uncached
         return True
 
+    @property
+    def wants_metaserver(self) -> bool:
+        """Whether early pulls wait for nothing but an address at which D reaches this process."""
+        has_pairs = self.pool.can_disaggregate and self.pool.pulls_early
+        return has_pairs and self.config.has_metaserver and not self.metaserver.is_reachable
+
     def pulls_early(self, context: RequestContext) -> bool:
         """Whether D reserves blocks for this prompt, and reads its KV while P computes it."""
         limit = self.config.early_pull_tokens
-        if not limit or not self.pool.pulls_early or (context.parsed.n or 1) > 1:
+        if not limit or not self.metaserver.is_reachable or (context.parsed.n or 1) > 1:
             return False
         hits = context.cached_tokens or NOTHING_CACHED
         num_cached = max((hits.get(p.name, 0) for p in self.pool.live(Role.PREFILL)), default=0)
-        return self.config.is_reachable and context.prompt_tokens - num_cached >= limit
+        can_post = self.config.is_reachable and self.pool.pulls_early
+        return can_post and context.prompt_tokens - num_cached >= limit
 
     def end_short_prompt(self, context: RequestContext) -> None:
         """Its first token is there, or never will be. Idempotent."""

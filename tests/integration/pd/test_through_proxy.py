@@ -198,3 +198,21 @@ def test_a_client_that_leaves_an_early_pull_frees_both_sides(early: Deployment) 
         pass
     stream.close()
     early.wait_until_idle()
+
+
+def test_workers_pull_early_through_ports_of_their_own(early: Deployment) -> None:
+    """Which they open when they have seen that both instances can do it."""
+    received = "mooncake:kv_transfer_bytes_received_early_total"
+    argv = ["--port", "0", "--prefill", early.prefill.url, "--decode", early.decode.url]
+    with running("mooncake_proxy", *argv, "--workers", "2", "--early-pull-tokens", "100") as proxy:
+        workers = Deployment(proxy.wait_for("listens on").split()[-1], early.prefill, early.decode)
+        starts = iter(range(0, 600, 20))
+
+        def is_pulled_early() -> bool:
+            start = next(starts)
+            case = {"prompt": PAGE[start : start + 400], "max_tokens": 10, "temperature": 0}
+            answer = workers.client.completions.create(model="tiny-llama", **case)
+            assert answer.choices[0].text == PAGE[start + 400 : start + 410]
+            return figure(early.decode.url, received) > 0
+
+        wait_until(is_pulled_early, 20.0)

@@ -178,6 +178,11 @@ def test_roles_differ_in_one_command(model: Path) -> None:
         ("--port 80", "unrecognized arguments: --port 80"),
         ("--kv-connector x", "unrecognized arguments: --kv-connector x"),
         ("--block-size 0", "block_size must be at least 1, got 0"),
+        ("--push-timeout-seconds 0", r"--push-timeout-seconds must be in \(0, 86400\], got 0"),
+        (
+            "--early-pull-timeout-seconds 1e9",
+            r"--early-pull-timeout-seconds must be in \(0, 86400\], got 1e\+09",
+        ),
         ("--shutdown-timeout -1", "unrecognized|--shutdown-timeout must be|expected one argument"),
         ("--model 'x", "No closing quotation"),
     ],

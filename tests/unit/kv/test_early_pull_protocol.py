@@ -416,6 +416,28 @@ def test_nobody_who_comes_is_given_up_after_a_lease() -> None:
     talk(scenario)
 
 
+def test_a_prefill_that_comes_on_and_never_ends_is_given_up_at_its_deadline() -> None:
+    """However alive who computes it is, and however lately it has come on."""
+
+    async def scenario(between: Talk) -> None:
+        p = between.prefill_instance()
+        between.load("r")
+        p.content["r@p0"] = [("r@p0", 0)] * NUM_TOKENS
+        p.early.begin("r@p0", between.target("r"))
+        await asyncio.sleep(MAX_LOAD_S - 1.0)
+        p.early.advance("r@p0", Progress(0, (0,), CHUNK))
+        await asyncio.sleep(0.5)
+        assert between.ended == {}
+        await asyncio.sleep(0.5 + LONGEST_READ_S)  # what is being read comes to its end first
+        assert outcome(between).error == (
+            f"its prefill was not complete within {MAX_LOAD_S:g} s (--early-pull-timeout-seconds)"
+        )
+        await asyncio.sleep(LEASE_S)
+        assert not p.sender.is_held("r@p0"), "P computes it for nobody"
+
+    talk(scenario)
+
+
 def test_a_prompt_of_another_text_is_not_read() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()

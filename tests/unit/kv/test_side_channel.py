@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import socket
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +19,7 @@ from support.pd_relay import Relay, relay
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.frames import frame
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, SideChannelPortTaken
+from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
     AnyMessage,
@@ -416,3 +419,29 @@ async def check_closing(client: SideChannelClient, is_asked: Callable[[], bool])
             await asyncio.wait_for(task, 5.0)
     with pytest.raises(KVTransferError, match="was given up: the test ends"):
         await ask(client)
+
+
+def test_a_loop_that_ends_while_it_connects_leaves_no_task(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    end_while_connecting()
+    gc.collect()
+    assert not [record for record in caplog.records if "pending" in record.message]
+
+
+def end_while_connecting() -> None:
+    io = IoLoop("test", lambda name, exc: None, lambda dead: None)
+    with socket.create_server((HOST, 0)) as listener:  # takes connections, and says nothing
+        client = SideChannelClient(HOST, listener.getsockname()[1], SECRET)
+
+        async def begin() -> None:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ask(client), 0.05)
+
+        def end() -> None:
+            client.close("the test ends")
+            asyncio.get_running_loop().stop()
+
+        io.run(begin(), 5.0)
+        io.call("r", end)
+        io.close()
