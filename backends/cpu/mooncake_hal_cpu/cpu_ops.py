@@ -138,7 +138,7 @@ class NativeOps(TorchOps):
             _attention_shape(len(tables), query, key_cache),
             scale,
             query.dtype is torch.bfloat16,
-            _threads(query.numel() * 16),
+            torch.get_num_threads(),
         )
         return out
 

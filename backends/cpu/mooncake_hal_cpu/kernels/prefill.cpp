@@ -25,9 +25,6 @@ static inline vf multiply_add(vf sum, const Pair* b, Pair a) {
 #endif
 static inline vf multiply_add(vf sum, const float* b, float a) { return sum + load(b) * a; }
 
-static inline void pack(float* to, float x) { *to = x; }
-static inline void pack(float* to, bf16 x) { *to = widen(x); }
-
 // out[r][w] = or += sum over k of a[r][k] × b[k][w]
 template <int VECTORS, bool ADD, typename Item>
 static void product(const Item* a, int64_t a_stride, const Item* b, int64_t b_stride, int depth,
@@ -54,13 +51,65 @@ static void product_wide(const Item* a, int64_t a_stride, const Item* b, int wid
     product<1, ADD>(a, a_stride, b + at, width, depth, out + at, width);
 }
 
-// keys: [head_dim / STEP][KEYS]; missing tokens are zeros
+// A head's row of a token as items: sixteen from item `at` on, and one.
 template <typename T>
-static void pack_keys(const T* const* rows, int count, int dim, float* out) {
-  for (int d = 0; d < dim; d++)
+static inline vi items(const T* row, int at, const float*) { return (vi)load(row + at); }
+static inline vi items(const bf16* row, int at, const Pair*) {
+  vi x;
+  std::memcpy(&x, row + 2 * at, sizeof x);
+  return x;
+}
+template <typename T>
+static inline void put_item(const T* row, int at, float* to) { *to = widen(row[at]); }
+static inline void put_item(const bf16* row, int at, Pair* to) {
+  std::memcpy(to, row + 2 * at, sizeof *to);
+}
+
+#if defined(__AVX512F__)
+static inline void transpose(vi* tile) {
+  __m512i pairs[LANES], fours[LANES];  // of rows, within each 128 bits
+  for (int i = 0; i < LANES; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32((__m512i)tile[i], (__m512i)tile[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)tile[i], (__m512i)tile[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int half = 0; half < 2; half++) {
+      fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + 2 + half]);
+      fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + 2 + half]);
+    }
+  for (int c = 0; c < 4; c++) {
+    const __m512i even0 = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0x88);
+    const __m512i even1 = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0x88);
+    const __m512i odd0 = _mm512_shuffle_i32x4(fours[c], fours[4 + c], 0xdd);
+    const __m512i odd1 = _mm512_shuffle_i32x4(fours[8 + c], fours[12 + c], 0xdd);
+    tile[c] = (vi)_mm512_shuffle_i32x4(even0, even1, 0x88);
+    tile[4 + c] = (vi)_mm512_shuffle_i32x4(odd0, odd1, 0x88);
+    tile[8 + c] = (vi)_mm512_shuffle_i32x4(even0, even1, 0xdd);
+    tile[12 + c] = (vi)_mm512_shuffle_i32x4(odd0, odd1, 0xdd);
+  }
+}
+#endif
+
+// keys: [head_dim / STEP][KEYS]; missing tokens are zeros. A chunk packs all of the context before
+// it, in each layer: for short chunks this is most of the work.
+template <typename T, typename Item>
+static void pack_keys(const T* const* rows, int count, int dim, Item* out) {
+  const int width = dim / Packing<T>::STEP;
+  int d = 0;
+#if defined(__AVX512F__)
+  for (; d + LANES <= width; d += LANES)
+    for (int t = 0; t < KEYS; t += LANES) {
+      vi tile[LANES];
+      for (int i = 0; i < LANES; i++) tile[i] = t + i < count ? items(rows[t + i], d, out) : vi{};
+      transpose(tile);
+      for (int i = 0; i < LANES; i++) std::memcpy(out + (d + i) * KEYS + t, &tile[i], sizeof(vi));
+    }
+#endif
+  for (; d < width; d++)
     for (int t = 0; t < KEYS; t++) {
-      if (t < count) pack(out + d * KEYS + t, rows[t][d]);
-      else out[d * KEYS + t] = 0;
+      Item* to = out + d * KEYS + t;
+      *to = Item{};
+      if (t < count) put_item(rows[t], d, to);
     }
 }
 
@@ -72,21 +121,13 @@ static void pack_values(const T* const* rows, int count, int dim, float* out) {
       store(out + t * dim + d, t < count ? load(rows[t] + d) : vf{});
 }
 
-static void pack_keys(const bf16* const* rows, int count, int dim, Pair* out) {
-  for (int t = 0; t < KEYS; t++)
-    for (int d = 0; d < dim / 2; d++) {
-      uint32_t bits = 0;
-      if (t < count) std::memcpy(&bits, rows[t] + 2 * d, sizeof bits);
-      out[d * KEYS + t].bits = bits;
-    }
-}
-
-static void pack_values(const bf16* const* rows, int count, int dim, Pair* out) {
+static inline void pack_values(const bf16* const* rows, int count, int dim, Pair* out) {
   for (int t = 0; t < KEYS; t += 2)
-    for (int d = 0; d < dim; d++) {
-      const uint32_t low = t < count ? rows[t][d].bits : 0;
-      const uint32_t high = t + 1 < count ? rows[t + 1][d].bits : 0;
-      out[t / 2 * dim + d].bits = low | high << 16;
+    for (int d = 0; d < dim; d += LANES) {
+      const vu low = t < count ? (vu)load(rows[t] + d) : vu{};
+      const vu high = t + 1 < count ? (vu)load(rows[t + 1] + d) : vu{};
+      const vu both = low >> 16 | high;
+      std::memcpy(out + t / 2 * dim + d, &both, sizeof both);
     }
 }
 
@@ -128,12 +169,35 @@ static void weigh(float* scores, int visible, float scale, int dim, float* maxim
     for (int i = 0; i < dim; i += LANES) store(sums + i, load(sums + i) * keep);
 }
 
-template <typename Item>
-static Item* aligned(size_t count) {
-  return (Item*)::operator new(count * sizeof(Item), std::align_val_t(64));
-}
 struct Free {
   void operator()(void* p) const { ::operator delete(p, std::align_val_t(64)); }
+};
+using Memory = std::unique_ptr<void, Free>;
+
+static Memory allocate(size_t bytes) {
+  return Memory{::operator new(bytes, std::align_val_t(64))};
+}
+
+constexpr size_t MOST_KEPT = 64 << 20;  // bytes
+
+// Memory for what is packed. Fresh pages cost several times what packing into them does, and each
+// layer of each step packs the context: so a thread keeps its memory, but for very long contexts.
+struct Scratch {
+  Memory own;
+  void* data;
+
+  explicit Scratch(size_t bytes) {
+    static thread_local Memory kept;
+    static thread_local size_t size = 0;
+    if (bytes > MOST_KEPT) own = allocate(bytes);
+    else if (bytes > size) {
+      kept.reset();
+      size = 0;
+      kept = allocate(std::min(MOST_KEPT, 2 * bytes));
+      size = std::min(MOST_KEPT, 2 * bytes);
+    }
+    data = own ? own.get() : kept.get();
+  }
 };
 
 // One sequence's prefill.
@@ -150,17 +214,19 @@ struct Prefill {
   const int tiles = (context + KEYS - 1) / KEYS;
   const int query_tiles = (tokens * group + QUERY_ROWS - 1) / QUERY_ROWS;
   const size_t tile_items = (size_t)KEYS * dim / STEP;
-  std::unique_ptr<Item, Free> keys{aligned<Item>(tile_items * tiles * d.kv_heads)};
-  std::unique_ptr<Item, Free> values{aligned<Item>(tile_items * tiles * d.kv_heads)};
+  const size_t items_of_all = tile_items * tiles * d.kv_heads;
+  const Scratch scratch{2 * items_of_all * sizeof(Item)};
+  Item* const keys = (Item*)scratch.data;
+  Item* const values = keys + items_of_all;
 
   void pack_tile(int head, int tile) {
     const char* rows[KEYS];
     const int first = tile * KEYS, count = std::min(KEYS, context - first);
     const size_t at = ((size_t)head * tiles + tile) * tile_items;
     locate(d, d.key, sequence, head, first, count, rows);
-    pack_keys((const T**)rows, count, dim, keys.get() + at);
+    pack_keys((const T**)rows, count, dim, keys + at);
     locate(d, d.value, sequence, head, first, count, rows);
-    pack_values((const T**)rows, count, dim, values.get() + at);
+    pack_values((const T**)rows, count, dim, values + at);
   }
 
   // tokens of the context that a row sees
@@ -180,12 +246,12 @@ struct Prefill {
     for (int tile = 0; tile * KEYS < limit(last - 1); tile++) {
       const size_t at = ((size_t)head * tiles + tile) * tile_items;
       for (int r = 0; r < last - first; r += ROWS) {
-        product_wide<false>(&queries[(size_t)r * depth], depth, keys.get() + at, KEYS, depth,
+        product_wide<false>(&queries[(size_t)r * depth], depth, keys + at, KEYS, depth,
                             scores.data());
         for (int i = r; i < r + ROWS; i++)
           weigh(&scores[(i - r) * KEYS], limit(first + i) - tile * KEYS, d.scale, dim, &maxima[i],
                 &totals[i], &sums[(size_t)i * dim], &weights[(i - r) * KEYS / STEP]);
-        product_wide<true>(weights.data(), KEYS / STEP, values.get() + at, dim, KEYS / STEP,
+        product_wide<true>(weights.data(), KEYS / STEP, values + at, dim, KEYS / STEP,
                            &sums[(size_t)r * dim]);
       }
     }
@@ -196,7 +262,14 @@ struct Prefill {
     }
   }
 
+  // One thread for little work: packing the context, and the products of the rows with it.
+  int worthwhile(int threads) const {
+    const int64_t rows = d.kv_heads + (int64_t)tokens * d.heads / 4;
+    return context * rows * dim < PARALLEL_ELEMENTS ? 1 : threads;
+  }
+
   void run(int threads) {
+    threads = worthwhile(threads);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for collapse(2) schedule(static)
