@@ -361,8 +361,16 @@ def render_chat(
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         tools=tools,
-        template_kwargs=request.chat_template_kwargs,
+        template_kwargs=_template_kwargs(request),
     )
+
+
+def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """What the client gives the template; ``reasoning_effort`` is a variable of it, as in vLLM."""
+    given = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", request.reasoning_effort)
+    return given
 
 
 def tokenize_chat(

@@ -1,13 +1,13 @@
 """The requests that the API takes, how their bytes are decoded, and errors in OpenAI's form.
 
-A field that is not here is refused by name. Fields of type ``None`` are OpenAI's too, but not
-supported: they may be sent as null, which is what clients do when they don't use them. What only
-a service with accounts has a use for (``user``, ``metadata``, ``service_tier``) changes nothing.
+A field that is not here is ignored if that changes no answer, or refused by name: see
+``unknown_fields``. Fields of type ``None`` are OpenAI's too, but not supported: they may be sent as
+null, which is what clients do when they don't use them. What only a service with accounts has a use
+for (``user``, ``metadata``, ``service_tier``) changes nothing.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -25,6 +25,7 @@ from mooncake_engine.errors import (
     PromptTooLong,
 )
 from mooncake_engine.server.live_requests import RequestAborted, ShuttingDown
+from mooncake_engine.server.unknown_fields import refusal, remove, warn_once
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -207,10 +208,10 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     function_call: None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
-    prediction: None = None
-    reasoning_effort: None = None
-    service_tier: Literal["auto", "default"] | None = None
-    verbosity: None = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
     web_search_options: None = None
 
 
@@ -247,29 +248,49 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`")
 _NOT_SUPPORTED = "Expected `null`"
+_MAX_IGNORED = 32
 
 
 def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
     """Parse and type-check.
 
     Raises:
-        InvalidRequest: malformed JSON, an unknown field (with the nearest known one), a missing
-            field, a wrong type, or an OpenAI field that this server does not support.
+        InvalidRequest: malformed JSON, an unknown field that may change the answer (with the
+            nearest known one), a missing field, a wrong type, or an OpenAI field that this server
+            does not support.
     """
     try:
         return msgspec.json.decode(body, type=request_type)
     except msgspec.ValidationError as exc:
-        raise _explain(str(exc), request_type) from exc
+        if not _UNKNOWN.match(str(exc)):
+            raise _explain(str(exc)) from exc
+        return _without_unknown(msgspec.json.decode(body), request_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidRequest(f"the body must be a JSON object: {exc}") from exc
 
 
-def _explain(message: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
+def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType:
+    """Decode a body again and again, each time without the unknown field that was found last."""
+    for _ in range(_MAX_IGNORED):
+        try:
+            return msgspec.convert(value, request_type, str_keys=True)
+        except msgspec.ValidationError as exc:
+            unknown, found = _UNKNOWN.match(str(exc)), _PATH.search(str(exc))
+            if unknown is None:
+                raise _explain(str(exc)) from exc
+            field, path = unknown["field"], found["path"] if found else ""
+            if message := refusal(field, path, list(request_type.__struct_fields__)):
+                param = f"{path}.{field}" if path else field
+                raise InvalidRequest(message, param=param) from exc
+        warn_once(field, path)
+        remove(value, path, field)
+    raise InvalidRequest(f"the body has more than {_MAX_IGNORED} fields that are not known here")
+
+
+def _explain(message: str) -> InvalidRequest:
     path_match = _PATH.search(message)
     path = path_match["path"] if path_match else ""
     fact = message[: path_match.start()] if path_match else message
-    if unknown := _UNKNOWN.match(message):
-        return _explain_unknown(unknown["field"], path, request_type)
     if missing := _MISSING.match(message):
         param = f"{path}.{missing['field']}" if path else missing["field"]
         return InvalidRequest(f"{param} is required", param=param)
@@ -280,14 +301,6 @@ def _explain(message: str, request_type: type[msgspec.Struct]) -> InvalidRequest
     if path:
         return InvalidRequest(f"{path}: {fact[0].lower()}{fact[1:]}", param=path)
     return InvalidRequest(f"the body must be a JSON object: {fact[0].lower()}{fact[1:]}")
-
-
-def _explain_unknown(field: str, path: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
-    param = f"{path}.{field}" if path else field
-    known = [] if path else list(request_type.__struct_fields__)
-    nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.6)
-    hint = f"; did you mean {nearest[0]}?" if nearest else "; remove it"
-    return InvalidRequest(f"unknown field {param}{hint}", param=param)
 
 
 _RETRY_AFTER_S = 1

@@ -135,7 +135,7 @@ def test_what_a_service_with_accounts_is_told_changes_nothing(client: AsgiClient
 
 
 def test_what_it_would_do_otherwise_is_refused(client: AsgiClient) -> None:
-    for name, value in (("store", True), ("service_tier", "flex"), ("modalities", ["audio"])):
+    for name, value in (("store", True), ("modalities", ["audio"])):
         answer = client.post(PATH, messages=[USER], **{name: value})
         assert answer.status_code == 400
         assert name in answer.json()["error"]["param"]

@@ -27,7 +27,9 @@ BOTH_WAYS = ("do_remote_decode", "do_remote_prefill")
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({}, "prompt", "prompt is required"),
     ({"prompt": "x", "temprature": 1}, "temprature", "did you mean temperature?"),
-    ({"prompt": "x", "zzz": 1}, "zzz", "unknown field zzz; remove it"),
+    ({"prompt": "x", "guided_json": {}}, "guided_json", "use structured_outputs"),
+    ({"prompt": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "is not served here"),
+    ({"prompt": "x", **{f"zz{i}": i for i in range(33)}}, None, "more than 32 fields that are not"),
     ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is not supported by this server"),
     ({"prompt": "x", "temperature": "hot"}, "temperature", "expected `float | null`, got `str`"),
     ({"prompt": "x", "temperature": -1}, "temperature", "must be in [0.0, 100.0], got -1"),

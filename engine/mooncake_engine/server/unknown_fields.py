@@ -1,0 +1,98 @@
+"""Fields of requests that this server does not know: ignored where that changes no answer.
+
+Clients send what other servers take: accounting, caching hints, their own tags. A field that would
+change the answer is refused, whether it is another server's or a known one misspelt.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_OPEN = re.compile(r"(messages|tools)(\[|\.|$)")
+"""Objects that clients decorate, and whose known fields say it all; what is in any other object
+asks for something."""
+_INSTEAD = {
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+    "repeat_penalty": "repetition_penalty",
+    "typical_p": "top_p or min_p",
+    "length_penalty": "best_of",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "chat_template": "--chat-template at start",
+    "thinking": "chat_template_kwargs, as the model's template has it",
+    "enable_thinking": "chat_template_kwargs",
+    "thinking_token_budget": "max_tokens",
+    "input": "prompt or messages",
+    "images": "text",
+    "documents": "messages",
+    "bad_words": "logit_bias",
+    "allowed_token_ids": "structured_outputs",
+}
+_CHANGING = frozenset(
+    {
+        *(
+            "truncate_prompt_tokens",
+            "logits_processors",
+            "prompt_embeds",
+            "vllm_xargs",
+            "lora_path",
+        ),
+        *("return_tokens_as_token_ids", "logit_processors", "custom_logit_processor"),
+        *("mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "xtc_probability", "tfs_z"),
+        *("top_a", "grammar", "json_schema", "regex", "ebnf", "response_schema", "tool_config"),
+    }
+)
+_MAX_WARNED = 256
+_warned: set[str] = set()
+
+
+def refusal(field: str, path: str, known: list[str]) -> str | None:
+    """Why a field that is not known can't be ignored, as a message for the client; None if it can.
+
+    Args:
+        field: its name.
+        path: the object that holds it, such as ``messages[0]``; empty for the body itself.
+        known: fields of the body.
+    """
+    if path and not _OPEN.match(path):
+        return f"unknown field {path}.{field}; remove it"
+    if path:
+        return None
+    if field in _INSTEAD:
+        return f"{field} is not served here: use {_INSTEAD[field]}"
+    if field in _CHANGING:
+        return f"{field} is not served here; remove it"
+    nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.75)
+    return f"unknown field {field}; did you mean {nearest[0]}?" if nearest else None
+
+
+def remove(value: Any, path: str, field: str) -> None:
+    """Take a field out of a decoded body, from the object at ``path`` and those beside it in its
+    lists."""
+    found = [value]
+    for step in re.findall(r"[^.\[\]]+|\[", path):
+        if step == "[":
+            found = [item for items in found if isinstance(items, list) for item in items]
+        elif not step.isdigit():
+            found = [item[step] for item in found if isinstance(item, dict) and item.get(step)]
+    for item in found:
+        if isinstance(item, dict):
+            item.pop(field, None)
+
+
+def warn_once(field: str, path: str) -> None:
+    """Tell the operator of a field that is ignored: once for each, and of a bounded number."""
+    name = re.sub(r"\[\d+\]", "[]", f"{path}.{field}" if path else field)
+    if name in _warned or len(_warned) >= _MAX_WARNED:
+        return
+    _warned.add(name)
+    logger.warning("requests have a field %r that is not known here: it is ignored", name[:100])

@@ -1,0 +1,104 @@
+"""Unknown fields of requests: ignored with one warning, refused where they change the answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.server import unknown_fields
+from mooncake_engine.server.input_processor import render_chat
+from mooncake_engine.server.openai_protocol import ChatRequest, CompletionRequest, decode_request
+from mooncake_engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unknown_fields, "_warned", set())
+
+
+AGENTS_BODY = {
+    "model": "m",
+    "messages": [
+        {"role": "user", "content": "a", "cache_control": {"type": "ephemeral"}},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "b", "cache_control": {}}],
+            "provider_specific_fields": None,
+            "tool_calls": [
+                {"id": "1", "function": {"name": "f", "arguments": "{}"}, "extra_content": {}}
+            ],
+        },
+        {"role": "user", "content": [{"type": "text", "text": "c", "annotations": []}]},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f"}, "cache_control": {}}],
+    "service_tier": "flex",
+    "verbosity": "low",
+    "prompt_cache_retention": "24h",
+    "litellm_call_id": "x",
+    "logit_bias": {"5": 1},
+}
+
+
+def test_what_agents_send_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = decode_request(json.dumps(AGENTS_BODY).encode(), ChatRequest)
+        decode_request(json.dumps(AGENTS_BODY).encode(), ChatRequest)
+    assert [message.role for message in found.messages] == ["user", "assistant", "user"]
+    assert found.logit_bias == {5: 1}
+    assert found.tools is not None
+    names = sorted(record.getMessage().split("'")[1] for record in caplog.records)
+    assert names == [
+        "litellm_call_id",
+        "messages[].cache_control",
+        "messages[].content[].annotations",
+        "messages[].content[].cache_control",
+        "messages[].provider_specific_fields",
+        "messages[].tool_calls[].extra_content",
+        "prompt_cache_retention",
+        "tools[].cache_control",
+    ]
+
+
+def test_the_number_of_warnings_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for i in range(300):
+            decode_request(b'{"prompt": "x", "qq%d": 1}' % i, CompletionRequest)
+    assert len(caplog.records) == 256
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("temprature", "unknown field temprature; did you mean temperature?"),
+        ("max_token", "did you mean max_tokens?"),
+        ("guided_regex", "guided_regex is not served here: use structured_outputs"),
+        ("bad_words", "use logit_bias"),
+        ("mirostat", "mirostat is not served here; remove it"),
+    ],
+)
+def test_what_changes_the_answer_is_refused(field: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        decode_request(json.dumps({"prompt": "x", "abc": 1, field: 1}).encode(), CompletionRequest)
+    assert caught.value.param == field
+
+
+def test_objects_that_ask_for_something_stay_strict() -> None:
+    body = b'{"prompt": "x", "structured_outputs": {"jsn": {}}}'
+    with pytest.raises(InvalidRequest, match=r"unknown field structured_outputs\.jsn; remove it"):
+        decode_request(body, CompletionRequest)
+
+
+def test_other_errors_are_found_behind_unknown_fields() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].role: "):
+        decode_request(b'{"abc": 1, "messages": [{"role": "x", "abc": 1}]}', ChatRequest)
+
+
+def test_reasoning_effort_reaches_the_template() -> None:
+    tokenizer = Tokenizer.load(Path("examples/tiny-llama"), "{{ reasoning_effort }}")
+    body = {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high"}
+    request = decode_request(json.dumps(body).encode(), ChatRequest)
+    assert render_chat(request, tokenizer) == "high"
