@@ -27,6 +27,17 @@ class Stage(Enum):
     DECODING = auto()
 
 
+class ReservationEvent(Enum):
+    """What happens to a reservation."""
+
+    RESERVED = "reserved"
+    PREFILLED = "prefilled"
+    REBOUND = "rebound"
+    JOINED = "joined"
+    FINISHED = "finished"
+    ENDED = "ended"
+
+
 @dataclass(slots=True)
 class Reservation:
     """One request's.
@@ -47,6 +58,13 @@ class Reservation:
     stage: Stage = Stage.PREFILLING
 
 
+OnChange = Callable[[ReservationEvent, Reservation, float], None]
+
+
+def _ignore(event: ReservationEvent, made: Reservation, now: float) -> None:
+    """Nobody shares."""
+
+
 class ReservationBook:
     """All live reservations.
 
@@ -62,6 +80,8 @@ class ReservationBook:
         self._ledger = ledger
         self._live: dict[str, Reservation] = {}
         self._deadlines: list[tuple[float, str]] = []
+        # Hears of every change, in order; for who shares them with other conductors.
+        self.on_change: OnChange = _ignore
 
     def __len__(self) -> int:
         return len(self._live)
@@ -88,6 +108,7 @@ class ReservationBook:
         ready_at = now + choice.ttft
         self._index.predict(choice.slot, self._new_chunks(made), ready_at, made.deadline)
         self._bind(made, ready_at)
+        self.on_change(ReservationEvent.RESERVED, made, now)
 
     def prefilled(self, request_id: str, now: float) -> Reservation | None:
         """The prefill is done: its time is free again."""
@@ -96,6 +117,7 @@ class ReservationBook:
             made.stage = Stage.HANDED_OVER
             self._fleet.queues.leave(made.choice.slot, request_id, now)
             self._index.retract(made.choice.slot, self._new_chunks(made))
+            self.on_change(ReservationEvent.PREFILLED, made, now)
         return made
 
     def is_prefilling(self, request_id: str) -> bool:
@@ -109,6 +131,7 @@ class ReservationBook:
         if made is not None and made.stage is not Stage.DECODING:
             made.decode_slot = decode_slot
             self._bind(made, now)
+            self.on_change(ReservationEvent.REBOUND, made, now)
 
     def joined(self, request_id: str, now: float) -> None:
         """The request decodes."""
@@ -116,10 +139,13 @@ class ReservationBook:
         if made is not None:
             made.stage = Stage.DECODING
             self._ledger.join(request_id, now)
+            self.on_change(ReservationEvent.JOINED, made, now)
 
     def finished(self, request_id: str, now: float) -> None:
         """The request has all its tokens."""
         self._ledger.finish(request_id, now)
+        if (made := self._live.get(request_id)) is not None:
+            self.on_change(ReservationEvent.FINISHED, made, now)
         self.release(request_id, now)
 
     def release(self, request_id: str, now: float) -> bool:
@@ -127,6 +153,8 @@ class ReservationBook:
         made = self.prefilled(request_id, now)
         self._ledger.release(request_id)
         self._live.pop(request_id, None)
+        if made is not None:
+            self.on_change(ReservationEvent.ENDED, made, now)
         return made is not None
 
     def sweep(self, now: float) -> list[str]:

@@ -14,9 +14,10 @@ import signal
 import socket
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from mooncake_proxy.api.admission_queue import AdmissionQueue
 from mooncake_proxy.api.rate_limits import RateLimits, Usage
@@ -26,6 +27,9 @@ from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, ap
 from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.routing.model_routers import ModelRouters
 from mooncake_proxy.routing.retries import SuspectBodies
+
+if TYPE_CHECKING:
+    from mooncake_proxy.routing.reservation_sharing import ReservationNews, ReservationSharing
 
 logger = logging.getLogger(__name__)
 PUBLISH_S = 0.02
@@ -85,6 +89,14 @@ class UsageMessage(Struct, tag="usage"):
     usage: Usage
 
 
+class ReservationMessage(Struct, tag="reservations"):
+    """What one worker has reserved: `ReservationNews`, unread."""
+
+    worker: int
+    owner: str
+    news: Raw
+
+
 class WorkerGone(Struct, tag="gone"):
     """A worker ended: its load is gone, its counters stay."""
 
@@ -98,6 +110,7 @@ WorkerMessage = (
     | ChangeHistory
     | LossMessage
     | UsageMessage
+    | ReservationMessage
     | WorkerGone
 )
 decode_message = msgspec.json.Decoder(WorkerMessage).decode
@@ -114,6 +127,9 @@ class WorkerLink:
         self._metrics: ProxyMetrics | None = None
         self._admission: AdmissionQueue | None = None
         self._limits: RateLimits | None = None
+        self._sharing: ReservationSharing | None = None
+        # Of the other workers' reservations.
+        self._owners: dict[int, str] = {}
         self._suspects: SuspectBodies | None = None
         self._parent = os.getppid()
         self._loads: dict[int, WorkerLoads] = {}
@@ -130,6 +146,11 @@ class WorkerLink:
         self._admission = admission
         self._limits = limits
         routers.first.suspects.publish = self._publish_loss
+        if routers.first.conductor is not None:  # needs numpy
+            from mooncake_proxy.routing.reservation_sharing import ReservationSharing
+
+            loop = asyncio.get_running_loop()
+            self._sharing = ReservationSharing(routers, loop, self._send_news)
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
         self._read()  # what was changed before this worker started
@@ -150,6 +171,9 @@ class WorkerLink:
                 self._check_parent()
                 for part, is_last in split_snapshot(self._metrics.snapshot()):
                     self._send(WorkerCounts(self.worker, part, is_last))
+
+    def _send_news(self, news: ReservationNews) -> None:
+        self._send(ReservationMessage(self.worker, news.owner, Raw(encode_message(news))))
 
     def _check_parent(self) -> None:
         """A worker that nothing starts again, and that hears no other one, must not serve on."""
@@ -210,25 +234,41 @@ class WorkerLink:
             self._take(decode_message(data))
 
     def _take(self, message: WorkerMessage) -> None:
+        """Of another worker, or of the parent."""
         if isinstance(message, WorkerCounts):
             self._take_counts(message)
         elif isinstance(message, ChangeMessage):
             self._follow(message.change)
-        elif isinstance(message, LossMessage):
-            assert self._suspects is not None
-            self._suspects.follow(message.key, message.instance, message.began, message.now)
-        elif isinstance(message, UsageMessage):
-            assert self._limits is not None
-            self._limits.spent_elsewhere(message.usage)
         elif isinstance(message, ChangeHistory):
             for change in message.changes:
                 self._follow(change)
         elif isinstance(message, WorkerLoads):
             self._loads[message.worker] = message
             self._sum_up()
+        elif isinstance(message, WorkerGone):
+            self._forget(message.worker)
         else:
-            self._loads.pop(message.worker, None)
-            self._sum_up()
+            self._share(message)
+
+    def _share(self, message: LossMessage | UsageMessage | ReservationMessage) -> None:
+        """What requests of another worker mean for those of this one."""
+        if isinstance(message, LossMessage):
+            assert self._suspects is not None
+            self._suspects.follow(message.key, message.instance, message.began, message.now)
+        elif isinstance(message, UsageMessage):
+            assert self._limits is not None
+            self._limits.spent_elsewhere(message.usage)
+        elif self._sharing is not None:
+            self._owners[message.worker] = message.owner
+            self._sharing.take(message.news)
+
+    def _forget(self, worker: int) -> None:
+        """Its load is gone, and what it had reserved; its counters stay."""
+        self._loads.pop(worker, None)
+        self._sum_up()
+        owner = self._owners.pop(worker, None)
+        if owner is not None and self._sharing is not None:
+            self._sharing.forget(owner)
 
     def _take_counts(self, message: WorkerCounts) -> None:
         found = self._partial_counts.setdefault(message.worker, {})

@@ -24,6 +24,8 @@ from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
 from mooncake_conductor.policies.situation import RoutingRequest
+from mooncake_conductor.reservations import ReservationEvent
+from mooncake_conductor.shared_reservations import ReservationChange, ReservationExchange
 from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_conductor.slo_admission import AdmissionMode, Objectives, Verdict, objective
 from mooncake_proxy.config import ConductorConfig
@@ -40,7 +42,8 @@ MAX_INSTANCES = 1024
 LATENESS_SHARE = 0.95
 # What an answer is expected to have until some were seen.
 INITIAL_OUTPUT_TOKENS = 256.0
-_OWNER = os.urandom(6).hex()
+# Of what this process reserves. Workers are forked before this module is imported.
+OWNER = os.urandom(6).hex()
 _numbers = itertools.count()
 
 
@@ -111,6 +114,9 @@ class ConductorFleet:
         self._slots: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._version = -1
+        self.exchange = ReservationExchange(
+            self.conductor.book, OWNER, fleet.names, self._slots.get
+        )
         self._output_tokens: dict[str, RunningQuantile] = {}
 
     def instance(self, slot: int) -> Instance | None:
@@ -181,12 +187,12 @@ class ConductorFleet:
             expected = min(expected, max(float(token_limit), 1.0))
         takers = self._takers if self._pool.has_incompatible_pairs else None
         request = RoutingRequest(
-            f"{_OWNER}-{next(_numbers)}",
+            f"{OWNER}-{next(_numbers)}",
             max(num_tokens, CHUNK_TOKENS * len(keys)),
             keys,
             expected,
             request_class,
-            _OWNER,
+            OWNER,
             takers=takers,
         )
         return self._route(request, now)
@@ -261,6 +267,15 @@ class ConductorFleet:
     def ended(self, routed: RoutedRequest, now: float) -> None:
         """It failed, was refused, or its client left."""
         self.conductor.ended(routed.request.request_id, now)
+
+    def follow(self, owner: str, changes: Sequence[ReservationChange], now: float) -> None:
+        """What another proxy process on the same instances has reserved, and what came of it."""
+        self.follow_pool(now)
+        for made, event in self.exchange.follow(owner, changes, now):
+            if event is ReservationEvent.PREFILLED:
+                self._remember(made.choice.slot, made.request.keys)
+            elif event is ReservationEvent.JOINED:
+                self._remember(made.decode_slot, made.request.keys)
 
     def sweep(self, now: float) -> None:
         """Release what is overdue, forget what nobody holds."""

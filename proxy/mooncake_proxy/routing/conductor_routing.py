@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from mooncake_conductor.index.prompt_keys import Keys, chain_root, text_keys, token_keys
+from mooncake_conductor.shared_reservations import ReservationChange
 from mooncake_conductor.slo_admission import Verdict
 from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import RequestContext
@@ -131,6 +133,20 @@ class ConductorRouting:
             per_token = (timing.last_at - timing.first_at) / timing.num_gaps
             routed.outcome["tbt_s"] = per_token
         routed.fleet.finished(routed, timing.num_gaps + 1, per_token, now)
+
+    def share(self, publish: Callable[[bool, ReservationChange], None]) -> None:
+        """Tell every reservation from now on; the flag says whether it is of whole requests."""
+        self.pairs.exchange.start(partial(publish, False))
+        self.whole.exchange.start(partial(publish, True))
+
+    def follow(self, owner: str, is_whole: bool, changes: Sequence[ReservationChange]) -> None:
+        """What another proxy process has reserved."""
+        (self.whole if is_whole else self.pairs).follow(owner, changes, self._now())
+
+    def forget(self, owner: str) -> None:
+        """Another proxy process is gone: so is what it had reserved."""
+        for fleet in (self.pairs, self.whole):
+            fleet.conductor.book.release_owner(owner, self._now())
 
     def explain(self, request_id: str) -> dict[str, Any]:
         """The decision about a request, with every term. NotFound where there is none any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mooncake_proxy.config import ProxyConfig
@@ -21,9 +21,16 @@ class ModelRouters:
         self.pools = ModelPools(client)
         self.first = RequestRouter(config, client, self.pools.unnamed, seed=seed)
         self._routers: dict[InstancePool, RequestRouter] = {self.pools.unnamed: self.first}
+        self._listeners: list[Callable[[RequestRouter], None]] = []
 
     def __iter__(self) -> Iterator[RequestRouter]:
         return iter(tuple(self._routers.values()))
+
+    def on_router(self, listen: Callable[[RequestRouter], None]) -> None:
+        """Call with every router, now and when one is added."""
+        self._listeners.append(listen)
+        for router in self:
+            listen(router)
 
     def of_model(self, model: str | None) -> RequestRouter:
         """Who routes requests for a model of that name: ModelNotFound, BadRequest as ModelPools."""
@@ -39,6 +46,8 @@ class ModelRouters:
         if router is None:
             [model, *_] = [instance.spec.model for instance in pool]
             router = self._routers[pool] = self.first.for_model(model, pool)
+            for listen in self._listeners:
+                listen(router)
         return router
 
     def note_verdict(self, instance: Instance) -> None:

@@ -132,6 +132,7 @@ class RequestRouter:
     def _serve(self, model: str, pool: InstancePool) -> None:
         """Begin with the state that belongs to one model; an empty name is that of no model."""
         config = self.config
+        self.model = model
         self.pool = pool
         self.prefixes = PrefixIndex()
         self.short_prompts = ShortPrompts(config.short_prompt_tokens)

@@ -1,0 +1,165 @@
+"""Several conductors on one fleet: each tells the others what it has reserved.
+
+Instances go by name, as every conductor numbers its slots by itself; times are from now on, as
+clocks differ. What is told is applied as if it had been decided here, and ends with its deadline,
+or with its owner, if nothing is heard of it any more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+
+from msgspec import Struct
+
+from mooncake_conductor.policies.situation import Plan, PrefillChoice, RoutingRequest
+from mooncake_conductor.reservations import Reservation, ReservationBook, ReservationEvent
+
+
+class Reserved(Struct, tag="reserved", frozen=True):
+    """A request was placed.
+
+    Args:
+        request_id: unique among all conductors.
+        prefill, decode: names of its instances.
+        num_tokens, num_reused, num_output, request_class: of the request.
+        keys: of its prompt's chunks, 8 bytes each.
+        ttft, queue, load, compute: as in ``PrefillChoice``; seconds.
+        lifetime_s: until its deadline.
+    """
+
+    request_id: str
+    prefill: str
+    decode: str
+    num_tokens: int
+    num_reused: int
+    num_output: float
+    request_class: str
+    keys: bytes
+    ttft: float
+    queue: float
+    load: float
+    compute: float
+    lifetime_s: float
+
+
+class Moved(Struct, tag="moved", frozen=True):
+    """A request that was placed has come further, or has ended. ``decode`` where it is bound."""
+
+    request_id: str
+    event: ReservationEvent
+    decode: str = ""
+
+
+ReservationChange = Reserved | Moved
+Publish = Callable[[ReservationChange], None]
+
+
+class ReservationExchange:
+    """One conductor's end.
+
+    Args:
+        book: of the conductor.
+        owner: of what this conductor reserves.
+        names: of its slots.
+        slot_of: the slot of an instance; None for one that is not known here.
+    """
+
+    def __init__(
+        self,
+        book: ReservationBook,
+        owner: str,
+        names: Mapping[int, str],
+        slot_of: Callable[[str], int | None],
+    ) -> None:
+        self._book = book
+        self._owner = owner
+        self._names = names
+        self._slot_of = slot_of
+        self._publish: Publish | None = None
+        book.on_change = self._tell
+
+    def start(self, publish: Publish) -> None:
+        """Tell every change from now on."""
+        self._publish = publish
+
+    def follow(
+        self, owner: str, changes: Iterable[ReservationChange], now: float
+    ) -> list[tuple[Reservation, ReservationEvent]]:
+        """Apply what another conductor has told; returns whose prefill, or decoding, has begun or
+        ended, for who believes instances to hold what they worked on."""
+        applied = []
+        for change in changes:
+            if isinstance(change, Reserved):
+                self._reserve(owner, change, now)
+                continue
+            made = self._book.get(change.request_id)
+            if made is not None and made.request.owner == owner:
+                applied.append((made, change.event))
+                self._move(change, now)
+        return applied
+
+    def _tell(self, event: ReservationEvent, made: Reservation, now: float) -> None:
+        if self._publish is None or made.request.owner != self._owner:
+            return
+        request, choice = made.request, made.choice
+        decode = self._names.get(made.decode_slot, "")
+        if event is not ReservationEvent.RESERVED:
+            self._publish(Moved(request.request_id, event, decode))
+            return
+        told = Reserved(
+            request.request_id,
+            self._names.get(choice.slot, ""),
+            decode,
+            request.num_tokens,
+            choice.num_reused,
+            request.num_output_tokens,
+            request.request_class,
+            array("Q", request.keys).tobytes(),
+            choice.ttft,
+            choice.queue,
+            choice.load,
+            choice.compute,
+            made.deadline - now,
+        )
+        self._publish(told)
+
+    def _reserve(self, owner: str, told: Reserved, now: float) -> None:
+        prefill, decode = self._slot_of(told.prefill), self._slot_of(told.decode)
+        if prefill is None or decode is None or len(told.keys) % 8:
+            return
+        keys = array("Q")
+        keys.frombytes(told.keys)
+        request = RoutingRequest(
+            told.request_id,
+            told.num_tokens,
+            tuple(keys),
+            told.num_output,
+            told.request_class,
+            owner,
+        )
+        choice = PrefillChoice(
+            prefill,
+            Plan.LOCAL if told.num_reused else Plan.RECOMPUTE,
+            told.num_reused,
+            told.ttft,
+            told.queue,
+            told.load,
+            told.compute,
+        )
+        made = Reservation(request, choice, decode, now + told.lifetime_s, now + told.ttft)
+        self._book.reserve(made, now)
+
+    def _move(self, change: Moved, now: float) -> None:
+        book, request_id = self._book, change.request_id
+        if change.event is ReservationEvent.PREFILLED:
+            book.prefilled(request_id, now)
+        elif change.event is ReservationEvent.REBOUND:
+            if (slot := self._slot_of(change.decode)) is not None:
+                book.rebind(request_id, slot, now)
+        elif change.event is ReservationEvent.JOINED:
+            book.joined(request_id, now)
+        elif change.event is ReservationEvent.FINISHED:
+            book.finished(request_id, now)
+        else:
+            book.release(request_id, now)

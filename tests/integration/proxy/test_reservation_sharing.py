@@ -1,0 +1,71 @@
+"""Worker processes that share instances tell each other what they have reserved."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+
+import uvloop
+from support.proxy_conductor import conductor_of, settings
+from support.proxy_fakes import Stand, stand
+from support.proxy_fakes_client import BODY, post
+
+from mooncake_proxy.ops.worker_link import (
+    ReservationMessage,
+    WorkerGone,
+    WorkerLink,
+    decode_message,
+    encode_message,
+)
+
+
+async def received(link: socket.socket, s: Stand) -> list[ReservationMessage]:
+    """What the worker sends of its reservations, until it has nothing more to say."""
+    found: list[ReservationMessage] = []
+    while True:
+        await asyncio.sleep(0.02)
+        try:
+            message = decode_message(link.recv(1 << 20))
+        except BlockingIOError:
+            if found:
+                return found
+            continue
+        if isinstance(message, ReservationMessage):
+            found.append(message)
+
+
+def as_other(message: ReservationMessage) -> bytes:
+    """The same as if another process had sent it."""
+    told = bytes(message.news).replace(message.owner.encode(), b"another")
+    return encode_message(ReservationMessage(7, "another", type(message.news)(told)))
+
+
+def test_reservations_reach_the_others_and_theirs_count_here() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        ours.setblocking(False)
+        async with AsyncExitStack() as stack:
+            s = await stack.enter_async_context(stand(2, 1, **settings("cost")))
+            link = WorkerLink(0, theirs)
+            link.open(s.app.routers, s.app.admission, s.app.process.tenants.limits)
+            stack.callback(ours.close)
+            stack.callback(link.close)
+            s.prefill.behaviour.delay_s = s.prefills[1].behaviour.delay_s = 1.0
+            asked = asyncio.ensure_future(post(s, BODY | {"prompt": list(range(640))}))
+            [placed] = await received(ours, s)
+            fleet = conductor_of(s).pairs.conductor
+            assert len(fleet.book) == 1
+            ours.send(as_other(placed).replace(b'"request_id":"', b'"request_id":"other-'))
+            await asyncio.sleep(0.05)
+            assert len(fleet.book) == 2
+            assert (await asked).status_code == 200
+            told = b"".join(bytes(each.news) for each in await received(ours, s))
+            assert b'"finished"' in told
+            assert b"another" not in told, "what others reserve is told by them alone"
+            assert len(fleet.book) == 1
+            ours.send(encode_message(WorkerGone(7)))
+            await asyncio.sleep(0.05)
+            assert len(fleet.book) == 0
+
+    uvloop.run(main())

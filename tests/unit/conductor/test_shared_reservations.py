@@ -1,0 +1,165 @@
+"""Conductors that tell each other what they reserve see the same loads, and leak nothing."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+from support.conductor_fleets import CHUNK, LATENCY, ask
+
+from mooncake_conductor.conductor import Conductor, ConductorSettings
+from mooncake_conductor.fleet import Fleet, InstanceSpec, Role
+from mooncake_conductor.shared_reservations import (
+    Moved,
+    ReservationChange,
+    ReservationExchange,
+    Reserved,
+)
+
+NAMES = ["p0", "p1", "p2", "d0", "d1"]
+
+
+class Member:
+    """One conductor of several, with its own numbers of the same instances."""
+
+    def __init__(self, owner: str, names: list[str]) -> None:
+        fleet = Fleet(8, chunk_tokens=CHUNK, kv_bytes_per_token=327_680, num_layers=80)
+        self.conductor = Conductor(fleet, ConductorSettings(), random.Random(1))
+        self.slots = {
+            name: self.conductor.add(
+                InstanceSpec(name, Role.PREFILL if name[0] == "p" else Role.DECODE, LATENCY)
+            )
+            for name in names
+        }
+        self.owner = owner
+        self.exchange = ReservationExchange(self.conductor.book, owner, fleet.names, self.slots.get)
+
+    def loads(self, now: float) -> dict[str, tuple[float, float]]:
+        """Seconds of queue, or sequences, by name."""
+        fleet, ledger = self.conductor.fleet, self.conductor.ledger
+        seconds = dict(
+            zip(
+                fleet.prefill_slots.tolist(),
+                fleet.queues.seconds(fleet.prefill_slots, now),
+                strict=True,
+            )
+        )
+        bound = dict(zip(fleet.decode_slots.tolist(), ledger.reserved().num_sequences, strict=True))
+        return {
+            name: (round(float(seconds.get(slot, 0.0)), 6), float(bound.get(slot, 0.0)))
+            for name, slot in self.slots.items()
+        }
+
+
+def connect(first: Member, second: Member, clock: list[float]) -> None:
+    """What one reserves the other hears at once, through the wire's form."""
+    encode = msgspec.json.Encoder().encode
+    decode = msgspec.json.Decoder(ReservationChange).decode
+    for one, other in ((first, second), (second, first)):
+
+        def publish(change, one=one, other=other) -> None:
+            other.exchange.follow(one.owner, [decode(encode(change))], clock[0])
+
+        one.exchange.start(publish)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 4), st.integers(0, 20), st.integers(1, 6)),
+        max_size=60,
+    )
+)
+@settings(deadline=None, max_examples=80)
+def test_both_see_the_same_loads(steps: list[tuple[int, int, int, int]]) -> None:
+    clock = [0.0]
+    members = [Member("a", NAMES), Member("b", NAMES[::-1])]
+    connect(*members, clock)
+    live: dict[str, Member] = {}
+    joined: set[str] = set()
+    for number, (which, act, chosen, length) in enumerate(steps):
+        clock[0] += 0.05
+        now = clock[0]
+        if act == 0 or not live:
+            name, member = f"r{number}", members[which]
+            member.conductor.route(ask(name, length, first=100 * number, owner=member.owner), now)
+            live[name] = member
+        else:
+            name = sorted(live)[chosen % len(live)]
+            conductor = live[name].conductor
+            if act == 1 and name not in joined:
+                conductor.prefilled(name, now)
+            elif act <= 2:
+                conductor.joined(name, now)
+                joined.add(name)
+            else:
+                (conductor.finished if act == 3 else conductor.ended)(name, now)
+                del live[name]
+        assert members[0].loads(now) == members[1].loads(now)
+    for name, member in live.items():
+        member.conductor.ended(name, clock[0])
+    for member in members:
+        assert (len(member.conductor.book), len(member.conductor.ledger)) == (0, 0)
+        assert not member.conductor.index._predictions._masks
+
+
+def test_two_that_place_at_once_do_not_choose_the_same_instance() -> None:
+    clock = [0.0]
+    first, second = Member("a", NAMES), Member("b", NAMES)
+    connect(first, second, clock)
+    chosen = [
+        member.conductor.route(
+            ask(f"{member.owner}{number}", 8, 100 * number, owner=member.owner), 0.0
+        )
+        for number in range(3)
+        for member in (first, second)
+    ]
+    names = [first.conductor.fleet.names[each.prefill.slot] for each in chosen]
+    assert sorted(names) == ["p0", "p0", "p1", "p1", "p2", "p2"]
+
+
+def test_a_prefix_that_another_one_is_computing_is_known() -> None:
+    first, second = Member("a", NAMES), Member("b", NAMES[::-1])
+    connect(first, second, [0.0])
+    made = first.conductor.route(ask("x", 30, owner="a"), 0.0)
+    match = second.conductor.index.match(ask("y", 30).keys, 0.0)
+    home = second.slots[first.conductor.fleet.names[made.prefill.slot]]
+    assert match.predicted[home] == 30
+
+
+def test_what_an_owner_has_reserved_goes_with_it() -> None:
+    first, second = Member("a", NAMES), Member("b", NAMES)
+    connect(first, second, [0.0])
+    first.conductor.route(ask("x", 3, owner="a"), 0.0)
+    second.conductor.route(ask("y", 3, owner="b"), 0.0)
+    assert len(second.conductor.book) == 2
+    second.conductor.book.release_owner("a", 1.0)
+    assert len(second.conductor.book) == 1
+    assert len(first.conductor.book) == 2, "nobody but the owner tells of its reservations"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        Reserved("x", "nobody", "d0", 10, 0, 1.0, "default", b"", 1.0, 0.0, 0.0, 1.0, 60.0),
+        Reserved("x", "p0", "d0", 10, 0, 1.0, "default", b"odd", 1.0, 0.0, 0.0, 1.0, 60.0),
+        Moved("never heard of", "finished"),  # type: ignore[arg-type]  # its value
+    ],
+)
+def test_what_is_not_known_here_is_left_out(change: ReservationChange) -> None:
+    member = Member("b", NAMES)
+    member.exchange.follow("a", [change], 0.0)
+    assert len(member.conductor.book) == 0
+    assert len(member.conductor.ledger) == 0
+
+
+def test_a_reservation_that_nothing_is_heard_of_ends_with_its_deadline() -> None:
+    first, second = Member("a", NAMES), Member("b", NAMES)
+    connect(first, second, [100.0])
+    first.conductor.route(ask("x", 3, owner="a"), 7.0)
+    made = second.conductor.book.get("x")
+    assert made is not None
+    assert made.deadline == pytest.approx(100 + 600, abs=10)
+    second.conductor.book.sweep(1000.0)
+    assert len(second.conductor.book) == 0
