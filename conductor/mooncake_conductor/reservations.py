@@ -80,7 +80,7 @@ class ReservationBook:
         self._ledger = ledger
         self._live: dict[str, Reservation] = {}
         self._deadlines: list[tuple[float, str]] = []
-        # Hears of every change, in order; for who shares them with other conductors.
+        # Receives every change, in order; for who shares them with other conductors.
         self.on_change: OnChange = _ignore
 
     def __len__(self) -> int:

@@ -189,6 +189,11 @@ class RoleChanges:
         self._ttft_s = ttft_s
         self._pending: tuple[RoleChange, Balance] | None = None
 
+    @property
+    def state(self) -> Balance:
+        """Which side is short."""
+        return self._balancer.state
+
     def load(self, now: float) -> FleetLoad:
         """The load of both sides: what autoscalers are shown."""
         return fleet_load(self._fleet, self._ledger, self._ttft_s, now)

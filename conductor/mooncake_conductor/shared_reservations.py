@@ -2,7 +2,7 @@
 
 Instances go by name, as every conductor numbers its slots by itself; times are from now on, as
 clocks differ. What is told is applied as if it had been decided here, and ends with its deadline,
-or with its owner, if nothing is heard of it any more.
+or with its owner, once that is gone.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mooncake_proxy.pool.instances import InstanceSpec
 from mooncake_proxy.routing.policies import POLICIES
 
 FLOWS = ("pull", "push", "sglang")
+ROLE_CHANGES = ("off", "propose", "allow")
 ADMISSIONS = ("none", "baseline", "early", "predictive")
 # Of mooncake-conductor beside those of routing/policies.py; its own names for all that it has:
 # random, round-robin and least-loaded of both are alike but for the unit of load.
@@ -91,6 +92,8 @@ class ConductorConfig:
     # Of each instance: tokens of KV, and sequences that it decodes at once.
     kv_tokens: int = 1_000_000
     max_batch: int = 256
+    # Whether idle instances change sides where one is short: off, propose (in the log), allow.
+    role_changes: str = "off"
 
     def of_model(self, model: str) -> ConductorConfig:
         """What a conductor of one model's instances is told."""
@@ -234,6 +237,12 @@ class ProxyConfig:
             raise ConfigError(f"--policy {chosen[0]}: wanted the settings of the conductor")
         if self.conductor is not None:
             self._check_choice("--admission", self.conductor.admission, ADMISSIONS)
+            self._check_choice("--role-changes", self.conductor.role_changes, ROLE_CHANGES)
+            if self.conductor.role_changes != "off" and self.slo_ttft_s is None:
+                raise ConfigError(
+                    f"--role-changes {self.conductor.role_changes}: wanted --slo-ttft in "
+                    "milliseconds, which the load of prefill instances is measured by"
+                )
             if self.conductor.policy not in ADMITTING_POLICIES:
                 raise ConfigError(
                     f"--policy {self.conductor.policy} does not go together with --admission: "

@@ -11,6 +11,7 @@ from mooncake_proxy.config import (
     CONDUCTOR_POLICIES,
     FLOWS,
     POLICY_CHOICES,
+    ROLE_CHANGES,
     AdmissionConfig,
     ConductorConfig,
     ProxyConfig,
@@ -228,6 +229,13 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
     ):
         add(flag, type=type(number), default=number, metavar=unit, help=text)
     add(
+        "--role-changes",
+        choices=ROLE_CHANGES,
+        default=defaults.role_changes,
+        help="where one side has been short for half a minute and the other has room: log which "
+        "instance should change its role, or drain and change it",
+    )
+    add(
         "--kv-events-port",
         type=int,
         metavar="PORT",
@@ -429,7 +437,9 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
     """What places requests, None where the proxy's own policies do."""
     policy = args.prefill_policy or args.policy
     if policy not in CONDUCTOR_POLICIES and args.admission == "none":
-        for flag, given in (("--request-class", args.request_class), *_multiples(args)):
+        role_changes = args.role_changes != "off"
+        needing = (("--request-class", args.request_class), ("--role-changes", role_changes))
+        for flag, given in (*needing, *_multiples(args)):
             if given:
                 raise ConfigError(f"{flag}: wanted --admission or a policy of the conductor")
         return None
@@ -445,6 +455,7 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
         link_gb_s=args.link_gb_s,
         kv_tokens=args.kv_tokens,
         max_batch=args.max_batch,
+        role_changes=args.role_changes,
     )
 
 

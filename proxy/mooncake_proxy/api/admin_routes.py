@@ -185,12 +185,31 @@ class AdminHandlers:
             "Prompt tokens of the requests in flight.",
             rows(lambda i: i.total_prompt_tokens),
         )
+        yield from self._load_gauges(prefix)
         yield from gauge_lines(
             f"{prefix}running", "Requests being served.", [({}, self._process.num_running)]
         )
         yield from gauge_lines(
             f"{prefix}waiting", "Requests in the queue.", [({}, self._process.num_waiting)]
         )
+
+    def _load_gauges(self, prefix: str) -> Iterator[str]:
+        """What autoscalers go by, where the conductor has an objective for the first token."""
+        now, loads, wanted = self._router.now(), [], []
+        for router in self._routers:
+            if router.conductor is None or router.conductor.roles is None:
+                continue
+            load = router.conductor.roles.load(now)
+            sides = (("prefill", load.prefill), ("decode", load.decode))
+            for (role, share), number in zip(sides, load.wanted(), strict=True):
+                labels = {"model": router.model, "role": role}
+                loads.append((labels, share))
+                wanted.append((labels, float(number)))
+        if loads:
+            text = "Of a side, by the conductor; 1 is as much as the objectives allow."
+            yield from gauge_lines(f"{prefix}load", text, loads)
+            text = "Instances at which the load of a side would be 0.7."
+            yield from gauge_lines(f"{prefix}wanted_instances", text, wanted)
 
     async def models(self, request: HttpRequest) -> None:
         """The models of all pools: each as one of its instances describes it."""

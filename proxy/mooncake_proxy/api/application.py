@@ -233,6 +233,7 @@ class ProxyApplication:
             self.routers.sweep()
             if self.routers.want_metaserver and not has_no_port:
                 has_no_port = not await self._try_to_open_metaserver()
+            self.process.change_roles()
             now = self.router.now()
             if now >= forget_at:
                 forget_at = now + FORGET_INTERVAL_S

@@ -193,6 +193,11 @@ class ProxyMetrics:
         self.fallbacks = Counter(
             f"{prefix}local_prefill_total", "Requests that D prefilled itself.", ("reason",)
         )
+        self.role_changes = Counter(
+            f"{prefix}role_changes_total",
+            "Instances that changed sides as the load wanted it.",
+            ("instance", "role"),
+        )
         self.rate_limited = Counter(
             f"{prefix}rate_limited_total",
             "Requests refused as their API key had used up a limit.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from importlib.resources import files
 from typing import Any
@@ -11,12 +12,15 @@ from mooncake_proxy import __version__
 from mooncake_proxy.api.admission_queue import AdmissionQueue
 from mooncake_proxy.api.tenants import Tenants
 from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.errors import Refusal
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.proxy_metrics import SECONDS, ProxyMetrics
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.pool.instances import Instance
-from mooncake_proxy.pool.membership import MembershipChange, apply_change
+from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
 from mooncake_proxy.routing.model_routers import ModelRouters
+
+logger = logging.getLogger(__name__)
 
 
 class ProxyProcess:
@@ -39,6 +43,24 @@ class ProxyProcess:
         if self.link is not None:
             self.link.broadcast(change)
         return instance
+
+    def change_roles(self) -> None:
+        """Make the changes of roles that the conductors want, if this process is the one to."""
+        if self.link is not None and not self.link.leads:
+            return
+        for router in self.routers:
+            wanted = None if router.conductor is None else router.conductor.role_change()
+            if wanted is None:
+                continue
+            instance, role = wanted
+            try:
+                self.change(MembershipChange(ChangeOperation.ROLE, instance.name, role))
+            except Refusal as exc:
+                logger.warning(
+                    "%s does not become a %s instance: %s", instance.name, role.label, exc
+                )
+            else:
+                self.router.metrics.role_changes.add(instance.name, role.label)
 
     @property
     def num_running(self) -> int:

@@ -189,6 +189,11 @@ class WorkerLink:
         """Have the other workers repeat this change."""
         self._send(ChangeMessage(change))
 
+    @property
+    def leads(self) -> bool:
+        """Whether this worker does what one of them should do: the oldest that is known."""
+        return self.worker < min(self._loads, default=self.worker + 1)
+
     def counts_of_others(self) -> list[MetricsSnapshot]:
         """What the other workers have counted, living or gone."""
         return list(self._counts.values())

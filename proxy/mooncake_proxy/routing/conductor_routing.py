@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from mooncake_proxy.errors import BadRequest, NotFound, SloRefused
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
 from mooncake_proxy.routing.prefix_index import given_token_ids
+from mooncake_proxy.routing.role_watch import RoleWatch
 
 if TYPE_CHECKING:
     from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
@@ -42,6 +44,11 @@ class ConductorRouting:
         # Requests that are split go through one, those that one instance serves through the other.
         self.pairs = ConductorFleet(pool, config, self._open_feed, is_coupled=False, rng=rng)
         self.whole = ConductorFleet(pool, config, self._open_feed, is_coupled=True, rng=rng)
+        # Measures the load of both sides where an objective says how much is too much.
+        ttft_s = self.pairs.conductor.settings.objectives.default.ttft_s
+        self.roles: RoleWatch | None = None
+        if math.isfinite(ttft_s):
+            self.roles = RoleWatch(self.pairs, config.role_changes, ttft_s)
         self._feed: KVEventFeed | None = None
         # The latest decisions by the id that the client knows.
         self._records: OrderedDict[str, RoutedRequest] = OrderedDict()
@@ -163,6 +170,10 @@ class ConductorRouting:
         now = self._now()
         self.pairs.sweep(now)
         self.whole.sweep(now)
+
+    def role_change(self) -> tuple[Instance, Role] | None:
+        """An instance that should change sides now, a few times a second."""
+        return None if self.roles is None else self.roles.tick(self._now())
 
     def _class_of(self, context: RequestContext) -> str:
         """What its header names of the classes that its key may use, else the key's first one, else
