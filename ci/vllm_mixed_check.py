@@ -7,6 +7,7 @@ is linear, as on GPUs, KV goes both ways.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -101,8 +102,8 @@ def packed(
             problems = compare("packed", proxy, asked, texts)
         refused = figure(decode, OUR_REFUSALS)
         said = engine_log("decode").read_text("utf-8", "replace")
-        named = [line for line in said.splitlines() if "vllm-cpu/" in line and "linear" in line]
-    print(f"mixed         packed: {refused:g} loads refused: {(named or ['not said'])[0]:.160}")
+        named = re.findall(r".*(?:vllm-cpu/.*linear|linear.*vllm-cpu/).*", said)
+    print(f"mixed         packed: {refused:g} loads were refused: {named[:1]}", flush=True)
     if not refused or not named:
         problems.append(f"mixed: {refused:g} loads were refused, and the log says {named[:1]}")
     return problems

@@ -121,6 +121,10 @@ _SAME_NUMBERS = (
     "one would read other numbers than the other wrote: give both the same --kv-cache-dtype, and "
     "run engines that keep this model's KV alike"
 )
+_SAME_PACKING = (
+    "packed blocks go only between instances that pack alike, in blocks of one size: run the same "
+    "attention on the same kind of CPU, or engines whose KV is linear"
+)
 
 CompatibilityCheck = Callable[[InstanceMetadata, InstanceMetadata], "tuple[str, ...]"]
 """``check_decode_peer`` or ``check_prefill_peer``: takes our metadata and the peer's, returns the
@@ -164,6 +168,8 @@ def _checks(prefill: InstanceMetadata, decode: InstanceMetadata) -> Iterator[_Ch
         # Where one of the two gets token ids from elsewhere, requests' prompt_digest has to do.
         yield _Check("tokenizer", prefill.tokenizer_fingerprint, decode.tokenizer_fingerprint)
     yield _Check("the type of KV", prefill.geometry.dtype, decode.geometry.dtype, _SAME_NUMBERS)
+    formats = prefill.geometry.format, decode.geometry.format
+    yield _Check("how KV lies in a block", *formats, _SAME_PACKING)
     yield _Check("KV geometry", prefill.geometry, decode.geometry)
     meant = differences(prefill.numerics.meaning, decode.numerics.meaning)
     for name, (ours, theirs) in meant.items():
