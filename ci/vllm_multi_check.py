@@ -7,6 +7,7 @@ loads it within a step, takes that place.
 from __future__ import annotations
 
 import shutil
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,6 +26,8 @@ CHUNK = 128
 """Tokens: vLLM's CPU pages have as many and are moved whole."""
 FILES = CACHE / "vllm-example-connector"
 LOADS = "vllm:mooncake_hal_loads_total"
+POOL_SAVES = "vllm:mooncake_hal_pool_num_saves_total"
+SAVED_S = 60.0
 POOL_LOADS = "vllm:mooncake_hal_pool_num_loads_total"
 EXTERNAL = "vllm:external_prefix_cache_hits_total"
 ORDERS = (("pull", "pool"), ("pool", "pull"), ("pull", "example"))
@@ -90,6 +93,8 @@ def check_order(
             asked = body | {"max_tokens": 1}
             extra = {"kv_transfer_params": {"do_remote_decode": True}} if by_pull else {}
             params = post(prefill, path, asked | extra).get("kv_transfer_params")
+            if "pool" in order:  # P saves behind its answer
+                until_saved(prefill, number + 1)
             extra = {"kv_transfer_params": params} if by_pull else {}
             found = token_ids(post(decode, path, body | extra))
             same = found == token_ids(wanted[case])
@@ -99,6 +104,13 @@ def check_order(
                 problems.append(f"{name}: {case}: {found!r:.200}, parameters {params!r:.80}")
         problems += [f"{name}: {problem}" for problem in look(order, prefill, decode, len(cases))]
     return problems
+
+
+def until_saved(url: str, num_prompts: int) -> None:
+    """Wait until an instance has stored so many, or it takes too long."""
+    deadline = time.monotonic() + SAVED_S
+    while figure(url, POOL_SAVES) < num_prompts and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:
