@@ -17,6 +17,7 @@ from itertools import count
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.output_processor import OutputProcessor
+from mooncake_engine.scheduling.pool_saves import HandedOut, PoolSaves
 from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
 from mooncake_engine.scheduling.scheduler_interface import ChunkPool
@@ -36,6 +37,7 @@ from mooncake_kv.pool.pool_events import (
     PoolLoadEnded,
 )
 from mooncake_kv.store.chunk_keys import num_loadable_chunks
+from mooncake_kv.store.chunk_store import CopyTerms
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ MAX_LOADS = 16
 MIN_PATIENCE_S = 2.0
 PATIENCE = 4.0
 """A load may take so many times what it, or computing instead, was estimated to take."""
+MIN_COST_S = 1e-6
 GRACE_S = 0.5
 """Ranks end a load themselves at its deadline; so much later the scheduler does."""
 
@@ -84,12 +87,18 @@ class _Load:
         keys: of the chunks that the request will have.
         estimated_end: when it should be over.
         patience_end: when it is given up.
+        sources: of these, where they come from.
+        first: the first of them that is loaded.
+        blocks: that they go to, and how often each was handed out.
         held: steps that ran on it, and what came of them.
     """
 
     request: Request
     load_id: str
     keys: Sequence[bytes]
+    sources: Sequence[ChunkSource]
+    first: int
+    blocks: HandedOut
     estimated_end: float
     patience_end: float
     held: list[tuple[ScheduledSequence, StepResult]] = field(default_factory=list)
@@ -104,6 +113,7 @@ class PoolLoads:
         outputs: what they have got.
         pool: moves chunks.
         prefill: what computing costs.
+        saves: take what came from other stores.
         max_step_tokens: that a prompt gets in one step.
 
     Attributes:
@@ -117,9 +127,11 @@ class PoolLoads:
         outputs: OutputProcessor,
         pool: ChunkPool,
         prefill: PrefillCosts,
+        saves: PoolSaves,
         *,
         max_step_tokens: int,
     ) -> None:
+        self._saves = saves
         self._max_step_tokens = max_step_tokens
         self._queues = queues
         self._blocks = blocks
@@ -299,13 +311,21 @@ class PoolLoads:
         step_s = self._prefill.seconds(loaded, stop, now)
         layers = layers_before_release(pool.num_layers, choice.load_s, step_s)
         keys = hit.keys[: choice.num_chunks]
+        num_blocks = self._blocks.blocks_for(choice.num_chunks * pool.chunk_tokens)
+        block_ids = tuple(request.block_ids[:num_blocks])
         self._loads[load_id] = _Load(
-            request, load_id, keys, now + choice.load_s, now + patience_s + GRACE_S
+            request,
+            load_id,
+            keys,
+            hit.sources[: choice.num_chunks],
+            first,
+            HandedOut.now(block_ids, self._blocks.pool),
+            now + choice.load_s,
+            now + patience_s + GRACE_S,
         )
         request.pool_load = load_id
         self._queues.dequeue(request)
         self._queues.transfer(request)
-        num_blocks = self._blocks.blocks_for(choice.num_chunks * pool.chunk_tokens)
         pool.start_load(
             LoadRequest(
                 load_id,
@@ -314,7 +334,7 @@ class PoolLoads:
                 hit.sources[: choice.num_chunks],
                 first,
                 request.num_computed - first * pool.chunk_tokens,
-                tuple(request.block_ids[:num_blocks]),
+                block_ids,
                 patience_s,
                 layers if is_alone else 0,
                 step_s,
@@ -350,6 +370,8 @@ class PoolLoads:
             return ()
         request = load.request
         was_loading = self._is_loading(load)
+        if event.error is None:
+            self._offer_copies(load, event.num_chunks)
         if request.pool_load == load.load_id:
             request.pool_load = None
         self._unpark(load)
@@ -385,6 +407,19 @@ class PoolLoads:
         self._queues.forget(request)
         self._blocks.release(request)
         self._queues.wait(request)
+
+    def _offer_copies(self, load: _Load, num_chunks: int) -> None:
+        """What came from other stores goes to the own one, where it is worth its room there."""
+        pool, now = self._pool, self._queues.now
+        remote = [p for p in range(load.first, num_chunks) if load.sources[p].store]
+        if not remote:
+            return
+        size, position = pool.chunk_tokens, remote[0]
+        refetch_s = pool.load_costs.seconds(load.sources[position], pool.chunk_bytes, now)
+        recompute_s = self._prefill.seconds(position * size, (position + 1) * size, now)
+        terms = CopyTerms(1, max(refetch_s, MIN_COST_S), max(recompute_s, MIN_COST_S))
+        salt = load.request.spec.cache_salt
+        self._saves.offer_copies(load.keys[:num_chunks], position, load.blocks, salt, terms)
 
     def _is_loading(self, load: _Load) -> bool:
         request = load.request

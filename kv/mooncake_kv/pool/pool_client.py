@@ -15,9 +15,10 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mooncake_hal.kv.geometry import KVGeometry
@@ -389,7 +390,9 @@ class PoolClient:
                 self._post(ChunksCopied(save.save_id, is_complete=False))
             try:
                 if handles:
-                    await self._end_writes(handles, is_right=is_right)
+                    await self._end_writes(
+                        handles, is_right=is_right, is_copy=save.copy is not None
+                    )
             finally:
                 self._saving.discard(save.save_id)
                 self._count_under_way()
@@ -398,13 +401,16 @@ class PoolClient:
         self.stats.loads_under_way = len(self._loading)
         self.stats.saves_under_way = len(self._saving)
 
-    async def _end_writes(self, handles: Sequence[WriteHandle], *, is_right: bool) -> None:
+    async def _end_writes(
+        self, handles: Sequence[WriteHandle], *, is_right: bool, is_copy: bool
+    ) -> None:
         home = self._stores.home
         ended = await asyncio.wrap_future((home.commit if is_right else home.abort)(handles))
         if is_right:
             num_stored = ended.count(True)
             self.stats.num_saves += num_stored > 0
             self.stats.num_saved_chunks += num_stored
+            self.stats.num_copied_chunks += num_stored if is_copy else 0
             self.stats.saved_bytes += num_stored * self.chunk_bytes
             self._refuse("late", len(handles) - num_stored)
 
@@ -412,8 +418,13 @@ class PoolClient:
         """Memory for those chunks that no store has; none where the ones before it found none."""
         keys, positions = save.keys, range(save.first_chunk, len(save.keys))
         elsewhere = await self._held_elsewhere([keys[position] for position in positions])
-        missing = [p for p in positions if keys[p] not in elsewhere]
-        self._refuse("elsewhere", len(elsewhere))
+        copy, missing = save.copy, list(positions)
+        if copy is None:
+            missing = [p for p in positions if keys[p] not in elsewhere]
+            self._refuse("elsewhere", len(positions) - len(missing))
+        else:
+            num_copies = max(1, *(elsewhere.get(keys[p], 0) for p in positions))
+            copy = replace(copy, num_copies=num_copies)
         if not missing:
             return [], ()
         is_named = len(save.tenant.encode()) <= MAX_TENANT_BYTES
@@ -428,7 +439,8 @@ class PoolClient:
             )
             for position in missing
         ]
-        future = self._stores.home.reserve(chunks, lease_s=self._timeout_s + LEASE_MARGIN_S)
+        lease_s = self._timeout_s + LEASE_MARGIN_S
+        future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy)
         grants = await asyncio.wrap_future(future)
         epoch = self._introduce(0)
         handles, runs = [], []
@@ -441,13 +453,13 @@ class PoolClient:
                 self._refuse(grant.value, 1)
         return handles, tuple(runs)
 
-    async def _held_elsewhere(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those that another store has, or is being given: one copy serves all."""
+    async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
+        """How many other stores have each, or are being given it."""
         probes = [store.probe(keys) for store in self._stores.all[1:]]
-        found: set[bytes] = set()
+        found: Counter[bytes] = Counter()
         for probe in probes:
             places = await asyncio.wrap_future(probe)
-            found |= {k for k, p in zip(keys, places, strict=True) if p is not Residence.ABSENT}
+            found.update(k for k, p in zip(keys, places, strict=True) if p is not Residence.ABSENT)
         return found
 
     async def _ask_core(self, save_id: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from mooncake_kv.store.chunk_store import Tier
+from mooncake_kv.store.chunk_store import CopyTerms, Tier
 
 
 class ChunkSource(NamedTuple):
@@ -66,6 +66,8 @@ class SaveRequest:
         block_ids: the sequence's table, as far as these chunks go.
         tenant: whose quota they count against.
         step: see ``SaveRuns``.
+        copy: they came from another store, and are saved where they are worth that; else what
+            another store has is not saved again. ``num_copies`` is counted by the pool client.
     """
 
     save_id: str
@@ -74,6 +76,7 @@ class SaveRequest:
     block_ids: Sequence[int]
     tenant: str = ""
     step: int | None = None
+    copy: CopyTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class PoolStats:
         num_recomputed_chunks: found, but computed again: that was estimated to be faster.
         num_waits: prompts that waited for another one's load.
         num_saves, num_saved_chunks, saved_bytes: what was stored.
+        num_copied_chunks: of num_saved_chunks, those that came from another store.
         num_layerwise_saves: of num_saves, those that were copied layer by layer beside their steps.
         num_save_refusals: chunks that were not stored, by reason.
         loads_under_way, saves_under_way: now (levels).
@@ -174,6 +178,7 @@ class PoolStats:
     num_saves: int = 0
     num_saved_chunks: int = 0
     saved_bytes: int = 0
+    num_copied_chunks: int = 0
     num_layerwise_saves: int = 0
     num_save_refusals: dict[str, int] = field(default_factory=dict)
     loads_under_way: int = 0

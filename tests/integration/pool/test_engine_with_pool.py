@@ -3,12 +3,16 @@
 import threading
 
 import pytest
+import torch
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt
-from support.pool_engine import CHUNK, POOL, ask, engine, forget, two_turns
+from support.pool_engine import CHUNK, POOL, SETTINGS, ask, engine, forget, two_turns
+from support.store_process import SECRET, StoreProcess
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.models.catalog import kv_geometry, read_model_config
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.pool.step_progress import StepProgress
 
@@ -82,3 +86,30 @@ def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
         stats = core.stats().kv_pool
     assert waited == [True]
     assert (stats.num_saved_chunks, stats.num_saves, stats.num_layerwise_saves) == (4, 1, 1)
+
+
+def test_what_came_from_another_store_is_copied_to_the_own_one_while_there_is_room(model, tmp_path):
+    """A prompt comes from the other store once, and from the own one then."""
+    prompts = [random_prompt(seed, 4 * CHUNK + 1) for seed in (7, 8)]
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
+    store = StoreProcess(tmp_path, "--dram", "64M")
+    try:
+        network = KVTransferConfig(secret=SECRET)
+        elsewhere = f"connect=127.0.0.1:{store.port},{SETTINGS}"
+        with engine(model, elsewhere, network) as core:
+            plain = [ask(core, [prompt], one)[0] for prompt in prompts]
+        with engine(model, f"dram={5 * chunk_bytes},{elsewhere}", network) as core:
+            found = []
+            for prompt in (prompts[0], prompts[0], prompts[1], prompts[0]):
+                answers, cached = ask(core, [prompt], one)
+                assert (answers, cached) == (plain[prompts.index(prompt)], [4 * CHUNK])
+                forget(core)
+                found.append(dict(core.stats().kv_pool.num_found_chunks))
+            stats = core.stats().kv_pool
+    finally:
+        store.end()
+    assert found[0] == {"remote_dram": 4}
+    assert found[1] == {"remote_dram": 4, "dram": 4}
+    assert stats.num_copied_chunks >= 4
+    assert stats.num_failed_loads == 0

@@ -1,0 +1,122 @@
+"""What goes to the KVCache pool, and whether what was copied is what it is said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from mooncake_engine.kv_cache.block_manager import BlockManager
+from mooncake_engine.kv_cache.block_pool import BlockPool
+from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.scheduler_interface import ChunkPool
+from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
+from mooncake_kv.store.chunk_keys import completes_chunks
+from mooncake_kv.store.chunk_store import CopyTerms
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """Blocks, and how often each had been handed out: see ``BlockPool.uses``."""
+
+    block_ids: Sequence[int]
+    uses: Sequence[int]
+
+    @classmethod
+    def now(cls, block_ids: Sequence[int], pool: BlockPool) -> HandedOut:
+        """As it is."""
+        return cls(block_ids, pool.uses(block_ids))
+
+    def between(self, start: int, stop: int) -> HandedOut:
+        """A part of them."""
+        return HandedOut(self.block_ids[start:stop], self.uses[start:stop])
+
+    def are_same(self, pool: BlockPool) -> bool:
+        """Whether none was handed out again since."""
+        return self.uses == pool.uses(self.block_ids)
+
+
+class PoolSaves:
+    """What of a sequence goes to the pool, and when: full chunks, prompts' and answers'.
+
+    What a step with a prompt completes is copied layer by layer while it runs, all else once it is
+    computed.
+
+    Saving takes nothing away from anybody: blocks that are being copied may be given up and handed
+    out again like all others. Blocks count how often they were handed out, so what was copied from
+    blocks that have been handed out since is known to be worthless, and is not stored.
+
+    Args:
+        blocks: the tables.
+        pool: copies chunks.
+    """
+
+    def __init__(self, blocks: BlockManager, pool: ChunkPool) -> None:
+        self._blocks = blocks
+        self._pool = pool
+        self._ids = count()
+        self._copying: dict[str, HandedOut] = {}
+
+    def offer_planned(self, plan: StepPlan, requests: Sequence[Request]) -> None:
+        """A step is about to be run by these requests, in its order: its first sequence's, those of
+        its siblings, the next sequence's."""
+        if not plan.sequences or plan.sequences[-1].count == 1:
+            return
+        size, running = self._pool.chunk_tokens, iter(requests)
+        for sequence in plan.sequences:
+            request, stop = next(running), sequence.start + sequence.count
+            for _ in sequence.siblings:
+                next(running)
+            is_known = stop <= len(request.token_ids) and not request.is_unproven
+            if is_known and completes_chunks(sequence.start, stop, size):
+                self.offer(request, stop, plan.step)
+
+    def offer(self, request: Request, num_tokens: int, step: int | None = None) -> None:
+        """So many tokens of the request are computed, or will be by a step that is planned; a chunk
+        may be complete."""
+        size = self._pool.chunk_tokens
+        stop = num_tokens // size
+        first, request.num_saved = request.num_saved // size, stop * size
+        if not request.has_verified_kv or stop <= first:
+            return
+        block_ids = tuple(request.block_ids[: stop * size // self._blocks.block_size])
+        handed_out = HandedOut.now(block_ids, self._blocks.pool)
+        keys, salt = self._pool.keys(request, stop), request.spec.cache_salt
+        save = SaveRequest(f"save#{next(self._ids)}", keys, first, block_ids, salt, step)
+        self._begin(save, handed_out)
+
+    def offer_copies(
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        handed_out: HandedOut,
+        salt: str,
+        terms: CopyTerms,
+    ) -> None:
+        """Chunks have been loaded from another store: the own one may keep a copy.
+
+        Args:
+            keys: of all leading chunks of the sequence up to the last one.
+            first: the first one that came from elsewhere.
+            handed_out: the sequence's blocks, when the load began.
+            salt: of the request.
+            terms: on which the store decides.
+        """
+        num_blocks = len(keys) * self._pool.chunk_tokens // self._blocks.block_size
+        block_ids = tuple(handed_out.block_ids[:num_blocks])
+        save_id = f"copy#{next(self._ids)}"
+        save = SaveRequest(save_id, keys, first, block_ids, salt, copy=terms)
+        self._begin(save, handed_out)
+
+    def _begin(self, save: SaveRequest, handed_out: HandedOut) -> None:
+        first = save.first_chunk * self._pool.chunk_tokens // self._blocks.block_size
+        if self._pool.save(save):
+            self._copying[save.save_id] = handed_out.between(first, len(save.block_ids))
+
+    def copied(self, event: ChunksCopied) -> None:
+        """A save's chunks have been copied: are they what they were?"""
+        copied = self._copying.pop(event.save_id)
+        if event.is_complete:
+            is_right = copied.are_same(self._blocks.pool)
+            self._pool.end_save(event.save_id, is_right=is_right)
