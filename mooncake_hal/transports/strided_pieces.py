@@ -68,7 +68,7 @@ def unpack_strides(data: bytes, levels: int, most: int) -> tuple[U64, U64]:
 
 def num_levels(rows: Rows) -> int:
     """Counts and steps of a row."""
-    return (rows.shape[1] - 2) // 2
+    return int(rows.shape[1] - 2) // 2
 
 
 def _fold(columns: list[U64]) -> list[U64]:

@@ -90,10 +90,10 @@ class Operation(ctypes.Structure):
 
     def request(self) -> memoryview:
         """The whole request, with its rows."""
-        frame = self.keep[1]
+        frame = self.keep[1].data
         kind = WRITE if self.write else READ
         REQUEST.pack_into(frame, 0, MAGIC, kind, self.levels, self.rows, self.total)
-        return frame.data
+        return frame
 
     def remote_span(self, index: int) -> tuple[int, int]:
         """Return address and length of one of the remote pieces."""
