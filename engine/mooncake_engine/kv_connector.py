@@ -189,6 +189,7 @@ def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankCo
         bind_thread=partial(runtime.bind_thread, context.device),
         emit=context.emit,
         fail=context.fail,
+        shared=context.shared,
     )
 
 

@@ -6,7 +6,8 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypedDict
 
 import msgspec
@@ -67,6 +68,98 @@ class RankMemory:
     transports: Sequence[str]
 
 
+class SharedTransports:
+    """What a rank has opened: who wants the same memory moved in the same way shares one set of
+    transports, such as a connector and the KVCache pool. Any thread."""
+
+    def __init__(self) -> None:
+        self._opened: list[_Opened] = []
+        self._lock = threading.Lock()
+
+    def open(
+        self, config: KVTransferConfig, memory: RankMemory, registry: Registry
+    ) -> TransportsUse:
+        """Open and register, or join who did.
+
+        Raises:
+            KVConfigError: a transport that was asked for can't be used here, or none can.
+        """
+        with self._lock:
+            for opened in self._opened:
+                if opened.moves(config, memory):
+                    opened.num_users += 1
+                    return TransportsUse(opened.transports, partial(self._leave, opened))
+            opened = _Opened(config, memory, _open_transports(config, memory, registry))
+            self._opened.append(opened)
+            return TransportsUse(opened.transports, partial(self._leave, opened))
+
+    def _leave(self, opened: _Opened) -> None:
+        with self._lock:
+            opened.num_users -= 1
+            if opened.num_users:
+                return
+            self._opened.remove(opened)
+        opened.transports.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Opened:
+    """Transports, what for, and how many use them."""
+
+    config: KVTransferConfig
+    memory: RankMemory
+    transports: Transports
+    num_users: int = 1
+
+    def moves(self, config: KVTransferConfig, memory: RankMemory) -> bool:
+        """Whether it is the same memory, to be moved in the same way."""
+        own, other = self.memory, memory
+        is_same = (own.regions, own.transports) == (other.regions, other.transports)
+        return is_same and self.config == config
+
+
+@dataclass(slots=True, eq=False)
+class TransportsUse:
+    """One user's share in transports.
+
+    Args:
+        transports: to be used until ``close``.
+        leave: the user ends.
+    """
+
+    transports: Transports
+    leave: Callable[[], None]
+    has_ended: bool = False
+
+    def close(self) -> None:
+        """The last user closes them. Idempotent."""
+        if not self.has_ended:
+            self.has_ended = True
+            self.leave()
+
+
+def _open_transports(
+    config: KVTransferConfig, memory: RankMemory, registry: Registry
+) -> Transports:
+    options = EndpointOptions(
+        host=config.host,
+        advertise_host=config.advertise_host or None,
+        port_range=config.port_range,
+        secret=config.secret.encode(),
+        allow_no_secret=config.allow_no_secret,
+        device=memory.regions[0].device,
+    )
+    try:
+        transports = Transports.open(
+            registry, options, **transports_wanted(config, memory.transports)
+        )
+        for region in memory.regions:
+            transports.register(region)
+    except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be
+        raise KVConfigError(f"KV can't be moved as asked: {exc}") from exc
+    return transports
+
+
 @dataclass(frozen=True, slots=True)
 class RankContext:
     """What a connector's worker gets to work with.
@@ -81,6 +174,7 @@ class RankContext:
         bind_thread: makes the rank's device current in the calling thread.
         emit: sends a message to the scheduler side. Any thread; never blocks for long.
         fail: a background thread died of this; the instance ends with it.
+        shared: what the rank has opened for others that move its memory.
     """
 
     rank: int
@@ -91,6 +185,7 @@ class RankContext:
     bind_thread: Callable[[], None]
     emit: Callable[[bytes], None]
     fail: Callable[[BaseException], None]
+    shared: SharedTransports = field(default_factory=SharedTransports)
 
 
 LayerDone = Callable[[int], None]
@@ -122,32 +217,24 @@ class RankTransports:
         config: names the transports wanted, and the deployment's secret.
         memory: what they move.
         registry: of transports.
+        shared: what the rank has opened already.
 
     Raises:
         KVConfigError: a transport that was asked for can't be used here, or none can.
     """
 
-    def __init__(self, config: KVTransferConfig, memory: RankMemory, registry: Registry) -> None:
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        memory: RankMemory,
+        registry: Registry,
+        shared: SharedTransports,
+    ) -> None:
         self._peers: dict[tuple[str, int], Peer] = {}
         self._connecting: dict[tuple[str, int], threading.Lock] = {}
         self._lock = threading.Lock()
-        secret = config.secret.encode()
-        options = EndpointOptions(
-            host=config.host,
-            advertise_host=config.advertise_host or None,
-            port_range=config.port_range,
-            secret=secret,
-            allow_no_secret=config.allow_no_secret,
-            device=memory.regions[0].device,
-        )
-        try:
-            self._transports = Transports.open(
-                registry, options, **transports_wanted(config, memory.transports)
-            )
-            for region in memory.regions:
-                self._transports.register(region)
-        except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be
-            raise KVConfigError(f"KV can't be moved as asked: {exc}") from exc
+        self._use = shared.open(config, memory, registry)
+        self._transports = self._use.transports
 
     @property
     def addresses(self) -> dict[str, bytes]:
@@ -214,7 +301,7 @@ class RankTransports:
             self._connecting.clear()
         for peer in peers:
             peer.close()
-        self._transports.close()
+        self._use.close()
 
 
 class ConnectorWorker(ABC):
@@ -231,7 +318,9 @@ class ConnectorWorker(ABC):
         self.context = context
         raise_descriptor_limit()
         self._timeout_s = context.config.transfer_timeout_s
-        self._transports = RankTransports(context.config, context.memory, context.registry)
+        self._transports = RankTransports(
+            context.config, context.memory, context.registry, context.shared
+        )
         self._lock = threading.Lock()
         self._is_closed = False
 

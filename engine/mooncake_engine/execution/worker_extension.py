@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, cast
 
@@ -20,6 +20,7 @@ from mooncake_engine.kv_cache.kv_pool import KVPool
 from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
+from mooncake_kv.connector_worker import SharedTransports
 
 LayerDone = Callable[[int], None]
 """Called with a held layer's number in the model once its KV of the step is enqueued."""
@@ -41,6 +42,7 @@ class ExtensionContext:
         config: the instance's configuration.
         emit: sends a message to the core. Any thread; never blocks for long.
         fail: a background thread of the extension died of this; the instance ends with it.
+        shared: transports that one extension has opened, and others may use, too.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class ExtensionContext:
     config: EngineConfig
     emit: Callable[[bytes], None]
     fail: Callable[[BaseException], None]
+    shared: SharedTransports = field(default_factory=SharedTransports)
 
 
 class WorkerExtension(Protocol):

@@ -64,9 +64,9 @@ def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
         raise KVConfigError(f"--kv-pool: KV on {device} can't be moved: {exc}") from exc
     except BackendUnavailable as exc:
         logger.warning("--kv-pool: transports have to reach %s themselves: %s", device, exc)
-        return RankTransports(context.config, context.memory, context.registry)
+        return RankTransports(context.config, context.memory, context.registry, context.shared)
     config = replace(context.config, transports=host_transports(context.config.transports))
-    return RankTransports(config, context.memory, context.registry)
+    return RankTransports(config, context.memory, context.registry, context.shared)
 
 
 class DeviceMemory:
@@ -92,7 +92,7 @@ class DeviceMemory:
                 transports=HOST_TRANSPORTS,
             )
             config = replace(context.config, transports=host_transports(context.config.transports))
-            self._transports = RankTransports(config, memory, context.registry)
+            self._transports = RankTransports(config, memory, context.registry, context.shared)
             self._undo = undo.pop_all()
         self._free: Queue[int] = Queue()
         for number in range(MAX_MOVES):

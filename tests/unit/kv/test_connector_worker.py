@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from mooncake_hal.kv.layout import layout_bytes, make_layout
 from mooncake_hal.negotiation import NegotiatedPeer
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
-from mooncake_kv.connector_worker import ConnectorWorker, RankContext, RankMemory
+from mooncake_kv.connector_worker import ConnectorWorker, RankContext, RankMemory, RankTransports
 from mooncake_kv.pull_worker import PullWorker
 from mooncake_kv.push_worker import PushWorker
 from mooncake_kv.ranks import ConnectPeer, ForgetPeer, Load, RankReady, StartPush
@@ -152,3 +153,25 @@ def test_a_peer_that_is_given_up_while_it_is_connected_to_is_not_kept(
     assert kept is not closed[0]
     assert transports.peer("p", 0, facts.endpoints) is kept
     running.close()
+
+
+def test_who_moves_the_same_memory_in_the_same_way_shares_transports(rank: Rank) -> None:
+    """A connector and the KVCache pool of one rank; whoever ends last closes them."""
+    context = rank.context
+
+    def opened_by(config: KVTransferConfig) -> RankTransports:
+        return RankTransports(config, context.memory, context.registry, context.shared)
+
+    first, second = opened_by(context.config), opened_by(replace(context.config))
+    other = opened_by(replace(context.config, transports=("shm",)))
+    peer = opened_by(replace(context.config, host="localhost"))
+    assert first.addresses == second.addresses
+    assert first.addresses.keys() != other.addresses.keys()
+    first.close()
+    first.close()
+    peer.peer("p", 0, second.addresses, timeout_s=10.0)
+    for each in (second, other, peer):
+        each.close()
+    third = opened_by(context.config)
+    assert third.addresses != first.addresses
+    third.close()
