@@ -19,6 +19,8 @@ Steps are modulo 2^64, so that they may go backwards."""
 MAX_LEVELS = 3
 LARGE_BYTES = 16 << 10
 """Pieces of this size on average are described one by one: that is a thousandth of them."""
+FEW_PIECES = 16
+"""As many at most are described one by one, too: rows would take longer than they save."""
 _WORTH_FOLDING = 0.75
 """Of the rows before; where more are left, the pieces lie anyhow."""
 
@@ -30,7 +32,7 @@ def pack_strides(addresses: U64, nbytes: U64) -> Rows:
         addresses, nbytes: [pieces], at least one.
     """
     columns = shortest = [addresses, nbytes]
-    if int(nbytes.sum()) < LARGE_BYTES * len(nbytes):
+    if len(nbytes) > FEW_PIECES and int(nbytes.sum()) < LARGE_BYTES * len(nbytes):
         for _ in range(MAX_LEVELS):
             folded = _fold(columns)
             if len(folded[0]) > _WORTH_FOLDING * len(columns[0]):

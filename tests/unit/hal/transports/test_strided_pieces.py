@@ -14,6 +14,7 @@ from mooncake_hal.kv.layout import KV_LAYOUTS, make_layout
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.transports.copy_worker import split_parts
 from mooncake_hal.transports.strided_pieces import (
+    FEW_PIECES,
     LARGE_BYTES,
     MAX_LEVELS,
     num_levels,
@@ -79,6 +80,13 @@ def test_large_pieces_are_left_as_they_are() -> None:
     addresses = np.arange(100, dtype=np.uint64) << np.uint64(20)
     assert num_levels(pack_strides(addresses, np.full(100, LARGE_BYTES, np.uint64))) == 0
     assert num_levels(pack_strides(addresses, np.full(100, LARGE_BYTES - 1, np.uint64))) == 1
+
+
+def test_few_pieces_are_left_as_they_are() -> None:
+    addresses = np.arange(FEW_PIECES + 1, dtype=np.uint64) << np.uint64(9)
+    nbytes = np.full(FEW_PIECES + 1, 256, np.uint64)
+    assert num_levels(pack_strides(addresses[1:], nbytes[1:])) == 0
+    assert num_levels(pack_strides(addresses, nbytes)) == 1
 
 
 @pytest.mark.parametrize(
