@@ -20,9 +20,10 @@ from mooncake_conductor.index.holder_sets import (
     HolderSets,
     Tier,
 )
+from mooncake_conductor.index.key_table import KeyArray, KeyTable, as_keys
 
-_NUM_SHARDS = 256
-"""Growing one dict of ten million entries would stop the caller for half a second."""
+_NUM_PARTS = 256
+"""Of the table, each of which ``collect`` looks through at once."""
 
 _FEW = 8
 
@@ -65,11 +66,6 @@ class Digest:
     num_chunks: int = 0
     xor: int = 0
 
-    def toggle(self, key: int, change: int) -> None:
-        """A chunk came (+1) or went (-1)."""
-        self.num_chunks += change
-        self.xor ^= key
-
 
 class ChunkIndex:
     """Chunks by key, for all instances of one model, chunk size and hash.
@@ -81,57 +77,44 @@ class ChunkIndex:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._num_bytes = (num_slots + 7) // 8
-        self._shards: list[dict[int, HolderSet]] = [{} for _ in range(_NUM_SHARDS)]
-        self._get = [shard.get for shard in self._shards]
+        # Key to the number of its set of holders.
+        self._table = KeyTable()
         self._sets = HolderSets()
         self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
         self._unhealthy = 0
-        self._next_shard = 0
         self._predictions = _Predictions(num_slots)
 
     def __len__(self) -> int:
         """Entries, including those of instances that are gone and not yet collected."""
-        return sum(len(shard) for shard in self._shards)
+        return len(self._table)
 
     def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
         """An instance says that it holds these chunks now."""
-        shards, digest = self._shards, self._digests[slot][tier]
-        seen, wanted, added, is_new = None, NO_HOLDERS, 0, False
-        for key in keys:
-            shard = shards[key & 255]
-            held = shard.get(key, NO_HOLDERS)
-            if held is not seen:
-                wanted.num_chunks += added
-                digest.num_chunks += added
-                seen, added = held, 0
-                wanted = self._sets.including(held, slot, tier)
-                is_new = wanted.masks != held.masks
-            if is_new:
-                shard[key] = wanted
-                added += 1
-                digest.xor ^= key
-                if held is not NO_HOLDERS:
-                    self._leave(held)
-        wanted.num_chunks += added
-        digest.num_chunks += added
+        for held, same in self._by_holders(keys):
+            wanted = self._sets.including(held, slot, tier)
+            if wanted.masks == held.masks:
+                continue
+            if held is NO_HOLDERS:
+                self._table.add(same, wanted.number)
+            else:
+                self._table.change(same, wanted.number)
+            self._count(slot, tier, same, 1)
+            self._replace(held, wanted, len(same))
 
     def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
         """An instance says that it no longer holds these chunks in that tier."""
-        digest = self._digests[slot][tier]
-        for key in keys:
-            shard = self._shards[key & 255]
-            held = shard.get(key)
-            if held is None or not held.has(slot, tier):
+        for held, same in self._by_holders(keys):
+            if not held.has(slot, tier):
                 continue
-            digest.toggle(key, -1)
+            self._count(slot, tier, same, -1)
             wanted = self._sets.excluding(held, slot, tier)
             if wanted.union:
-                shard[key] = wanted
-                wanted.num_chunks += 1
+                self._table.change(same, wanted.number)
+                self._replace(held, wanted, len(same))
             else:
-                del shard[key]
+                self._table.remove(same)
                 self._sets.release(wanted)
-            self._leave(held)
+                self._replace(held, NO_HOLDERS, len(same))
 
     def cleared(self, slot: int, tier: Tier | None = None) -> None:
         """An instance holds nothing any more: it said so, restarted, or is gone.
@@ -145,16 +128,20 @@ class ChunkIndex:
         if tier is None:
             self._predictions.drop_slot(slot)
 
-    def collect(self, num_shards: int = 1) -> int:
-        """Remove entries that nobody holds from the next shards; returns how many there were."""
+    def collect(self, num_parts: int = 1) -> int:
+        """Remove entries that nobody holds from the next 256ths; returns how many there were."""
         found = 0
-        for _ in range(num_shards):
-            shard = self._shards[self._next_shard]
-            self._next_shard = (self._next_shard + 1) % _NUM_SHARDS
-            stale = [key for key, held in shard.items() if not held.union]
-            for key in stale:
-                self._leave(shard.pop(key))
-            found += len(stale)
+        for _ in range(num_parts):
+            keys, numbers = self._table.scan(1 / _NUM_PARTS)
+            if not len(keys):
+                continue
+            sets = self._sets.by_number
+            stale = [int(number) for number in np.unique(numbers) if not sets[number].union]
+            for number in stale:
+                same = keys[numbers == number]
+                self._table.remove(same)
+                self._replace(sets[number], NO_HOLDERS, len(same))
+                found += len(same)
         return found
 
     def predict(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> None:
@@ -177,21 +164,19 @@ class ChunkIndex:
 
     def num_copies(self, key: int) -> int:
         """How many instances hold that chunk."""
-        held = self._shards[key & 255].get(key)
-        return 0 if held is None else held.union.bit_count()
+        return self._sets.by_number[self._table.get(key)].union.bit_count()
 
     def match(self, keys: Sequence[int], now: float) -> PrefixMatches:
         """Who holds how much of a prompt with these chunks, in order."""
-        get = self._get
-        found = [get[key & 255](key, NO_HOLDERS) for key in keys]
-        runs = [(held, len(list(same))) for held, same in groupby(found)]
+        numbers: list[int] = self._table.find(as_keys(keys)).tolist() if len(keys) else []
+        runs = self._runs(numbers)
         trusted = ~self._unhealthy
         hinted = self._lengths([(held.union, length) for held, length in runs])
         local = hinted
         if self._unhealthy:
             local = self._lengths([(held.union & trusted, length) for held, length in runs])
         device, host = self._upper_tiers(runs, trusted, local)
-        predicted, ready_at = self._with_predictions(keys, found, local, now)
+        predicted, ready_at = self._with_predictions(keys, numbers, local, now)
         pool_runs = _pool(runs, trusted)
         return PrefixMatches(
             len(keys),
@@ -207,10 +192,39 @@ class ChunkIndex:
             hinted,
         )
 
-    def _leave(self, held: HolderSet) -> None:
-        held.num_chunks -= 1
-        if not held.num_chunks:
+    def _by_holders(self, keys: Iterable[int]) -> list[tuple[HolderSet, KeyArray]]:
+        """Each of these keys once, by the set of those that hold it."""
+        given = keys if isinstance(keys, tuple | list) else list(keys)
+        distinct = set(given)
+        once = as_keys(given if len(distinct) == len(given) else list(distinct))
+        if not len(once):
+            return []
+        numbers = self._table.find(once)
+        listed = numbers.tolist()
+        if listed.count(listed[0]) == len(listed):
+            return [(self._sets.by_number[listed[0]], once)]
+        return [(self._sets.by_number[n], once[numbers == n]) for n in set(listed)]
+
+    def _count(self, slot: int, tier: Tier, keys: KeyArray, change: int) -> None:
+        """These chunks came (+1) or went (-1)."""
+        digest = self._digests[slot][tier]
+        digest.num_chunks += change * len(keys)
+        digest.xor ^= int(np.bitwise_xor.reduce(keys))
+
+    def _replace(self, held: HolderSet, wanted: HolderSet, num_chunks: int) -> None:
+        """So many chunks have other holders now."""
+        if wanted is not NO_HOLDERS:
+            wanted.num_chunks += num_chunks
+        if held is not NO_HOLDERS:
+            held.num_chunks -= num_chunks
             self._sets.release(held)
+
+    def _runs(self, numbers: list[int]) -> list[tuple[HolderSet, int]]:
+        """A prompt's chunks as (holders, number of chunks)."""
+        sets = self._sets.by_number
+        if numbers and numbers.count(numbers[0]) == len(numbers):
+            return [(sets[numbers[0]], len(numbers))]
+        return [(sets[number], len(list(same))) for number, same in groupby(numbers)]
 
     def _bits(self, mask: int) -> NDArray[np.bool_]:
         """A flag per slot."""
@@ -262,15 +276,16 @@ class ChunkIndex:
         return held
 
     def _with_predictions(
-        self, keys: Sequence[int], found: list[HolderSet], local: Counts, now: float
+        self, keys: Sequence[int], numbers: list[int], local: Counts, now: float
     ) -> tuple[Counts, NDArray[np.float64]]:
         """``local`` with the chunks that are under way, and when those will be there."""
         ready_at = np.zeros(self.num_slots)
         expected = self._predictions.masks(keys, now)
         if expected is None:
             return local, ready_at
-        trusted = ~self._unhealthy
-        each = [held.union & trusted | mask for held, mask in zip(found, expected, strict=True)]
+        trusted, sets = ~self._unhealthy, self._sets.by_number
+        pairs = zip(numbers, expected, strict=True)
+        each = [sets[number].union & trusted | mask for number, mask in pairs]
         merged = [(mask, len(list(same))) for mask, same in groupby(each)]
         predicted = self._lengths(merged)
         for slot in np.flatnonzero(predicted > local):

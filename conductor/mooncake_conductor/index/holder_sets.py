@@ -28,12 +28,14 @@ class HolderSet:
 
     Args:
         masks: the bits of each tier.
+        number: of the set among those in use; 0 for that of chunks that nobody holds.
     """
 
-    __slots__ = ("masks", "num_chunks", "union")
+    __slots__ = ("masks", "num_chunks", "number", "union")
 
-    def __init__(self, masks: TierMasks) -> None:
+    def __init__(self, masks: TierMasks, number: int = 0) -> None:
         self.masks = masks
+        self.number = number
         self.union = masks[0] | masks[1] | masks[2]
         self.num_chunks = 0
 
@@ -56,6 +58,9 @@ class HolderSets:
     def __init__(self) -> None:
         self._sets: dict[TierMasks, HolderSet] = {}
         self._dropped: set[HolderSet] = set()
+        # By number; those of released sets are given again.
+        self.by_number: list[HolderSet] = [NO_HOLDERS]
+        self._free: list[int] = []
 
     def __len__(self) -> int:
         return len(self._sets)
@@ -72,8 +77,14 @@ class HolderSets:
 
     def release(self, held: HolderSet) -> None:
         """Forget a set that no chunk refers to any more."""
-        if held.num_chunks == 0 and self._sets.get(held.masks) is held:
+        if held.num_chunks or not held.number:
+            return
+        if self._sets.get(held.masks) is held:
             del self._sets[held.masks]
+        self._dropped.discard(held)
+        self.by_number[held.number] = NO_HOLDERS
+        self._free.append(held.number)
+        held.number = 0
 
     def drop_slot(self, slot: int, tier: Tier | None = None) -> None:
         """Take an instance out of every set at once: costs as much as there are sets, not chunks.
@@ -91,7 +102,9 @@ class HolderSets:
     def _of(self, masks: TierMasks) -> HolderSet:
         found = self._sets.get(masks)
         if found is None:
-            found = self._sets[masks] = HolderSet(masks)
+            number = self._free.pop() if self._free else len(self.by_number)
+            found = self._sets[masks] = HolderSet(masks, number)
+            self.by_number[number : number + 1] = [found]
         return found
 
 

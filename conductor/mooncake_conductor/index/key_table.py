@@ -1,0 +1,241 @@
+"""A hash table from 64-bit keys to small numbers, for many keys at a time.
+
+Buckets of eight keys, one cache line each: a lookup of a whole prompt is a few numpy calls, whose
+reads of memory wait for each other no more than the hardware makes them. A Python dict of millions
+of keys costs four misses per key, one after the other, and five times the memory.
+
+Growing copies a piece with every write: ten million keys at once would stop the caller for seconds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+KeyArray = NDArray[np.uint64]
+Positions = NDArray[np.int64]
+Numbers = NDArray[np.int32]
+
+_WIDTH = 8
+_MAX_LOAD = 0.5
+"""Above it one key in a hundred lies in the bucket behind its own."""
+_MIN_BUCKETS = 64
+_MOVED_PER_KEY = 4
+"""Buckets that are copied per key that is written, while the table grows."""
+_SMALL = 4096
+"""Buckets that are copied in no time."""
+_EMPTY, _REMOVED = np.uint64(0), np.uint64(1)
+_FIRST_KEY = np.uint64(2)
+# Bijective; the upper bits choose the bucket.
+_MIX_XOR, _MIX_TIMES = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_XOR, _TIMES, _ALL = np.uint64(_MIX_XOR), np.uint64(_MIX_TIMES), (1 << 64) - 1
+
+
+class _Buckets:
+    """One allocation; it never grows.
+
+    Args:
+        num_buckets: a power of two.
+    """
+
+    def __init__(self, num_buckets: int) -> None:
+        self.num_buckets = num_buckets
+        self.keys: NDArray[np.uint64] = np.zeros((num_buckets, _WIDTH), np.uint64)
+        self.flat = self.keys.reshape(-1)
+        self.numbers: Numbers = np.zeros(num_buckets * _WIDTH, np.int32)
+        self.shift = np.uint64(64 - (num_buckets.bit_length() - 1))
+        # Places that are not empty: of keys, and of those that were removed.
+        self.num_used = 0
+
+    def locate(self, mixed: KeyArray) -> Positions:
+        """Where each key lies; -1 where it does not."""
+        homes = (mixed >> self.shift).view(np.int64)
+        rows = self.keys.take(homes, axis=0)
+        hits = (rows == mixed[:, None]).reshape(-1).nonzero()[0]
+        if len(hits) == len(mixed):
+            places: Positions = hits + (homes - _ramp(len(mixed))) * _WIDTH
+            return places
+        found = np.full(len(mixed), -1, np.int64)
+        if len(hits):
+            at = hits // _WIDTH
+            found[at] = homes[at] * _WIDTH + hits % _WIDTH
+        # Places are taken in order: a bucket whose last one is taken may have sent keys on.
+        is_full = rows[:, -1] != _EMPTY
+        if not is_full.any():
+            return found
+        left = np.flatnonzero(is_full & (found < 0))
+        step = 1
+        while len(left):
+            nexts = (homes[left] + step) & (self.num_buckets - 1)
+            rows = self.keys.take(nexts, axis=0)
+            is_hit = rows == mixed[left, None]
+            here = is_hit.any(axis=1)
+            found[left[here]] = nexts[here] * _WIDTH + is_hit[here].argmax(axis=1)
+            left = left[~here & (rows[:, -1] != _EMPTY)]
+            step += 1
+        return found
+
+    def insert(self, mixed: KeyArray, numbers: Numbers) -> None:
+        """Keys that are not there yet, each once."""
+        homes = (mixed >> self.shift).view(np.int64)
+        while True:
+            first_free = (self.keys.take(homes, axis=0) < _FIRST_KEY).argmax(axis=1)
+            at = homes * _WIDTH + first_free
+            before = self.flat.take(at)
+            has_room = before < _FIRST_KEY
+            if not has_room.all():
+                at, before = at[has_room], before[has_room]
+            here = mixed[has_room]
+            self.flat[at] = here
+            won = self.flat.take(at) == here  # of two for one place the later one has it
+            self.num_used += int(np.count_nonzero((before == _EMPTY) & won))
+            if len(here) == len(mixed) and won.all():
+                self.numbers[at] = numbers
+                return
+            self.numbers[at[won]] = numbers[has_room][won]
+            lost = np.concatenate((np.flatnonzero(has_room)[~won], np.flatnonzero(~has_room)))
+            homes = (homes + ~has_room) & (self.num_buckets - 1)
+            mixed, numbers, homes = mixed[lost], numbers[lost], homes[lost]
+
+
+class KeyTable:
+    """Numbers above 0 by key; 0 stands for a key that is not there."""
+
+    def __init__(self) -> None:
+        self._buckets = _Buckets(_MIN_BUCKETS)
+        # While it grows: what came before, and the first bucket that was not copied yet.
+        self._old: _Buckets | None = None
+        self._next_old = 0
+        self._next_scan = 0
+        self._num_keys = 0
+
+    def __len__(self) -> int:
+        return self._num_keys
+
+    def get(self, key: int) -> int:
+        """The number of one key."""
+        mixed = max(((key ^ _MIX_XOR) * _MIX_TIMES) & _ALL, int(_FIRST_KEY))
+        for buckets in (self._buckets, self._old):
+            if buckets is None:
+                continue
+            home = mixed >> int(buckets.shift)
+            for step in range(buckets.num_buckets):
+                at = (home + step) & (buckets.num_buckets - 1)
+                row = buckets.keys[at].tolist()
+                if mixed in row:
+                    return int(buckets.numbers[at * _WIDTH + row.index(mixed)])
+                if 0 in row:
+                    break
+        return 0
+
+    def find(self, keys: KeyArray) -> Numbers:
+        """The number of each key."""
+        mixed = _mix(keys)
+        at = self._buckets.locate(mixed)
+        is_missing = at < 0
+        numbers = self._buckets.numbers.take(at)
+        if not is_missing.any():
+            return numbers
+        numbers[is_missing] = 0
+        if self._old is not None:
+            missing = np.flatnonzero(is_missing)
+            old_at = self._old.locate(mixed[missing])
+            is_old = old_at >= 0
+            numbers[missing[is_old]] = self._old.numbers[old_at[is_old]]
+        return numbers
+
+    def add(self, keys: KeyArray, number: int) -> None:
+        """Keys that are not there, each of them once, with this number above 0."""
+        self._make_room(len(keys))
+        self._num_keys += len(keys)
+        self._buckets.insert(_mix(keys), np.full(len(keys), number, np.int32))
+
+    def change(self, keys: KeyArray, number: int) -> None:
+        """Give keys that are there another number above 0."""
+        mixed = _mix(keys)
+        for buckets in (self._buckets, self._old):
+            if buckets is not None:
+                at = buckets.locate(mixed)
+                buckets.numbers[at[at >= 0]] = number
+
+    def remove(self, keys: KeyArray) -> None:
+        """Forget these keys, each of them once."""
+        mixed = _mix(keys)
+        for buckets in (self._buckets, self._old):
+            if buckets is not None:
+                at = buckets.locate(mixed)
+                there = at[at >= 0]
+                buckets.flat[there] = _REMOVED
+                buckets.numbers[there] = 0
+                self._num_keys -= len(there)
+
+    def scan(self, share: float) -> tuple[KeyArray, Numbers]:
+        """Keys and numbers of the next part of the table; of all of it, after 1 / share calls
+        during which it has not grown."""
+        if self._old is not None:
+            self._copy(max(int(self._old.num_buckets * share), _SMALL))
+        buckets = self._buckets
+        count = max(int(buckets.num_buckets * share), 1)
+        begin = self._next_scan % buckets.num_buckets
+        end = min(begin + count, buckets.num_buckets)
+        self._next_scan = end
+        flat = buckets.flat[begin * _WIDTH : end * _WIDTH]
+        taken = np.flatnonzero(flat >= _FIRST_KEY)
+        return _unmix(flat[taken]), buckets.numbers[begin * _WIDTH : end * _WIDTH][taken]
+
+    def _make_room(self, num_keys: int) -> None:
+        """For so many more: copy a piece, or begin to."""
+        if self._old is not None:
+            self._copy(num_keys * _MOVED_PER_KEY)
+        buckets = self._buckets
+        if buckets.num_used + num_keys <= buckets.num_buckets * _WIDTH * _MAX_LOAD:
+            return
+        while self._old is not None:
+            self._copy(self._old.num_buckets)
+        wanted = _MIN_BUCKETS
+        while wanted * _WIDTH * _MAX_LOAD < 1.5 * (self._num_keys + num_keys):
+            wanted *= 2
+        self._old, self._next_old, self._buckets = self._buckets, 0, _Buckets(wanted)
+        self._copy(num_keys * _MOVED_PER_KEY)
+
+    def _copy(self, num_buckets: int) -> None:
+        old = self._old
+        if old is None:
+            return
+        begin, end = self._next_old, min(self._next_old + num_buckets, old.num_buckets)
+        flat = old.flat[begin * _WIDTH : end * _WIDTH]
+        taken = np.flatnonzero(flat >= _FIRST_KEY)
+        if len(taken):
+            numbers = old.numbers[begin * _WIDTH : end * _WIDTH]
+            self._buckets.insert(flat[taken], numbers[taken])
+            numbers[taken] = 0
+            flat[taken] = _REMOVED
+        self._next_old = end
+        if end == old.num_buckets:
+            self._old = None
+
+
+def _mix(keys: KeyArray) -> KeyArray:
+    """Spread evenly; the two keys that would look like empty places become a third one's."""
+    return np.maximum((keys ^ _XOR) * _TIMES, _FIRST_KEY)
+
+
+_INVERSE = np.uint64(pow(_MIX_TIMES, -1, 1 << 64))
+_RAMP = np.arange(4096)
+
+
+def _unmix(mixed: KeyArray) -> KeyArray:
+    return (mixed * _INVERSE) ^ _XOR
+
+
+def _ramp(count: int) -> Positions:
+    return _RAMP[:count] if count <= len(_RAMP) else np.arange(count)
+
+
+def as_keys(keys: Sequence[int]) -> KeyArray:
+    """Numbers from 0 to 2**64 - 1 as an array."""
+    # Twenty times as fast as np.array where numbers have 64 bits.
+    return np.frombuffer(array("Q", keys), np.uint64)
