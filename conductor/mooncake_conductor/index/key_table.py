@@ -220,7 +220,8 @@ class KeyTable:
 
 def _mix(keys: KeyArray) -> KeyArray:
     """Spread evenly; the two keys that would look like empty places become a third one's."""
-    return np.maximum((keys ^ _XOR) * _TIMES, _FIRST_KEY)
+    mixed: KeyArray = np.maximum((keys ^ _XOR) * _TIMES, _FIRST_KEY)
+    return mixed
 
 
 _INVERSE = np.uint64(pow(_MIX_TIMES, -1, 1 << 64))
