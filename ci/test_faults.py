@@ -17,8 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 FULL_REQUESTS = 5_000
-FAULT_TESTS = ("transfers", "endings", "aborts", "messages", "kills", "through_proxy")
-CONNECTORS = {"pull": "MooncakeConnector", "push": "MooncakeLayerwiseConnector"}
+FAULT_TESTS = (
+    *("transfers", "endings", "aborts", "messages", "kills", "through_proxy"),
+    *("early_pull", "early_pull_kills"),
+)
+CONNECTORS = {
+    "pull": "MooncakeConnector",
+    "early": "MooncakeConnector",
+    "push": "MooncakeLayerwiseConnector",
+}
 
 
 def main() -> int:
@@ -36,7 +43,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--full", action="store_true", help=f"{FULL_REQUESTS} requests")
     names = tuple(CONNECTORS)
-    parser.add_argument("--connector", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--connector", nargs="+", choices=names, default=names, help="early: pulled"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--soak-only", action="store_true", help="without the single faults")
     parser.add_argument("--no-kills", action="store_true", help="everything but SIGKILL")
@@ -74,7 +83,13 @@ def run_soak(args: argparse.Namespace) -> bool:
         is_good = True
         for name in args.connector:
             print(f"soak over {name}, seed {args.seed}", flush=True)
-            plan = Plan(CONNECTORS[name], requests, args.seed, with_kills=not args.no_kills)
+            plan = Plan(
+                CONNECTORS[name],
+                requests,
+                args.seed,
+                with_kills=not args.no_kills,
+                pulls_early=name == "early",
+            )
             is_good &= soak(model, plan).is_good
         return is_good
 

@@ -24,6 +24,7 @@ from mooncake_kv.params import KVTransferDict
 
 LEASE_S = 1.5
 TRANSFER_TIMEOUT_S = 2.0
+EARLY_CHUNK = 32
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,12 @@ class Far:
 
 @dataclass
 class Field:
-    """All instances, and the relay in front of the near one that is asked: the prefill instance
-    of a pull, the decode instance of a push."""
+    """All instances, and the relay in front of the near one that is asked first: the decode
+    instance where that reserves blocks before a prefill (``decode_first``: pushes and early pulls),
+    else the prefill instance."""
 
     connector: str
+    decode_first: bool
     prefill: tuple[Near, Far]
     decode: tuple[Near, Far]
     relay: Relay
@@ -132,7 +135,9 @@ class Field:
 
 
 @asynccontextmanager
-async def field_of(model: Path, connector: str) -> AsyncIterator[Field]:
+async def field_of(
+    model: Path, connector: str, *, pulls_early: bool = False
+) -> AsyncIterator[Field]:
     """Two instances of each role, for the length of a block."""
     near = {
         "connector": connector,
@@ -143,9 +148,13 @@ async def field_of(model: Path, connector: str) -> AsyncIterator[Field]:
     }
     far = ["--kv-connector", connector, "--transport", NAME, "--lease-seconds", str(LEASE_S)]
     far += ["--transfer-timeout-seconds", str(TRANSFER_TIMEOUT_S)]
+    if pulls_early:  # there is something to read before all is computed
+        near["max_num_batched_tokens"] = EARLY_CHUNK
+        far += ["--max-num-batched-tokens", str(EARLY_CHUNK)]
     os.environ["MOONCAKE_TEST_GATE"] = "chaos"
     ports = {role: free_port() for role in (Role.PREFILL, Role.DECODE)}
-    asked = Role.DECODE if connector == LAYERWISE else Role.PREFILL
+    decode_first = pulls_early or connector == LAYERWISE
+    asked = Role.DECODE if decode_first else Role.PREFILL
     async with AsyncExitStack() as stack:
         first, second = [
             await stack.enter_async_context(instance(model, role, **near, port=port))
@@ -158,6 +167,7 @@ async def field_of(model: Path, connector: str) -> AsyncIterator[Field]:
             await other.start()
         yield Field(
             connector,
+            decode_first,
             (Near(first, between if asked is Role.PREFILL else None), others[0]),
             (Near(second), others[1]),
             between,

@@ -61,12 +61,14 @@ class Plan:
         num_requests: how many requests to send.
         seed: of everything that is random here.
         with_kills: kill and restart the far instances.
+        pulls_early: D reserves and P is sent after it, as with a push, but D reads.
     """
 
     connector: str
     num_requests: int
     seed: int
     with_kills: bool = True
+    pulls_early: bool = False
 
 
 @dataclass
@@ -158,8 +160,8 @@ class Soak:
         return chosen
 
     async def _serve(self, case: Case, second: Side, fate: str, seen: list[int]) -> None:
-        if self._over.connector == LAYERWISE:
-            params: KVTransferDict | None = self._order_push(case, fate)
+        if self._over.decode_first:
+            params: KVTransferDict | None = self._order_prefill(case, fate)
         else:
             params = await self._prefill(case, self._choose(self._over.prefill), fate)
         if params is None:
@@ -190,13 +192,14 @@ class Soak:
             await asyncio.sleep(LEASE_S * 1.5)
         return None if fate == "abandoned" else params
 
-    def _order_push(self, case: Case, fate: str) -> KVTransferDict:
+    def _order_prefill(self, case: Case, fate: str) -> KVTransferDict:
         """What the decode instance is told, which comes first."""
         key = str(next(self._keys))
         self._sent[key] = case, fate
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
+            "do_pull": self._over.connector != LAYERWISE,
             "metaserver": self._metaserver.url(key),
         }
 
@@ -262,7 +265,7 @@ async def make_cases(model: Path, seed: int) -> list[Case]:
 async def soak(model: Path, plan: Plan) -> Tally:
     """Run it all."""
     cases = await make_cases(model, plan.seed)
-    async with field_of(model, plan.connector) as over:
+    async with field_of(model, plan.connector, pulls_early=plan.pulls_early) as over:
         soaking = Soak(over, cases, plan.seed, with_kills=plan.with_kills)
         return await soaking.run(plan.num_requests)
 
