@@ -82,6 +82,8 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
+    early_bytes: int = 0
+    """What the decode instance of this process has read while prompts were computed."""
 
     @property
     def is_good(self) -> bool:
@@ -126,6 +128,8 @@ class Soak:
         self._over.relay.fate = deliver
         await self._settle()
         self.tally.faults["transfers broken in this process"] = GATE.num_chaotic
+        figures = self._over.decode[0].instance.engine.stats().kv_transfer
+        self.tally.early_bytes = int(figures.get("bytes_received_early", 0))
         return self.tally
 
     async def _work(self, todo: Iterator[int]) -> None:
@@ -277,6 +281,7 @@ def report(tally: Tally, seconds: float) -> str:
     lines = [
         f"requests       {tally.requests} in {seconds:.0f} s, {tally.right} answered in full",
         f"faults         {sum(tally.faults.values())}: {faults}",
+        f"read early     {tally.early_bytes} bytes by the decode instance of this process",
         f"errors         {sum(tally.errors.values())}: {errors or 'none'}",
         f"wrong answers  {len(tally.wrong)}",
         f"leaked blocks  {len(tally.leaked)} instances with any",
