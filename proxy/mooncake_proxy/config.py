@@ -20,7 +20,7 @@ ROLE_CHANGES = ("off", "propose", "allow")
 ADMISSIONS = ("none", "baseline", "early", "predictive")
 # Of mooncake-conductor beside those of routing/policies.py; its own names for all that it has:
 # random, round-robin and least-loaded of both are alike but for the unit of load.
-CONDUCTOR_POLICIES = ("cost", "mooncake", "cache-local", "lmetric", "dynamo", "preble")
+CONDUCTOR_POLICIES = ("cost", "mooncake", "cache-local", "lmetric", "dynamo", "sglang", "preble")
 # What the conductor can place by where it also admits.
 ADMITTING_POLICIES = ("random", "round-robin", "least-loaded", *CONDUCTOR_POLICIES)
 POLICY_CHOICES = (*POLICIES, *CONDUCTOR_POLICIES)

@@ -178,7 +178,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         default="least-loaded",
         choices=POLICY_CHOICES,
         help="routing policy for both roles; the conductor's (cost, mooncake, cache-local, "
-        "lmetric, dynamo, preble) choose both instances together",
+        "lmetric, dynamo, sglang, preble) choose both instances together",
     )
     for role in ("prefill", "decode"):
         add(

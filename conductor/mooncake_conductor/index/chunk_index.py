@@ -162,6 +162,10 @@ class ChunkIndex:
         digest = self._digests[slot][tier]
         return digest.num_chunks, digest.xor
 
+    def num_held(self, slot: int) -> int:
+        """How many chunks an instance holds, those in several tiers as often."""
+        return sum(digest.num_chunks for digest in self._digests[slot])
+
     def num_copies(self, key: int) -> int:
         """How many instances hold that chunk."""
         return self._sets.by_number[self._table.get(key)].union.bit_count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -74,6 +75,48 @@ class DynamoPolicy:
         active = queues.num_tokens[slots] / seen.fleet.chunk_tokens
         incoming = seen.request.num_tokens / seen.fleet.chunk_tokens
         costs = np.maximum(active + incoming - credit, 0.0)
+        return seen.with_local_prefix(seen.least(costs))
+
+
+class SGLangPolicy:
+    """sglang-router's ``cache_aware``: the longest match, unless loads are far apart.
+
+    Its router knows what it has sent where, not what instances hold; here it is given the index,
+    which is the better of the two.
+
+    Args:
+        absolute, relative: requests, and times, by which the longest queue is longer than the
+            shortest where load decides.
+        threshold: share of the prompt that must match; below it the instance with the least in
+            its cache takes the request.
+        num_held: chunks that an instance holds, by slot.
+    """
+
+    def __init__(
+        self,
+        num_held: Callable[[int], int],
+        absolute: float = 32.0,
+        relative: float = 1.1,
+        threshold: float = 0.5,
+    ) -> None:
+        self._num_held = num_held
+        self._absolute = absolute
+        self._relative = relative
+        self._threshold = threshold
+
+    def choose(self, seen: Situation) -> PrefillChoice:
+        waiting = seen.fleet.queues.num_requests[seen.slots]
+        longest, shortest = float(waiting.max()), float(waiting.min())
+        matched = seen.tokens(seen.own) / seen.request.num_tokens
+        if longest - shortest > self._absolute and longest > self._relative * shortest:
+            costs = waiting
+        elif float(matched.max()) > self._threshold:
+            costs = -matched
+        else:
+            # Its tree has what was sent, done or not.
+            sent = seen.fleet.queues.num_tokens[seen.slots] / seen.fleet.chunk_tokens
+            held = [self._num_held(int(slot)) for slot in seen.slots]
+            costs = sent + np.array(held, np.float64)
         return seen.with_local_prefix(seen.least(costs))
 
 

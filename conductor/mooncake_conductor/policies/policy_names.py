@@ -17,6 +17,7 @@ from mooncake_conductor.policies.load_policies import (
     PreblePolicy,
     RandomPolicy,
     RoundRobinPolicy,
+    SGLangPolicy,
 )
 from mooncake_conductor.policies.mooncake_policy import Boundary, MooncakePolicy
 from mooncake_conductor.policies.situation import PrefillPolicy
@@ -52,6 +53,7 @@ POLICIES: dict[str, Callable[[PolicyParts], PrefillPolicy]] = {
     "cost": lambda parts: CostPolicy(parts.heat, parts.reports, parts.index.num_copies),
     "lmetric": lambda parts: LMetricPolicy(),
     "dynamo": lambda parts: DynamoPolicy(),
+    "sglang": lambda parts: SGLangPolicy(parts.index.num_held),
     "preble": lambda parts: PreblePolicy(),
 }
 

@@ -250,3 +250,13 @@ def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
 def test_an_empty_fleet_is_an_error_of_its_own() -> None:
     with pytest.raises(UnknownInstance, match="no prefill instance"):
         make_conductor(0).route(ask("r", 1), now=0.0)
+
+
+def test_sglang_takes_the_longest_match_unless_queues_are_far_apart() -> None:
+    conductor = make_conductor(3, policy="sglang")
+    hold(conductor, 1, 8)
+    assert conductor.route(ask("long match", 10), now=0.0).prefill.slot == 1
+    assert conductor.route(ask("half a match", 17), now=0.0).prefill.slot != 1
+    for number in range(40):
+        conductor.fleet.queues.enter(1, f"q{number}", 1.0, 10, now=0.0)
+    assert conductor.route(ask("too far apart", 10), now=0.0).prefill.slot != 1
