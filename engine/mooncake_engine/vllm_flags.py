@@ -70,7 +70,6 @@ _INSTEAD = {
     "--cpu-offload-gb": "more ranks (--tp-size, --pp-size)",
     "--kv-offloading-size": "--kv-pool dram=4GiB",
     "--override-generation-config": "--generation-config DIR",
-    "--reasoning-parser": "nothing: reasoning stays in content",
     "--task": "nothing: only generation is served",
     "--runner": "nothing: only generation is served",
     "--nnodes": "--executor ray",

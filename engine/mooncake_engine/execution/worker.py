@@ -207,7 +207,9 @@ class Worker:
 
     def _find_vocabulary(self) -> Vocabulary:
         model = self._plan.model
-        return vocabulary_in(self._plan.config.model, model.vocab_size, model.eos_token_ids)
+        config = self._plan.config
+        eos = model.eos_token_ids
+        return vocabulary_in(config.model, model.vocab_size, eos, config.chat_template)
 
     def _make_runner(
         self, plan: EnginePlan, pool: KVPool, size: PoolSize, stage: StageRunner

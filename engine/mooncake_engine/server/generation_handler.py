@@ -225,7 +225,8 @@ class _ChunkWriter:
         context = self._context
         is_first = is_first and not context.kv_transfer.is_first_delivered
         shows_ids = context.returns_token_ids and update.token_ids
-        has_details = update.logprobs or update.calls or shows_ids
+        shown_reasoning = update.reasoning and context.shows_reasoning
+        has_details = update.logprobs or update.calls or shows_ids or shown_reasoning
         is_counted = context.has_usage_in_chunks and update.text
         is_echo = is_first and context.echoes
         if update.finish is not None or has_details or is_counted or is_echo:

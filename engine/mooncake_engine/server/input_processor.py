@@ -47,6 +47,7 @@ from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN, Backgroun
 from mooncake_engine.text.detokenizer import text_offsets
 from mooncake_engine.text.grammars import is_compiled
 from mooncake_engine.text.limits import check_prompt, check_text_size, choice_sampling
+from mooncake_engine.text.reasoning import after_reasoning, reasoning_state
 from mooncake_engine.text.tokenizer import Tokenizer
 
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -64,6 +65,7 @@ class InputProcessor:
         tokenizer: the model's.
         tool_format: in which the model calls tools; None if it can't.
         defaults: sampling parameters of requests that leave them out.
+        has_reasoning: whether chat answers are looked through for reasoning.
         work: where what takes long is done.
     """
 
@@ -72,6 +74,7 @@ class InputProcessor:
     tokenizer: Tokenizer
     tool_format: str | None = None
     defaults: SamplingDefaults = NO_DEFAULTS
+    has_reasoning: bool = False
     work: BackgroundWork = field(default_factory=BackgroundWork)
 
     async def completion(
@@ -113,7 +116,6 @@ class InputProcessor:
         structure = grammar_of(request)
         tools = offered_tools(request, self.tool_format, structure)
         field = structure_field(request) if tools.grammar is structure else "tools"
-        sampling = await self._structured(sampling, tools.grammar, field)
         made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
         if made is None:
             tokenise = partial(tokenize_chat, request, self.tokenizer, self.info, tools.shown)
@@ -121,9 +123,19 @@ class InputProcessor:
         else:
             prompt = Prompt(made)
         check_prompt(prompt.token_ids, self.info, param="messages")
+        grammar, reasoning = tools.grammar, None
+        if self.has_reasoning:
+            reasoning = reasoning_state(self.tokenizer, prompt.token_ids)
+            grammar = grammar and after_reasoning(grammar, reasoning)
+        sampling = await self._structured(sampling, grammar, field)
         context = self._context(request, request_id, headers, sampling, [prompt])
         return replace(
-            context, is_chat=True, tool_format=tools.tool_format, tool_schemas=tools.schemas
+            context,
+            is_chat=True,
+            tool_format=tools.tool_format,
+            tool_schemas=tools.schemas,
+            reasoning=reasoning,
+            shows_reasoning=request.include_reasoning is not False,
         )
 
     def check_model(self, model: str | None) -> None:
@@ -334,7 +346,13 @@ def _num_characters(message: ChatMessage) -> int:
     content = message.content or ""
     parts = [content] if isinstance(content, str) else [part.text for part in content]
     parts += [call.function.arguments for call in message.tool_calls or ()]
-    return _CHARACTERS_PER_MESSAGE + sum(map(len, parts)) + len(message.reasoning_content or "")
+    return _CHARACTERS_PER_MESSAGE + sum(map(len, parts)) + len(_reasoning_of(message) or "")
+
+
+def _reasoning_of(message: ChatMessage) -> str | None:
+    """Of an earlier answer, under either of its names."""
+    found = message.reasoning_content
+    return message.reasoning if found is None else found
 
 
 def render_chat(
@@ -419,8 +437,8 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     laid_out: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         laid_out["name"] = message.name
-    if message.reasoning_content is not None:
-        laid_out["reasoning_content"] = message.reasoning_content
+    if (reasoning := _reasoning_of(message)) is not None:
+        laid_out["reasoning_content"] = reasoning
     if message.tool_calls:
         laid_out["tool_calls"] = template_calls(message.tool_calls)
     if message.tool_call_id is not None:

@@ -185,6 +185,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: None = None
     refusal: None = None
     audio: None = None
@@ -210,6 +211,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     audio: None = None
     prediction: Any = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     service_tier: str | None = None
     verbosity: str | None = None
     web_search_options: None = None

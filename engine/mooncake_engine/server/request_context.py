@@ -11,7 +11,8 @@ from mooncake_engine.messages import EngineRequest, FinishReason, RequestTimes
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.server.kv_transfer_requests import KVTransferRequest
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate, best_choices
-from mooncake_engine.text.tool_call_parsers import PARSERS, Schemas, ToolCallParser
+from mooncake_engine.text.reasoning import OutputParser, ReasoningParser, ReasoningState
+from mooncake_engine.text.tool_call_parsers import PARSERS, Schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,8 @@ class RequestContext:
         shows_prompt_logprobs: log probabilities of the prompt are an entry of their own.
         tool_format: name of the format in which the model calls tools; None if none are offered.
         tool_schemas: the JSON schemas of their parameters.
+        reasoning: where the prompt leaves a model that may reason; None where none is looked for.
+        shows_reasoning: the client wants to see it.
         trace_parent: W3C ``traceparent`` of the caller's span.
     """
 
@@ -164,6 +167,8 @@ class RequestContext:
     shows_prompt_logprobs: bool = False
     tool_format: str | None = None
     tool_schemas: Schemas = field(default_factory=dict)
+    reasoning: ReasoningState | None = None
+    shows_reasoning: bool = True
     trace_parent: str | None = None
 
     def note_sender(self, host: str | None) -> None:
@@ -195,9 +200,12 @@ class RequestContext:
                 shown.append(GeneratedChoice(len(shown), prompt, group[0].request, output))
         return shown
 
-    def make_parser(self) -> ToolCallParser | None:
-        """Finds the tool calls in one choice."""
-        return PARSERS[self.tool_format](self.tool_schemas) if self.tool_format else None
+    def make_parser(self) -> OutputParser | None:
+        """Finds reasoning and tool calls in one choice."""
+        tools = PARSERS[self.tool_format](self.tool_schemas) if self.tool_format else None
+        if self.reasoning in (None, ReasoningState.CLOSED):
+            return tools
+        return ReasoningParser(is_open=self.reasoning is ReasoningState.OPEN, rest=tools)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -173,6 +173,9 @@ class ChatResponseBuilder:
             calls = call_deltas(call_prefix(context.request_id, choice.index), update)
             content = {"content": update.text} if update.text else {}
             body["delta"] = content | {"tool_calls": calls}
+        if update.reasoning and context.shows_reasoning:
+            content = body["delta"] if update.text or update.calls else {}
+            body["delta"] = _reasoning(update.reasoning) | content
         return self._filled(body, context, update)
 
     def choice(self, context: RequestContext, choice: GeneratedChoice) -> dict[str, Any]:
@@ -181,6 +184,9 @@ class ChatResponseBuilder:
         if output.calls:
             message["content"] = output.text or None
             message["tool_calls"] = whole_calls(call_prefix(context.request_id, index), output)
+        if output.reasoning:
+            message["content"] = output.text or None
+            message |= _reasoning(output.reasoning) if context.shows_reasoning else {}
         body: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
         if context.returns_token_ids:
             body["prompt_token_ids"] = choice.prompt.token_ids
@@ -207,6 +213,11 @@ class ChatResponseBuilder:
         if context.returns_token_ids:
             body["token_ids"] = output.token_ids
         return body
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under vLLM's name, and under the one that it had before and that others have."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 class ChunkTemplate:

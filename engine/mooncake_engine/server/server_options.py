@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_parsers import PARSERS, detect_parser
 from mooncake_hal.options import option
@@ -52,6 +53,14 @@ class ServerOptions:
             metavar="NAME",
             help="format of tool calls: auto (from the chat template), none, hermes (Qwen), "
             "llama3_json, qwen3_coder",
+        ),
+    )
+    reasoning_parser: str = field(
+        default=AUTO,
+        metadata=option(
+            choices=(AUTO, NONE, *REASONING_PARSERS),
+            help="whether reasoning between <think> tags is told from the answer: auto (if the "
+            "chat template knows the tags), none, qwen3 or deepseek_r1 (always)",
         ),
     )
     otlp_endpoint: str | None = field(
@@ -146,6 +155,12 @@ class ServerOptions:
                 "--shutdown-timeout must be a number of seconds, at least 0, "
                 f"got {self.shutdown_timeout_s:g}"
             )
+
+    def has_reasoning(self, tokenizer: Tokenizer) -> bool:
+        """Whether answers of this model are looked through for reasoning."""
+        if self.reasoning_parser == AUTO:
+            return detect_reasoning(tokenizer.chat_template)
+        return self.reasoning_parser != NONE
 
     def tool_format(self, tokenizer: Tokenizer) -> str | None:
         """The form in which this model calls tools; None if it can't."""

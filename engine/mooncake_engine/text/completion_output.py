@@ -22,8 +22,9 @@ from mooncake_engine.messages import (
 )
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.text.detokenizer import IncrementalDetokenizer
+from mooncake_engine.text.reasoning import OutputParser
 from mooncake_engine.text.tokenizer import Tokenizer
-from mooncake_engine.text.tool_call_parsers import CallDelta, ParsedText, ToolCallParser
+from mooncake_engine.text.tool_call_parsers import CallDelta, ParsedText
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import KVTransferDict
@@ -92,6 +93,7 @@ class TextUpdate:
         kv_transfer_params: for the peer, if it continues there.
         calls: pieces of tool calls, where they are looked for; they are no part of ``text``.
         ends_with_calls: on the last update, whether the output calls tools.
+        reasoning: to append to what came before, where it is looked for; no part of ``text``.
         prompt_logprobs: of the next prompt tokens, from the second one on.
         times: how the request came on; with the engine's last update.
     """
@@ -108,6 +110,7 @@ class TextUpdate:
     times: RequestTimes | None = None
     calls: tuple[CallDelta, ...] = ()
     ends_with_calls: bool = False
+    reasoning: str = ""
 
 
 class TextOutputProcessor:
@@ -115,14 +118,14 @@ class TextOutputProcessor:
 
     Args:
         tokenizer, sampling: what the text depends on.
-        parser: finds tool calls in it; None leaves them in the text.
+        parser: finds reasoning and tool calls in it; None leaves them in the text.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         sampling: SamplingParams,
-        parser: ToolCallParser | None = None,
+        parser: OutputParser | None = None,
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, sampling)
         self._is_stop_kept = sampling.include_stop_str_in_output
@@ -165,6 +168,7 @@ class TextOutputProcessor:
             times=update.times,
             calls=parsed.calls,
             ends_with_calls=is_last and self._parser is not None and self._parser.num_calls > 0,
+            reasoning=parsed.reasoning,
         )
 
     def _parse(self, text: str, *, is_last: bool) -> ParsedText:
@@ -174,7 +178,11 @@ class TextOutputProcessor:
         if not is_last:
             return parsed
         rest = self._parser.finish()
-        return ParsedText(parsed.content + rest.content, parsed.calls + rest.calls)
+        return ParsedText(
+            parsed.content + rest.content,
+            parsed.calls + rest.calls,
+            parsed.reasoning + rest.reasoning,
+        )
 
     def _push(self, update: TokenUpdate) -> tuple[str, tuple[int, ...]]:
         """Certain text, and an offset per token up to the one that completes a stop string.
@@ -204,13 +212,13 @@ async def generate_text(
     tokenizer: Tokenizer,
     request: EngineRequest,
     *,
-    parser: ToolCallParser | None = None,
+    parser: OutputParser | None = None,
     is_first_delivered: bool = False,
 ) -> AsyncGenerator[TextUpdate, None]:
     """One choice's text as it becomes certain; closing the iterator early aborts the request.
 
     Args:
-        parser: finds tool calls in the text.
+        parser: finds reasoning and tool calls in the text.
         is_first_delivered: the client already has the first token's text and log probabilities,
             from a prefill instance: they are left out here.
 
@@ -239,7 +247,7 @@ async def generate_text(
 
 def without_shown(update: TextUpdate) -> TextUpdate:
     """An update less what the client has from a prefill instance."""
-    return replace(update, text="", calls=(), logprobs=(), text_offsets=())
+    return replace(update, text="", calls=(), reasoning="", logprobs=(), text_offsets=())
 
 
 def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
@@ -278,6 +286,7 @@ class ChoiceOutput:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     calls: list[CallDelta] = field(default_factory=list)
     ends_with_calls: bool = False
+    reasonings: list[str] = field(default_factory=list)
 
     @property
     def cumulative_logprob(self) -> float:
@@ -289,9 +298,15 @@ class ChoiceOutput:
         """All of it."""
         return "".join(self.texts)
 
+    @property
+    def reasoning(self) -> str:
+        """All of it."""
+        return "".join(self.reasonings)
+
     def add(self, update: TextUpdate) -> None:
         """Take an update in."""
         self.texts.append(update.text)
+        self.reasonings.append(update.reasoning)
         self.token_ids.extend(update.token_ids)
         self.logprobs.extend(update.logprobs)
         self.text_offsets.extend(update.text_offsets)

@@ -155,12 +155,14 @@ def is_compiled(
 
 
 @lru_cache(maxsize=8)
-def vocabulary_in(directory: Path, size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+def vocabulary_in(
+    directory: Path, size: int, eos_token_ids: tuple[int, ...], chat_template: str | None = None
+) -> Vocabulary:
     """The same for a model directory, whose tokenizer is not read if it is known already."""
-    key = (tokenizer_fingerprint(directory), size, eos_token_ids)
+    key = (tokenizer_fingerprint(directory, chat_template), size, eos_token_ids)
     with _lock:
         known = _vocabularies.get(key)
-    return known or vocabulary_of(Tokenizer.load(directory), size, eos_token_ids)
+    return known or vocabulary_of(Tokenizer.load(directory, chat_template), size, eos_token_ids)
 
 
 def json_schema_grammar(schema: Any) -> Grammar:

@@ -112,10 +112,11 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What became certain: text that is no call, and pieces of calls."""
+    """What became certain: text that is no call, pieces of calls, and reasoning before both."""
 
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
+    reasoning: str = ""
 
 
 Schemas = Mapping[str, Mapping[str, Any]]
