@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
-from mooncake_engine.checkpoints.gguf_tensors import StoredTensor
+from mooncake_engine.checkpoints.gguf_index import StoredTensor, read_floats
 from mooncake_engine.errors import CheckpointError
 
 _GLOBAL = {
@@ -225,7 +225,6 @@ class GGUFModel:
         """
         import torch
 
-        from mooncake_engine.checkpoints.gguf_tensors import read_floats
         from mooncake_engine.models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 
         stored = self._header.tensors[_ROPE_FACTORS]

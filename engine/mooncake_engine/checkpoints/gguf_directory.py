@@ -13,7 +13,7 @@ from typing import Any
 
 from mooncake_engine.checkpoints.gguf_config import GGUFModel
 from mooncake_engine.checkpoints.gguf_header import parts_of, read_header
-from mooncake_engine.checkpoints.gguf_tensors import write_index
+from mooncake_engine.checkpoints.gguf_index import write_index
 from mooncake_engine.checkpoints.gguf_tokenizer import GGUFTokenizer
 from mooncake_engine.errors import CheckpointError
 

@@ -1,66 +1,20 @@
-"""Tensors of a GGUF model under the names of its Hugging Face checkpoint, dequantised as they are
-read.
-
-A model directory that was made of a GGUF file has ``model.gguf.index.json`` in place of
-``model.safetensors.index.json``: for each tensor its file, type, shape and bytes.
-"""
+"""Tensors of a GGUF file under the names of its Hugging Face checkpoint, dequantised as they are
+read."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from mooncake_engine.checkpoints.gguf_index import StoredTensor, read_index
 from mooncake_engine.errors import CheckpointError
 
-GGUF_INDEX_NAME = "model.gguf.index.json"
 _CHUNK_BYTES = 32 << 20
 """Of float32 at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor of the checkpoint lies.
-
-    Args:
-        file: name of the file, beside the index.
-        kind: GGUF's type, such as ``Q4_1``.
-        shape: as the checkpoint has it.
-        start, stop: its bytes.
-        heads: of queries or keys whose rotated dimensions llama.cpp keeps as pairs, where the
-            checkpoint has halves; 0 where rows are in the checkpoint's order.
-    """
-
-    file: str
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    heads: int = 0
-
-
-def read_index(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory, by name.
-
-    Raises:
-        CheckpointError: the index can't be read.
-    """
-    path = directory / GGUF_INDEX_NAME
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, StoredTensor])
-    except (OSError, msgspec.MsgspecError) as exc:
-        raise CheckpointError(f"{path} can't be read: {exc}; remove {directory}") from exc
-
-
-def write_index(directory: Path, tensors: dict[str, StoredTensor]) -> None:
-    """Write what ``read_index`` reads."""
-    entries: dict[str, Any] = {name: asdict(tensor) for name, tensor in tensors.items()}
-    (directory / GGUF_INDEX_NAME).write_bytes(msgspec.json.encode(entries))
 
 
 class GGUFTensors:
@@ -121,11 +75,3 @@ def _source_rows(stored: StoredTensor, rows: slice) -> np.ndarray[Any, Any]:
     half, pair = np.divmod(row, head_dim // 2)
     rows_of_file: np.ndarray[Any, Any] = head * head_dim + 2 * pair + half
     return rows_of_file
-
-
-def read_floats(path: Path, start: int, stop: int) -> list[float]:
-    """A short list of float32."""
-    with path.open("rb") as file:
-        file.seek(start)
-        values: list[float] = np.frombuffer(file.read(stop - start), np.float32).tolist()
-    return values

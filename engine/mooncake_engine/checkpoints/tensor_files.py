@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mooncake_engine.checkpoints.gguf_tensors import GGUF_INDEX_NAME, GGUFTensors, read_index
+from mooncake_engine.checkpoints.gguf_index import GGUF_INDEX_NAME, read_index
+from mooncake_engine.checkpoints.gguf_tensors import GGUFTensors
 from mooncake_engine.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
