@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from vllm_contenders import CONTENDERS, Contender, running
-from vllm_environment import SKIPPED, Skip, install_connector
+from vllm_environment import SKIPPED, Skip, end_in_order, install_connector
 from vllm_requests import COMPLETIONS, completion, post, tokens
 from vllm_serving import Json, family, prepare, title
 
@@ -112,6 +112,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(CONTENDERS), help="of a group's contenders")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for each")
     args = parser.parse_args()
+    end_in_order()
     try:
         install_connector(prepare())
     except Skip as reason:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import signal
 import subprocess
 import sys
 import venv
@@ -32,6 +34,7 @@ class DidNotStart(Skip):
 
 def exit_status(find_problems: Callable[[], Sequence[str]]) -> int:
     """Of a script that looks for problems: 0 without any, 1, or 77 where vLLM can't be run."""
+    end_in_order()
     try:
         problems = find_problems()
     except Skip as reason:
@@ -39,6 +42,11 @@ def exit_status(find_problems: Callable[[], Sequence[str]]) -> int:
         return SKIPPED
     print(f"{len(problems)} problems" + "".join(f"\n  {problem}" for problem in problems))
     return 1 if problems else 0
+
+
+def end_in_order() -> None:
+    """A script that is told to stop ends what it has started: vLLM's processes outlive it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def install() -> Path:
@@ -71,12 +79,14 @@ def install_connector(python: Path) -> None:
     """
     stamp = HOME / ".installed-connector"
     folders = [ROOT, ROOT / "kv", ROOT / "integrations" / "vllm"]
-    newest = max((folder / "pyproject.toml").stat().st_mtime for folder in folders)
-    if not stamp.exists() or stamp.stat().st_mtime < newest:
+    wanted = hashlib.sha256(
+        b"".join((folder / "pyproject.toml").read_bytes() for folder in folders)
+    ).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
         pip(python, "install", "pluggy>=1.5", *TEST_TOOLS)
         for folder in folders:
             pip(python, "install", "--no-deps", "-e", str(folder))
-        stamp.touch()
+        stamp.write_text(wanted)
 
 
 def install_mooncake(python: Path) -> None:
