@@ -90,7 +90,16 @@ class ChunkIndex:
 
     def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
         """An instance says that it holds these chunks now."""
-        for held, same in self._by_holders(keys):
+        once = _once(keys)
+        if not len(once):
+            return
+        alone = self._sets.including(NO_HOLDERS, slot, tier)
+        if self._table.add_new(once, alone.number):
+            self._count(slot, tier, once, 1)
+            alone.num_chunks += len(once)
+            return
+        self._sets.release(alone)
+        for held, same in self._by_holders(once):
             wanted = self._sets.including(held, slot, tier)
             if wanted.masks == held.masks:
                 continue
@@ -103,7 +112,7 @@ class ChunkIndex:
 
     def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
         """An instance says that it no longer holds these chunks in that tier."""
-        for held, same in self._by_holders(keys):
+        for held, same in self._by_holders(_once(keys)):
             if not held.has(slot, tier):
                 continue
             self._count(slot, tier, same, -1)
@@ -196,11 +205,8 @@ class ChunkIndex:
             hinted,
         )
 
-    def _by_holders(self, keys: Iterable[int]) -> list[tuple[HolderSet, KeyArray]]:
-        """Each of these keys once, by the set of those that hold it."""
-        given = keys if isinstance(keys, tuple | list) else list(keys)
-        distinct = set(given)
-        once = as_keys(given if len(distinct) == len(given) else list(distinct))
+    def _by_holders(self, once: KeyArray) -> list[tuple[HolderSet, KeyArray]]:
+        """These keys by the sets of those that hold them."""
         if not len(once):
             return []
         numbers = self._table.find(once)
@@ -346,6 +352,13 @@ class _Predictions:
             _, slot, keys = self._order.popleft()
             ready = self._ready[slot]
             self.remove(slot, [key for key in keys if ready.get(key, (0.0, now + 1))[1] <= now])
+
+
+def _once(keys: Iterable[int]) -> KeyArray:
+    """Each of these keys once."""
+    given = keys if isinstance(keys, tuple | list) else list(keys)
+    distinct = set(given)
+    return as_keys(given if len(distinct) == len(given) else list(distinct))
 
 
 def _pool(runs: list[tuple[HolderSet, int]], trusted: int) -> tuple[tuple[int, int], ...]:

@@ -78,6 +78,24 @@ class _Buckets:
             step += 1
         return found
 
+    def insert_new(self, mixed: KeyArray, number: int) -> bool:
+        """Insert keys, each once, if none of them is there nor can lie behind its own bucket.
+        Returns whether it did; it reads each bucket once."""
+        homes = (mixed >> self.shift).view(np.int64)
+        rows = self.keys.take(homes, axis=0)
+        if (rows == mixed[:, None]).any() or rows[:, -1].any():
+            return False
+        at = homes * _WIDTH + (rows < _FIRST_KEY).argmax(axis=1)
+        was_empty = self.flat.take(at) == _EMPTY
+        self.flat[at] = mixed
+        self.numbers[at] = number
+        won = self.flat.take(at) == mixed  # of two for one place the later one has it
+        self.num_used += int(np.count_nonzero(was_empty & won))
+        if not won.all():
+            lost = mixed[~won]
+            self.insert(lost, np.full(len(lost), number, np.int32))
+        return True
+
     def insert(self, mixed: KeyArray, numbers: Numbers) -> None:
         """Keys that are not there yet, each once."""
         homes = (mixed >> self.shift).view(np.int64)
@@ -146,6 +164,18 @@ class KeyTable:
             is_old = old_at >= 0
             numbers[missing[is_old]] = self._old.numbers[old_at[is_old]]
         return numbers
+
+    def add_new(self, keys: KeyArray, number: int) -> bool:
+        """``add``, if that is clear at a glance: what most keys of events are. False if nothing
+        was done, as some may be there already."""
+        mixed = _mix(keys)
+        self._make_room(len(keys))
+        if self._old is not None and (self._old.locate(mixed) >= 0).any():
+            return False
+        if not self._buckets.insert_new(mixed, number):
+            return False
+        self._num_keys += len(keys)
+        return True
 
     def add(self, keys: KeyArray, number: int) -> None:
         """Keys that are not there, each of them once, with this number above 0."""

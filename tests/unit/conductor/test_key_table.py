@@ -19,8 +19,11 @@ def test_it_is_a_dict(steps: list[tuple[str, list[int]]]) -> None:
     for number, (act, given_keys) in enumerate(steps, 1):
         keys = list(dict.fromkeys(given_keys))
         if act == "add":
-            keys = [key for key in keys if key not in truth]
-            table.add(as_keys(keys), number)
+            if any(key in truth for key in keys):
+                assert not keys or not table.add_new(as_keys(keys), number)
+                keys = [key for key in keys if key not in truth]
+            if not keys or not table.add_new(as_keys(keys), number):
+                table.add(as_keys(keys), number)
             truth |= dict.fromkeys(keys, number)
         elif act == "change":
             keys = [key for key in keys if key in truth]
