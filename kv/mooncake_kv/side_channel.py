@@ -41,6 +41,9 @@ CONNECT_TIMEOUT_S = 10.0
 """Longer than a try: the tries of a busy peer share one connection attempt."""
 
 RECONNECT_PAUSE_S = 0.1
+MAX_RECONNECT_PAUSE_S = 1.0
+"""A pause is twice the one before it, up to this: requests may name thousands of peers that do not
+exist, and the loop that tries them serves all others, too."""
 
 _HOST_NAME = re.compile(
     r"(?=.{1,253}\Z)[A-Za-z0-9_][\w-]{0,62}(\.[A-Za-z0-9_][\w-]{0,62})*\.?", re.A
@@ -217,6 +220,7 @@ class SideChannelClient:
 
     async def _send(self, payload: bytes, timeout_s: float) -> AnyMessage:
         """Send a request once, over a new session if need be; returns its answer."""
+        pause = RECONNECT_PAUSE_S
         while True:
             try:
                 session = await self._session()
@@ -236,7 +240,8 @@ class SideChannelClient:
                         "descriptors (ulimit -n, LimitNOFILE)"
                     ) from exc
                 logger.debug("side channel: %s is asked again: %s", self.url, exc)
-            await asyncio.sleep(RECONNECT_PAUSE_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_RECONNECT_PAUSE_S)
 
     async def _session(self) -> AsyncSession:
         opening = self._opening

@@ -16,8 +16,10 @@ import msgspec
 import pytest
 from support.pd_relay import Relay, relay
 
+from mooncake_hal.errors import PeerLost
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.frames import frame
+from mooncake_kv import side_channel
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, SideChannelPortTaken
 from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.protocol import (
@@ -261,6 +263,22 @@ def test_no_answer_is_an_error_in_time(is_silent: bool) -> None:
                 await asyncio.wait_for(ask(client, try_timeout_s=0.2), 5.0)
 
     asyncio.run(main())
+
+
+def test_a_peer_that_is_absent_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    async def refused(*arguments: object, **options: object) -> AsyncSession:
+        tried.append(asyncio.get_running_loop().time())
+        raise PeerLost("nobody listens")
+
+    async def main() -> None:
+        monkeypatch.setattr(side_channel, "connect", refused)
+        with pytest.raises(KVTransferError, match="did not answer"):
+            await ask(SideChannelClient(HOST, 1, SECRET), try_timeout_s=1.0)
+
+    asyncio.run(main())
+    assert len(tried) <= 10  # of 30 with a pause that stays the same
 
 
 def test_a_peer_that_restarts_at_the_same_port_is_asked_again() -> None:
