@@ -64,7 +64,11 @@ class StoreProcess:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(number)
-        status = self._process.wait(START_S)
+        return self.wait(START_S)
+
+    def wait(self, timeout_s):
+        """Its status once it has ended."""
+        status = self._process.wait(timeout_s)
         self._process.stdout.close()
         self.log.close()
         return status

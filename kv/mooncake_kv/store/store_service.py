@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from mooncake_hal.errors import PeerLost, RequestRefused
@@ -61,6 +62,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 START_TIMEOUT_S = 30.0
+SIGNAL_POLL_S = 0.5
+"""How often ``wait`` lets handlers of signals run."""
 MAX_TICKETS = 1024
 """Answers that one user may leave uncollected."""
 
@@ -89,7 +92,8 @@ class StoreService:
     def __init__(self, store: NodeStore) -> None:
         self._store = store
         self._failure: ConnectorDead | None = None
-        self._ended = threading.Event()
+        # not an Event: its lock is held for moments of ``wait``, and a handler would wait for it
+        self._stops: SimpleQueue[None] = SimpleQueue()
         self._users: dict[AsyncSession, _SessionUser] = {}
         self._listener: AsyncListener | None = None
         self._loop = IoLoop("store-service", lambda *_: None, self._fail)
@@ -124,13 +128,16 @@ class StoreService:
 
     def wait(self) -> None:
         """Block until ``stop`` is called, or the service fails; raises its failure."""
-        self._ended.wait()
+        while True:  # a signal may have come to another thread, which does not wake this one
+            with contextlib.suppress(Empty):
+                self._stops.get(timeout=SIGNAL_POLL_S)
+                break
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
         """End ``wait``. From a signal's handler too."""
-        self._ended.set()
+        self._stops.put(None)
 
     def close(self) -> None:
         """End all sessions. Idempotent."""
@@ -155,7 +162,7 @@ class StoreService:
 
     def _fail(self, error: ConnectorDead) -> None:
         self._failure = error
-        self._ended.set()
+        self._stops.put(None)
 
     def _respond(self, session: AsyncSession, payload: bytes) -> bytes:
         try:

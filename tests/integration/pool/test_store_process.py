@@ -1,6 +1,8 @@
 """A store in a process alone: shared, killed, frozen, restarted, full; never wrong, never hung."""
 
+import ctypes
 import os
+import platform
 import resource
 import signal
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from support.ports import free_range
@@ -49,6 +52,18 @@ def await_ssd(rank, numbers):
     while rank.client.stats().result(60).ssd_chunks < len(numbers):
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
+
+
+def test_a_store_ends_whichever_of_its_threads_a_signal_comes_to(started):
+    """The system may choose any, where another signal is on its way to the first one."""
+    store = started()
+    threads = {int(path.name) for path in Path(f"/proc/{store.pid}/task").iterdir()}
+    thread = min(threads - {store.pid})
+    time.sleep(0.5)  # until the first one waits; one that runs would see to the signal
+    tgkill = 234 if platform.machine() == "x86_64" else 131
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.syscall(tgkill, store.pid, thread, signal.SIGTERM) == 0
+    assert store.wait(START_S) == 0
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
