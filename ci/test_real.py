@@ -91,8 +91,10 @@ def transformers_tokens(path: Path, prompts: Sequence[Prompt]) -> list[list[int]
     model.tie_weights()
     found = []
     for prompt in prompts:
+        ids = torch.tensor([prompt])
         generated = model.generate(
-            torch.tensor([prompt]),
+            ids,
+            attention_mask=torch.ones_like(ids),  # else <|im_end|>, which pads, too, is left out
             max_new_tokens=NUM_TOKENS,
             min_new_tokens=NUM_TOKENS,
             do_sample=False,
