@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ SURVIVOR_S = 60.0
 IN_FLIGHT_S = 1.0
 """For a request to come where it hangs."""
 KILL_TIMEOUT_S = 300.0
+_LOADS = "mooncake:kv_transfer_loads_total"
 OPTIONS = ("--transfer-timeout-seconds", "20")
 ENDLESS = replace(FEW, max_tokens=150)
 
@@ -91,11 +93,22 @@ async def _reader(of: Pair) -> Served:
     return of.prefill
 
 
+@asynccontextmanager
+async def _loaded(decode: Served) -> AsyncIterator[None]:
+    """Leaves as soon as D has the KV of what was asked for inside: it decodes then."""
+    before = await decode.figure(_LOADS)
+    yield
+    deadline = time.monotonic() + SURVIVOR_S
+    while await decode.figure(_LOADS) == before:
+        assert time.monotonic() < deadline, f"D has loaded nothing after {SURVIVOR_S:g} s"
+        await asyncio.sleep(0.01)
+
+
 async def _decoder(of: Pair) -> Served:
     """D decodes; P has nothing of the request any more."""
     params = await of.prefilled()
-    decoding = asyncio.create_task(of.decode.complete(of.body(params, ENDLESS)))
-    await asyncio.sleep(IN_FLIGHT_S)
+    async with _loaded(of.decode):
+        decoding = asyncio.create_task(of.decode.complete(of.body(params, ENDLESS)))
     of.decode.kill()
     await _ends_with_its_instance(decoding)
     return of.prefill
@@ -147,10 +160,10 @@ async def _written_to(of: Pair) -> Served:
 
 async def _pushed_decoder(of: Pair) -> Served:
     """D decodes what was pushed."""
-    asking = asyncio.create_task(
-        ask_across(of.prefill, of.decode, "push", of.case.prompt, ENDLESS, of.salt)
-    )
-    await asyncio.sleep(2 * IN_FLIGHT_S)
+    async with _loaded(of.decode):
+        asking = asyncio.create_task(
+            ask_across(of.prefill, of.decode, "push", of.case.prompt, ENDLESS, of.salt)
+        )
     of.decode.kill()
     await _ends_with_its_instance(asking)
     return of.prefill
