@@ -42,8 +42,9 @@ CONNECT_TIMEOUT_S = 10.0
 
 RECONNECT_PAUSE_S = 0.1
 MAX_RECONNECT_PAUSE_S = 1.0
-"""A pause is twice the one before it, up to this: requests may name thousands of peers that do not
-exist, and the loop that tries them serves all others, too."""
+"""A pause is twice the one before it, up to this, until the peer answers; all who ask it share
+them. Requests may name thousands of peers that do not exist, and the loop that tries them serves
+all others, too."""
 
 _HOST_NAME = re.compile(
     r"(?=.{1,253}\Z)[A-Za-z0-9_][\w-]{0,62}(\.[A-Za-z0-9_][\w-]{0,62})*\.?", re.A
@@ -145,6 +146,7 @@ class SideChannelClient:
         self._credentials = credentials_of(secret)
         self._tickets = itertools.count(1)
         self._opening: asyncio.Task[AsyncSession] | None = None
+        self._pause_s = 0.0
         self._asking: set[asyncio.Task[AnyMessage]] = set()
         self._end: KVTransferError | None = None
 
@@ -220,11 +222,12 @@ class SideChannelClient:
 
     async def _send(self, payload: bytes, timeout_s: float) -> AnyMessage:
         """Send a request once, over a new session if need be; returns its answer."""
-        pause = RECONNECT_PAUSE_S
         while True:
             try:
                 session = await self._session()
-                return decode(await session.request(payload, timeout=timeout_s))
+                answer = decode(await session.request(payload, timeout=timeout_s))
+                self._pause_s = 0.0
+                return answer
             except AccessDenied as exc:
                 raise KVTransferError(
                     f"peer {self.url} has another secret; give every instance the same one"
@@ -240,19 +243,22 @@ class SideChannelClient:
                         "descriptors (ulimit -n, LimitNOFILE)"
                     ) from exc
                 logger.debug("side channel: %s is asked again: %s", self.url, exc)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_RECONNECT_PAUSE_S)
+            await asyncio.sleep(RECONNECT_PAUSE_S)
 
     async def _session(self) -> AsyncSession:
         opening = self._opening
         if opening is None or (opening.done() and _is_over(opening)):
-            opening = self._opening = asyncio.ensure_future(
-                connect(self._host, self._port, self._credentials, timeout=CONNECT_TIMEOUT_S)
-            )
+            opening = self._opening = asyncio.ensure_future(self._open())
             opening.add_done_callback(_is_over)  # or asyncio logs a failure as never retrieved
         # Not awaited itself: a request that is cancelled must not take it from the others.
         await asyncio.wait({opening})
         return opening.result()
+
+    async def _open(self) -> AsyncSession:
+        """Connect; sooner or later, by how many sessions without an answer came before."""
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(max(2 * self._pause_s, RECONNECT_PAUSE_S), MAX_RECONNECT_PAUSE_S)
+        return await connect(self._host, self._port, self._credentials, timeout=CONNECT_TIMEOUT_S)
 
 
 def is_out_of_descriptors(exc: BaseException | None) -> bool:
