@@ -147,6 +147,7 @@ class SideChannelClient:
         self._tickets = itertools.count(1)
         self._opening: asyncio.Task[AsyncSession] | None = None
         self._pause_s = 0.0
+        self._has_answered = False
         self._asking: set[asyncio.Task[AnyMessage]] = set()
         self._end: KVTransferError | None = None
 
@@ -168,7 +169,7 @@ class SideChannelClient:
 
         Raises:
             KVTransferError: no answer, or one of another kind, or the peer has another secret, or
-                this end was closed.
+                this end was closed. Nobody listens there, and it has never answered: at once.
             HandshakeRefused: the peer rejected the request; its reason is the message. Or it speaks
                 another version.
         """
@@ -226,7 +227,7 @@ class SideChannelClient:
             try:
                 session = await self._session()
                 answer = decode(await session.request(payload, timeout=timeout_s))
-                self._pause_s = 0.0
+                self._pause_s, self._has_answered = 0.0, True
                 return answer
             except AccessDenied as exc:
                 raise KVTransferError(
@@ -237,6 +238,8 @@ class SideChannelClient:
             except BadFrame as exc:
                 raise KVTransferError(f"peer {self.url} answered with {exc}") from exc
             except TransferError as exc:
+                if not self._has_answered and _has_errno(exc, errno.ECONNREFUSED):
+                    raise KVTransferError(f"nobody listens at peer {self.url}") from exc
                 if is_out_of_descriptors(exc):
                     raise KVTransferError(
                         f"peer {self.url} can't be connected to: {exc}; give this instance more "
@@ -263,8 +266,12 @@ class SideChannelClient:
 
 def is_out_of_descriptors(exc: BaseException | None) -> bool:
     """Whether it was raised because this process, or host, may open nothing more."""
+    return _has_errno(exc, errno.EMFILE, errno.ENFILE)
+
+
+def _has_errno(exc: BaseException | None, *wanted: int) -> bool:
     while exc is not None:
-        if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
+        if isinstance(exc, OSError) and exc.errno in wanted:
             return True
         exc = exc.__cause__
     return False
