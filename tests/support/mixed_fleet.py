@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -202,13 +203,13 @@ async def check_idle(served: Served, within_s: float = 2 * LEASE_S + 5.0) -> Non
 
 
 def freeze(served: Served) -> None:
-    """Its process does nothing more until it is killed or thawed."""
-    served.program.process.send_signal(signal.SIGSTOP)
+    """Its processes, core and ranks too, do nothing more until they are killed or thawed."""
+    os.killpg(served.program.process.pid, signal.SIGSTOP)
 
 
 def thaw(served: Served) -> None:
-    """It goes on."""
-    served.program.process.send_signal(signal.SIGCONT)
+    """They go on."""
+    os.killpg(served.program.process.pid, signal.SIGCONT)
 
 
 def left_in_shared_memory() -> set[str]:
