@@ -27,7 +27,7 @@ OPTIONS = ("--transport", "shm", "--lease-seconds", str(LEASE_S))
 SLOW = ("--max-num-batched-tokens", "1")
 """One step per token: there is time to do harm while P computes."""
 IN_PROCESS = {"transports": ("shm",), "lease_s": LEASE_S}
-PROMPT = prompt_of(200)
+PROMPT = prompt_of(450)
 ONE = replace(GREEDY, max_tokens=1)
 
 

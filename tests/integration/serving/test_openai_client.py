@@ -88,7 +88,7 @@ def test_models(tiny_llama_url: str) -> None:
     [
         ({"model": "other"}, openai.NotFoundError),
         ({"temperature": -1}, openai.BadRequestError),
-        ({"extra_body": {"nonsense": 1}}, openai.BadRequestError),
+        ({"extra_body": {"temprature": 1}}, openai.BadRequestError),
     ],
 )
 def test_errors_have_their_class(

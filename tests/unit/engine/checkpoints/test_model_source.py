@@ -42,6 +42,7 @@ class Fetcher:
         self.home = home
         self._env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
         self._env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self._env["HF_HUB_OFFLINE"] = "0"  # the tests of all else run offline
 
     def start(self, name: str, **env: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-c", FETCH, name]
@@ -113,6 +114,7 @@ def test_who_is_killed_leaves_whole_files_to_the_next_one(
     hub.stall_after[WEIGHTS] = 21 * MIB
     with fetcher.start("acme/large") as process:
         while hub.sent[WEIGHTS] < 21 * MIB:
+            assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         time.sleep(0.3)
         process.kill()

@@ -38,7 +38,7 @@ def changed(address: msgspec.Struct, **fields: object) -> bytes:
     [
         ({"machine": "other/ns"}, "listens on 127.0.0.1 of another host"),
         ({"tls": True}, "one side uses TLS"),
-        ({"version": 9}, "one end speaks version 3, the other 9"),
+        ({"version": 9}, "one end speaks version 4, the other 9"),
     ],
 )
 def test_what_tcp_does_not_reach(fields: dict[str, object], reason: str) -> None:
@@ -65,7 +65,7 @@ def test_connecting_out_of_reach_says_so() -> None:
             shm.connect(changed(SHM), timeout=1)
         with pytest.raises(TransportUnavailable, match=r"listens on 127\.0\.0\.1 of another host"):
             tcp.connect(changed(TCP), timeout=1)
-        with pytest.raises(VersionMismatch, match="we speak version 3, the peer 9"):
+        with pytest.raises(VersionMismatch, match="we speak version 4, the peer 9"):
             tcp.connect(changed(TCP, version=9), timeout=1)
         with pytest.raises(VersionMismatch, match="we speak version 2, the peer 9"):
             shm.connect(changed(SHM, version=9), timeout=1)
