@@ -209,13 +209,20 @@ class AsyncEngine:
             with self._lock:
                 self._asked.discard(answer)
 
+    def check_room(self, num_requests: int) -> None:
+        """Raise Overloaded unless so many may run or wait beside those that do. Any thread.
+
+        A client that asks for many answers at once asks this first: what has no room whole must not
+        take the room of others until its last part is refused.
+        """
+        limit = self.config.max_num_seqs + self.config.max_queued_requests
+        if len(self._streams) + num_requests > limit:
+            raise Overloaded(f"{len(self._streams)} requests run or wait already; try again later")
+
     def _open(self, request_id: str) -> _Stream:
         stream = _Stream(asyncio.get_running_loop())
         with self._lock:
-            if len(self._streams) >= self.config.max_num_seqs + self.config.max_queued_requests:
-                raise Overloaded(
-                    f"{len(self._streams)} requests run or wait already; try again later"
-                )
+            self.check_room(1)
             self._streams[request_id] = stream
         return stream
 

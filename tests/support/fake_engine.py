@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import EngineDead
+from mooncake_engine.errors import EngineDead, Overloaded
 from mooncake_engine.messages import (
     EngineInfo,
     EngineRequest,
@@ -58,6 +58,7 @@ class FakeEngine:
         hold_at: requests are held before this token until ``release`` is set.
         die_at: the engine dies before this token.
         held_ids: both concern only the requests whose ids end so.
+        room: how many requests are taken at once.
     """
 
     script: Script = upper_case
@@ -83,6 +84,11 @@ class FakeEngine:
     is_closed: bool = False
     is_busy: bool = False
     num_resets: int = 0
+    room: int = 1024
+
+    def check_room(self, num_requests: int) -> None:
+        if num_requests > self.room:
+            raise Overloaded(f"room for {self.room} requests; try again later")
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
         self.seen.append(request)

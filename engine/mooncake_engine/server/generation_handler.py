@@ -123,6 +123,7 @@ class GenerationHandler:
         choices = context.choices
         outcome = FinishReason.ABORT  # of choices that have not ended by themselves
         try:
+            self.engine.check_room(len(choices))
             streams = [self._generate(context, choice) for choice in choices]
             async with aclosing(merge(streams)) as merged:
                 async for index, update in merged:

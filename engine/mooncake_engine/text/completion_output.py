@@ -48,6 +48,9 @@ class EngineClient(Protocol):
             InvalidRequest, Overloaded, EngineDead: at the first ``anext``, or the last at any.
         """
 
+    def check_room(self, num_requests: int) -> None:
+        """Raises Overloaded unless so many may run or wait beside those that do."""
+
     def abort(self, request_id: str) -> None:
         """End a live request, or release the KV that a finished prefill holds for a peer.
         Unknown ids are normal."""

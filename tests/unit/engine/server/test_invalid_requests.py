@@ -220,6 +220,14 @@ def test_overload_is_429_with_retry_after(client: AsgiClient, engine: FakeEngine
         assert response.json()["error"]["message"] == "1024 requests wait already"
 
 
+def test_what_has_no_room_whole_takes_none(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.room = 3
+    response = client.post(COMPLETIONS, prompt=["x", "y"], n=2)
+    assert response.status_code == 429
+    assert not engine.seen
+    assert client.post(COMPLETIONS, prompt=["x", "y", "z"]).status_code == 200
+
+
 def test_a_dead_engine_is_503(client: AsgiClient, engine: FakeEngine) -> None:
     engine.refusal = EngineDead("the step loop ended")
     response = client.post(COMPLETIONS, prompt="x", stream=True)
