@@ -126,6 +126,11 @@ class TensorAllocation:
         return self._region
 
     @property
+    def is_freed(self) -> bool:
+        """Whether its memory was given back; something else may lie there by now."""
+        return self._tensor is None
+
+    @property
     def tensor(self) -> Tensor:
         """Raises DeviceError once it is freed."""
         if self._tensor is None:

@@ -84,7 +84,7 @@ def bytes_in_use() -> int:
 def tensor_at(address: int) -> torch.Tensor | None:
     """All of the allocation that begins at an address; see ``TensorAt``."""
     found = _allocations.get(address)
-    return None if found is None else found.tensor
+    return None if found is None or found.is_freed else found.tensor
 
 
 class HostStream:

@@ -123,11 +123,11 @@ class AscendMemory:
     def allocation_around(self, address: int) -> Tensor | None:
         """All of the allocation that an address lies in; None if it is in none."""
         for begin, made in list(self._allocations.items()):
-            if begin <= address < begin + made.region.nbytes:
+            if begin <= address < begin + made.region.nbytes and not made.is_freed:
                 return made.tensor
         return None
 
     def tensor_at(self, address: int) -> Tensor | None:
         """All of the allocation that begins at an address; None if none does."""
         found = self._allocations.get(address)
-        return None if found is None else found.tensor
+        return None if found is None or found.is_freed else found.tensor

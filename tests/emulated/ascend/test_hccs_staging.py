@@ -73,3 +73,13 @@ def test_memory_of_somebody_else_is_read_piece_by_piece(
 
 def _arrays(spans: Spans) -> tuple[np.ndarray, ...]:
     return spans.local, spans.remote, spans.nbytes
+
+
+def test_memory_that_was_given_back_is_not_found(memory: AscendMemory) -> None:
+    made = memory.allocate(STRIPE_BYTES, 0)
+    address = made.region.address
+    assert memory.tensor_at(address) is made.tensor
+    assert memory.allocation_around(address + 1) is made.tensor
+    made.free()  # whoever holds it still: something else may lie there by now
+    assert memory.tensor_at(address) is None
+    assert memory.allocation_around(address + 1) is None
