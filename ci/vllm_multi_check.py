@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_environment import CACHE, DidNotStart
+from vllm_pool_check import CHUNK, pool_config
 from vllm_requests import figure, post, token_ids, until_zero
 from vllm_serving import (
     Json,
@@ -22,8 +23,6 @@ from vllm_serving import (
     wait_until_healthy,
 )
 
-CHUNK = 128
-"""Tokens: vLLM's CPU pages have as many and are moved whole."""
 FILES = CACHE / "vllm-example-connector"
 LOADS = "vllm:mooncake_hal_loads_total"
 POOL_SAVES = "vllm:mooncake_hal_pool_num_saves_total"
@@ -115,15 +114,9 @@ def until_saved(url: str, num_prompts: int) -> None:
 
 def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:
     """``--kv-transfer-config`` of an instance."""
-    policy = {"kv_load_failure_policy": "recompute"}
     children: dict[str, Json] = {
         "pull": transfer_config(role, "pull", ["shm", "tcp"]),
-        "pool": {
-            "kv_connector": "HalPoolConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"pool": pool},
-        }
-        | policy,
+        "pool": pool_config(pool),
         "example": {
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",
@@ -134,8 +127,9 @@ def multi_config(order: tuple[str, ...], role: str, pool: str) -> Json:
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": chosen,
-    } | policy
+    }
 
 
 def look(order: tuple[str, ...], prefill: str, decode: str, num_cases: int) -> list[str]:

@@ -35,7 +35,7 @@ def check_pool(
         urls = []
         for number, pool in enumerate(pools):
             log = CACHE / f"vllm-pool-{number}.log"
-            urls.append(stack.enter_context(serving(python, config(pool), cores(number), log)))
+            urls.append(stack.enter_context(serving(python, pool_config(pool), cores(number), log)))
             wait_until_healthy(urls[-1], log, timeout_s)  # the store comes first
         for name, (path, body) in cases.items():
             for url, what in zip(urls, ("computed", "loaded"), strict=True):
@@ -56,8 +56,8 @@ def check_pool(
     return problems
 
 
-def config(pool: str) -> Json:
-    """``--kv-transfer-config`` of an instance."""
+def pool_config(pool: str) -> Json:
+    """``--kv-transfer-config`` of an instance, or of a child of MultiConnector."""
     return {
         "kv_connector": "HalPoolConnector",
         "kv_role": "kv_both",
