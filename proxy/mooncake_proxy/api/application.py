@@ -311,8 +311,8 @@ class ProxyApplication:
             router = self.routers.of_model(context.parsed.model)
             context.tenant = tenant
             router.prepare(context)
-            if router.tokenizer is not None:
-                await router.tokenize_prompt(context, router.tokenizer)
+            if router.prompt_tokens is not None:
+                await router.tokenize_prompt(context, router.prompt_tokens)
             if tenant is not None:
                 self.process.tenants.begin(tenant, context)
             router.budget.deposit()

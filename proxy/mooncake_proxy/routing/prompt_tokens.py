@@ -64,10 +64,14 @@ class PromptTokens:
         context.fields["prompt"] = context.parsed.prompt = raw
         context.request.body = encode(context.fields)
 
-    def options(self, context: RequestContext) -> bool:
-        """Whether the prompt's ids include special tokens, as the request has it."""
+    def encode(self, context: RequestContext, text: str) -> list[int]:
+        """The text's ids; with special tokens as a completion has it, a chat's template writes them
+        itself."""
         given = context.fields.get("add_special_tokens")
-        return given is None or bytes(given).strip() != b"false"
+        adds_special = context.endpoint is OpenAIEndpoint.COMPLETION and (
+            given is None or bytes(given).strip() != b"false"
+        )
+        return self._tokenizer.encode(text, add_special_tokens=adds_special)
 
     def can_put(self, context: RequestContext) -> bool:
         """Whether ids say all that its text does."""

@@ -34,7 +34,6 @@ from mooncake_proxy.routing.policies import NOTHING_CACHED, POLICIES, RoutingHin
 from mooncake_proxy.routing.prefix_index import (
     MAX_CHARACTERS,
     PrefixIndex,
-    Tokenizer,
     given_token_ids,
     load_tokenizer,
     prompt_text,
@@ -138,10 +137,10 @@ class RequestRouter:
         self.short_prompts = ShortPrompts(config.short_prompt_tokens)
         self._turns = RoundRobinTurns()
         self.conductor = self._load_conductor(model)
-        self.tokenizer: Tokenizer | None = self._tokenizers.get(model)
+        # None: there is no tokenizer.
         self.prompt_tokens: PromptTokens | None = None
-        if self.tokenizer is not None:
-            self.prompt_tokens = PromptTokens(self.tokenizer, pool, self.client, self.spawn)
+        if (tokenizer := self._tokenizers.get(model)) is not None:
+            self.prompt_tokens = PromptTokens(tokenizer, pool, self.client, self.spawn)
 
     def _load_conductor(self, model: str) -> ConductorRouting | None:
         """It needs numpy: only where it is asked for."""
@@ -166,22 +165,21 @@ class RequestRouter:
             ids = given_token_ids(context.parsed)
             if ids is not None:
                 self._expect_hits(context, token_hashes(ids))
-            elif self.tokenizer is None:
+            elif self.prompt_tokens is None:
                 is_chat = context.endpoint is OpenAIEndpoint.CHAT
                 prompt = context.parsed.messages if is_chat else context.parsed.prompt
                 self._expect_hits(context, text_hashes(bytes(prompt)))
 
-    async def tokenize_prompt(self, context: RequestContext, tokenizer: Tokenizer) -> None:
+    async def tokenize_prompt(self, context: RequestContext, tokens: PromptTokens) -> None:
         """The rest of `prepare` where there is a tokenizer: text becomes token ids, and instances
         that would make the same get them instead."""
-        text, tokens = prompt_text(context.endpoint, context.parsed), self.prompt_tokens
-        if text is None or tokens is None:
+        text = prompt_text(context.endpoint, context.parsed)
+        if text is None:
             return
         is_put = tokens.can_put(context)
         if not is_put:
             text = text[:MAX_CHARACTERS]
-        adds_special = context.endpoint is OpenAIEndpoint.COMPLETION and tokens.options(context)
-        encode = partial(tokenizer.encode, text, add_special_tokens=adds_special)
+        encode = partial(tokens.encode, context, text)
         if len(text) < INLINE_CHARACTERS:
             ids = encode()
         else:
