@@ -42,20 +42,19 @@ def profiling_pool_size(plan: EnginePlan) -> PoolSize:
 def largest_steps(plan: EnginePlan) -> list[StepPlan]:
     """Steps that take the most memory, each in its own way: prompts, as many tokens over as many
     sequences as there may be, all of which sample; as many decodes, one of them behind the longest
-    context, for which attention has the most splits; where tokens are drafted, then as many of
-    these with drafts as a step has room for.
+    context, for which attention has the most splits; the last chunk of the longest prompt, whose
+    attention may gather, unpack or decompress all that lies before it; where tokens are drafted,
+    then as many of these with drafts as a step has room for.
 
     Their KV goes to the same few blocks, over and over: what it holds does not matter.
     """
     prompts = _largest_prompts(plan)
     decodes = _largest_decodes(plan)
+    chunk = _largest_chunk(plan)
     if plan.config.speculation is None:
-        return [prompts, decodes]
-    return [
-        prompts,
-        decodes,
-        _largest_drafts(plan, plan.config.speculation.num_speculative_tokens),
-    ]
+        return [prompts, decodes, chunk]
+    drafts = _largest_drafts(plan, plan.config.speculation.num_speculative_tokens)
+    return [prompts, decodes, chunk, drafts]
 
 
 def _largest_prompts(plan: EnginePlan) -> StepPlan:
@@ -83,6 +82,17 @@ def _largest_decodes(plan: EnginePlan) -> StepPlan:
     )
 
 
+def _largest_chunk(plan: EnginePlan) -> StepPlan:
+    """As much of one prompt as a step takes, behind the longest context."""
+    length = max(1, plan.max_model_len - _tokens_ahead(plan.config))
+    num_tokens = min(length, plan.config.max_num_batched_tokens)
+    return StepPlan(
+        2,
+        new_requests=_requests(plan, [length]),
+        sequences=(ScheduledSequence(next(iter(_NAMES)), length - num_tokens, num_tokens),),
+    )
+
+
 def _largest_drafts(plan: EnginePlan, most: int) -> StepPlan:
     """As many sequences with ``most`` draft tokens as fit, and one with what is left."""
     budget = plan.config.max_num_batched_tokens
@@ -92,7 +102,7 @@ def _largest_drafts(plan: EnginePlan, most: int) -> StepPlan:
         num_draft_tokens = min(most, budget - 1)
         sequences.append(ScheduledSequence(name, length - 1, 1, num_draft_tokens=num_draft_tokens))
         budget -= 1 + num_draft_tokens
-    return StepPlan(2, new_requests=_requests(plan, lengths), sequences=tuple(sequences))
+    return StepPlan(3, new_requests=_requests(plan, lengths), sequences=tuple(sequences))
 
 
 def _requests(plan: EnginePlan, lengths: Sequence[int]) -> tuple[NewRequest, ...]:

@@ -49,7 +49,7 @@ def test_the_largest_step_has_all_the_tokens_that_a_step_may_have(
     num_tokens: int, num_seqs: int, counts: list[int], model: Path
 ) -> None:
     plan = plan_of(model, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
-    prompts, decodes = largest_steps(plan)
+    prompts, decodes, _ = largest_steps(plan)
     assert counts_of(prompts) == counts
     assert prompts.num_tokens == num_tokens
     assert counts_of(decodes) == [1] * len(counts)
@@ -59,17 +59,28 @@ def test_the_largest_step_has_all_the_tokens_that_a_step_may_have(
 
 def test_no_sequence_of_it_is_longer_than_one_may_be(model: Path) -> None:
     plan = plan_of(model, max_num_batched_tokens=4096, max_num_seqs=8, max_model_len=128)
-    prompts, _ = largest_steps(plan)
+    prompts, *_ = largest_steps(plan)
     assert counts_of(prompts) == [127] * 8, "and one token behind each"
 
 
 def test_one_decode_has_the_longest_context_there_may_be(model: Path) -> None:
     plan = plan_of(model, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=256)
-    _, decodes = largest_steps(plan)
+    _, decodes, _ = largest_steps(plan)
     assert [sequence.start for sequence in decodes.sequences] == [254, 4, 4, 4]
     assert len(decodes.new_requests[0].block_ids) == 16, "attention has room for all its splits"
     num_blocks = profiling_pool_size(plan).num_blocks
     assert max(max(request.block_ids) for request in decodes.new_requests) < num_blocks
+
+
+@pytest.mark.parametrize(("num_tokens", "start", "count"), [(16, 239, 16), (512, 0, 255)])
+def test_the_last_chunk_of_the_longest_prompt_is_among_them(
+    num_tokens: int, start: int, count: int, model: Path
+) -> None:
+    plan = plan_of(model, max_num_batched_tokens=num_tokens, max_num_seqs=4, max_model_len=256)
+    *_, chunk = largest_steps(plan)
+    assert [(each.start, each.count) for each in chunk.sequences] == [(start, count)]
+    num_blocks = profiling_pool_size(plan).num_blocks
+    assert max(chunk.new_requests[0].block_ids) < num_blocks
 
 
 def test_drafts_fill_the_step_to_its_last_token(model: Path) -> None:
