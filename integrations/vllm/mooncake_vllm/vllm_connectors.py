@@ -36,12 +36,12 @@ from mooncake_vllm.vllm_instance import (
     describe_instance,
     model_kv,
     npu_formats,
-    page_format,
     rank_position,
     worker_sockets,
 )
 from mooncake_vllm.vllm_interface import KVCacheBlocks, Request
 from mooncake_vllm.vllm_memory import view_caches
+from mooncake_vllm.vllm_pages import page_format
 from mooncake_vllm.vllm_pool_side import POOL_WORKER, PoolSchedulerSide
 from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerHooks, SchedulerSide
 from mooncake_vllm.vllm_settings import read_pool_settings, read_settings, wanted_layout
@@ -192,7 +192,8 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             view = view_ascend_caches(kv_caches, kv, position, num_blocks, heads_first=heads_first)
         else:
             layers = self._vllm_config.compilation_config.static_forward_context
-            packing = page_format(device.kind, [layers[n] for n in kv_caches], first.shape[2])
+            named = {name: layers[name] for name in kv_caches}
+            packing = page_format(device.kind, named, kv_caches, kv.plane_dims)
             view = view_caches(kv_caches, kv, position, num_blocks, packing)
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
         path = worker_sockets(self._vllm_config, type(self).__name__)[rank]

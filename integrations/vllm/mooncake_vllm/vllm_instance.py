@@ -6,7 +6,7 @@ import hashlib
 import logging
 import platform
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mooncake_kv.errors import KVConfigError
 from mooncake_kv.model_fingerprint import ModelFingerprint, model_fingerprint
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.rank_link import socket_paths
-from mooncake_vllm.vllm_memory import LINEAR, ModelKV, RankPosition
+from mooncake_vllm.vllm_memory import ModelKV, RankPosition
 from mooncake_vllm.vllm_scheduler_side import Instance
 from mooncake_vllm.vllm_worker_side import Device
 
@@ -148,22 +148,6 @@ def model_kv(model_config: Any, spec: Any) -> ModelKV:
         heads, dims = model_config.get_total_num_kv_heads(), (spec.head_size, spec.head_size_v)
     dtype = str(spec.dtype).removeprefix("torch.")
     return ModelKV(kind, model_config.get_total_num_hidden_layers(), heads, dims, dtype)
-
-
-def page_format(device_kind: str, layers: Iterable[Any], block_size: int) -> str:
-    """How a block's content is ordered: on a CPU, vLLM packs K for the instructions it found.
-
-    Another attention, which has come by vLLM's registry of backends, is taken at vLLM's word for
-    all of them: a view ``[blocks, heads, tokens, content]`` is what it says.
-    """
-    if device_kind != "cpu":
-        return LINEAR
-    packings = sorted({str(getattr(layer, "isa", "unknown")) for layer in layers if _packs(layer)})
-    return f"vllm-cpu/{'+'.join(packings)}/{block_size}" if packings else LINEAR
-
-
-def _packs(layer: Any) -> bool:
-    return str(layer.get_attn_backend().__module__).partition(".")[0] == "vllm"
 
 
 def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:

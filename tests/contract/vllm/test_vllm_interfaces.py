@@ -27,6 +27,7 @@ FOLDER = Path(mooncake_vllm.__file__).parent
 CONNECTORS = ast.parse((FOLDER / "vllm_connectors.py").read_text())
 STATS = ast.parse((FOLDER / "transfer_stats.py").read_text())
 INSTANCE = ast.parse((FOLDER / "vllm_instance.py").read_text())
+PAGES = ast.parse((FOLDER / "vllm_pages.py").read_text())
 INTERFACE = ast.parse((FOLDER / "vllm_interface.py").read_text())
 
 LEFT_ALONE = {
@@ -209,7 +210,7 @@ def members_with_bases(facts: dict[str, Any], name: str) -> set[str]:
 
 @release
 def test_what_is_read_of_the_configuration_is_there(facts: dict[str, Any]) -> None:
-    reads = {*read_attributes(INSTANCE), *read_attributes(CONNECTORS)}
+    reads = {pair for tree in (INSTANCE, PAGES, CONNECTORS) for pair in read_attributes(tree)}
     assert len(reads) >= 20
     assert {
         (owner, name) for owner, name in reads if name not in members_with_bases(facts, owner)

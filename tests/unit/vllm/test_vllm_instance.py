@@ -18,7 +18,6 @@ from mooncake_vllm.vllm_instance import (
     describe_instance,
     fingerprint,
     model_kv,
-    page_format,
 )
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
@@ -136,19 +135,6 @@ def test_what_a_token_keeps() -> None:
     assert (plain.layers, plain.dtype) == (32, "bfloat16")
     latent = model_kv(model(), spec(MLAAttentionSpec))
     assert (latent.kind, latent.kv_heads, latent.plane_dims) == (AttentionKind.MLA, 1, (512, 64))
-
-
-def test_pages_of_a_cpu_are_named_by_their_packing() -> None:
-    def layer(module: str, **facts: str) -> SimpleNamespace:
-        backend = type("Backend", (), {"__module__": module})
-        return SimpleNamespace(get_attn_backend=lambda: backend, **facts)
-
-    of_vllm = [layer("vllm.v1.attention.backends.cpu_attn", isa="amx")] * 2
-    assert page_format("cpu", of_vllm, 128) == "vllm-cpu/amx/128"
-    unnamed = layer("vllm.v1.attention.backends.mla.cpu_mla")
-    assert page_format("cpu", [unnamed], 16) == "vllm-cpu/unknown/16"
-    assert page_format("cpu", [layer("elsewhere.attention")], 128) == "linear"
-    assert page_format("cuda", of_vllm, 16) == "linear"
 
 
 def test_devices() -> None:

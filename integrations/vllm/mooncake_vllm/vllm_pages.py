@@ -1,0 +1,113 @@
+"""How a page of vLLM's KV cache is ordered: token after token, or packed for some instructions.
+
+The views ``[blocks, heads, tokens, content]`` that vLLM hands over say where a page is, and not
+what an attention puts there: vLLM's own one for CPUs packs K, and shapes and strides are the same.
+vLLM's other ones keep K and V of a token side by side. One from elsewhere, which has come by vLLM's
+registry of backends, is tried: it writes a page, and what then is in the view decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mooncake_vllm.errors import UnsupportedByVllmConnector
+from mooncake_vllm.vllm_memory import LINEAR
+
+PACKING_DEVICES = ("cpu",)
+"""Where vLLM's own attention packs."""
+
+
+def page_format(
+    device_kind: str,
+    layers: Mapping[str, Any],
+    caches: Mapping[str, Any],
+    plane_dims: Sequence[int],
+) -> str:
+    """The name of a page's order: ``LINEAR``, or one that only pages of the same name share.
+
+    Args:
+        device_kind: what the caches are on.
+        layers: vLLM's attention layers, by name.
+        caches: the view of each, ``[blocks, heads, tokens, content]``; what is tried writes into
+            one page, whose content is put back.
+        plane_dims: elements of K and of V, per token and head.
+
+    Raises:
+        UnsupportedByVllmConnector: an attention's order can't be told, or is not linear and has no
+            name.
+    """
+    of_vllm: list[Any] = []
+    others: dict[Any, str] = {}  # by backend, a layer that has it
+    for name, layer in layers.items():
+        backend = layer.get_attn_backend()
+        if str(backend.__module__).partition(".")[0] == "vllm":
+            of_vllm.append(layer)
+        else:
+            others.setdefault(backend, name)
+    for backend, name in others.items():
+        _check_linear(backend, layers[name], caches[name], plane_dims)
+    if device_kind not in PACKING_DEVICES or not of_vllm:
+        return LINEAR
+    if others:
+        raise UnsupportedByVllmConnector(
+            f"a part of the layers has vLLM's attention, whose pages are packed, and a part has "
+            f"{', '.join(sorted(map(_title, others)))}, whose pages are linear; wanted one for all"
+        )
+    return _packing(of_vllm, next(iter(caches.values())).shape[2])
+
+
+def _packing(layers: Iterable[Any], block_size: int) -> str:
+    packings = sorted({str(getattr(layer, "isa", "unknown")) for layer in layers})
+    return f"vllm-cpu/{'+'.join(packings)}/{block_size}"
+
+
+def _check_linear(backend: Any, layer: Any, cache: torch.Tensor, plane_dims: Sequence[int]) -> None:
+    """An attention that is not vLLM's keeps K and V of a token side by side."""
+    impl = getattr(layer, "impl", None)
+    update = getattr(impl, "do_kv_cache_update", None)
+    if update is None or getattr(backend, "forward_includes_kv_cache_update", True):
+        raise UnsupportedByVllmConnector(
+            f"how the attention {_title(backend)} orders a page of KV can't be told: it is not "
+            "vLLM's own, and writes KV within its forward; wanted one with do_kv_cache_update, "
+            "which is tried, and forward_includes_kv_cache_update = False"
+        )
+    page = cache[:1]
+    before = page.clone()
+    try:
+        found, wanted = _write_page(update, layer, page, plane_dims)
+    except Exception as exc:  # other people's code, whatever it lets out
+        raise UnsupportedByVllmConnector(
+            f"how the attention {_title(backend)} orders a page of KV can't be told: its "
+            f"do_kv_cache_update failed when it was tried: {exc!r}"
+        ) from exc
+    finally:
+        page.copy_(before)
+    if not torch.equal(found, wanted):
+        raise UnsupportedByVllmConnector(
+            f"the attention {_title(backend)} packs pages of KV: what it wrote for a token is not "
+            "that token's K and V, side by side. Nobody else can read such pages; use vLLM's own "
+            "attention, or one that keeps [blocks, heads, tokens, K|V]"
+        )
+
+
+def _write_page(
+    update: Any, layer: Any, page: torch.Tensor, plane_dims: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:  # both [heads, tokens, content]
+    """Fill a page out of order; what is in it, and what was written."""
+    _, heads, tokens, content = page.shape
+    generator = torch.Generator().manual_seed(0)
+    # whole numbers, that every type of KV has
+    drawn = torch.randint(1, 100, (tokens, heads, content), generator=generator)
+    written = drawn.to(page.device, page.dtype)
+    key, value = written[..., : plane_dims[0]], written[..., plane_dims[0] :]
+    slots = torch.randperm(tokens, generator=generator).to(page.device)
+    with torch.no_grad():
+        update(layer, key[slots].contiguous(), value[slots].contiguous(), page, slots)
+    return page[0].clone(), written.transpose(0, 1)
+
+
+def _title(backend: Any) -> str:
+    return f"{backend.__module__}.{backend.__qualname__}"
