@@ -144,7 +144,9 @@ class Running:
         seconds = max(seconds, attack.at_least_s * target.slack)
         self._count = FORKS.Value("q", 0)
         self._complaints = FORKS.Queue()
-        self._deadline = time.monotonic() + seconds + GRACE_S * target.slack
+        self._limit_s = seconds + GRACE_S * target.slack
+        self._deadline = time.monotonic() + self._limit_s
+        self._is_late = False
         arguments = (attack.run, target, seconds, attack.most, seed)
         self._process: BaseProcess = FORKS.Process(
             target=_perform, args=(*arguments, self._count, self._complaints)
@@ -155,6 +157,7 @@ class Running:
     def is_over(self) -> bool:
         """Whether it has ended; one that is late is killed."""
         if self._process.is_alive() and time.monotonic() > self._deadline:
+            self._is_late = True
             self.kill()
         return not self._process.is_alive()
 
@@ -169,7 +172,9 @@ class Running:
         found = []
         while not self._complaints.empty():
             found.append(self._complaints.get())
-        if self._process.exitcode:
+        if self._is_late:
+            found.append(f"the attack was not over after {self._limit_s:.0f} s, and was killed")
+        elif self._process.exitcode:
             found.append(f"the attack ended with status {self._process.exitcode}")
         self._process.close()
         return tuple(found)
