@@ -82,6 +82,10 @@ class Fleet:
         self.prefill_slots: Slots = np.zeros(0, np.int64)
         self.decode_slots: Slots = np.zeros(0, np.int64)
         self.prefill_mask = 0
+        # Who can send a prefix to others, and who can take one from them.
+        self.sender_mask = 0
+        self.sends = np.zeros(num_slots, np.bool_)
+        self.fetches = np.ones(num_slots, np.bool_)
         self.prefill = np.zeros((3, num_slots))
         self.step = np.zeros((3, num_slots))
         self.host_bytes_per_s = np.ones(num_slots)
@@ -92,6 +96,7 @@ class Fleet:
         self.queues = PrefillQueues(num_slots)
         self.is_draining = np.zeros(num_slots, np.bool_)
         self._roles: dict[int, Role] = {}
+        self._said_to_send: dict[int, bool] = {}
         self._prefill_costs = self.prefill[:, self.prefill_slots]
 
     def add(self, spec: InstanceSpec) -> int:
@@ -125,6 +130,8 @@ class Fleet:
         if slot not in self.names:
             raise UnknownInstance(f"no instance in slot {slot}")
         del self.names[slot], self._roles[slot]
+        self._said_to_send.pop(slot, None)
+        self.fetches[slot] = True
         self.is_draining[slot] = False
         self.links.cut(slot, now)
         self.queues.clear(slot)
@@ -139,6 +146,14 @@ class Fleet:
         if slot not in self._roles:
             raise UnknownInstance(f"no instance in slot {slot}")
         return self._roles[slot]
+
+    def share_prefixes(self, slot: int, *, sends: bool, fetches: bool) -> None:
+        """Say of an instance whether others can read prefixes that it holds, and it theirs. Where
+        that was not said, all fetch from all that prefill."""
+        if (self._said_to_send.get(slot), bool(self.fetches[slot])) == (sends, fetches):
+            return
+        self._said_to_send[slot], self.fetches[slot] = sends, fetches
+        self._list_roles()
 
     def drain(self, slot: int, is_draining: bool = True) -> None:
         """Give an instance no more requests, or give it some again."""
@@ -210,6 +225,11 @@ class Fleet:
         self.prefill_slots = np.array(prefill, np.int64)
         self.decode_slots = np.array(decode, np.int64)
         self.prefill_mask = sum(1 << slot for slot in prefill)
+        said = self._said_to_send
+        senders = [slot for slot, _ in roles if said.get(slot, slot in prefill)]
+        self.sends[:] = False
+        self.sends[senders] = True
+        self.sender_mask = sum(1 << slot for slot in senders)
         self._gather_costs()
 
     def _gather_costs(self) -> None:

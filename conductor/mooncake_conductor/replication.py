@@ -84,7 +84,7 @@ class Replicator:
         for length, mask in match.runs:
             run = tuple(keys[start : start + length])
             start += length
-            holders = self._fleet.slots_of(mask & self._fleet.prefill_mask)
+            holders = self._fleet.slots_of(mask & self._fleet.sender_mask)
             if (
                 len(holders)
                 and self._is_hot(run[length // 2], now)
@@ -110,7 +110,11 @@ class Replicator:
         if self._cooling.get(run[0], -np.inf) > now:
             return None
         fleet = self._fleet
-        others = [int(slot) for slot in fleet.prefill_slots if not mask >> int(slot) & 1]
+        others = [
+            int(slot)
+            for slot in fleet.prefill_slots
+            if fleet.fetches[slot] and not mask >> int(slot) & 1
+        ]
         heat = self._heat.of(run[len(run) // 2], now) / (mask.bit_count() + 1)
         fitting = [slot for slot in others if self._victim_heat(slot, now) < heat]
         until = fleet.links.receiving_until

@@ -9,7 +9,7 @@ import msgspec
 
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
-from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.pool.pool_events import PoolStats, StoreLocation
 
 
 class FinishReason(str, Enum):
@@ -209,6 +209,7 @@ class EngineStats:
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
         speculation: of speculative decoding; None where it is off.
         kv_pool: of the KVCache pool; None without one.
+        pool_home: where other instances find what this one saves there; None if they can't.
     """
 
     num_running: int = 0
@@ -228,3 +229,4 @@ class EngineStats:
     kv_transfer: dict[str, float] = field(default_factory=dict)
     speculation: SpeculationStats | None = None
     kv_pool: PoolStats | None = None
+    pool_home: StoreLocation | None = None

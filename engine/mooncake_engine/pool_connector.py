@@ -18,7 +18,7 @@ from mooncake_hal.registry import Registry
 from mooncake_kv.connector import ConnectorFailed
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_config import KVPoolConfig
-from mooncake_kv.pool.pool_events import PoolEvent
+from mooncake_kv.pool.pool_events import PoolEvent, StoreLocation
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, completes_chunks, extend_keys
@@ -67,7 +67,7 @@ class SchedulerPool:
         name: str,
     ) -> None:
         with engine_errors():
-            stores = PoolStores(config, registry, name)
+            self._stores = stores = PoolStores(config, registry, name)
         self.chunk_tokens = config.chunk_tokens
         self.always_loads = config.always_loads
         self.num_layers = geometry.layers
@@ -87,6 +87,10 @@ class SchedulerPool:
         self.end_save = client.end_save
         self.stop = client.stop
         self.close = client.close
+
+    @property
+    def home_location(self) -> StoreLocation | None:
+        return self._stores.home_location
 
     def start(
         self,

@@ -103,6 +103,26 @@ class PushTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A node store that is said to have the KV of a prompt's beginning. A hint: where it turns out
+    to be wrong, or takes too long, the prompt is computed.
+
+    Args:
+        host, port: where the store listens.
+        epoch: of the store when that was said; restarted, it has another one.
+        num_tokens: leading tokens whose KV it has.
+    """
+
+    host: _Name
+    port: _Port
+    epoch: _Name
+    num_tokens: _Count
+
+
+MAX_PREFIX_SOURCES = 16
+
+
+@dataclass(frozen=True, slots=True)
 class KVTransferParams:
     """What a request's parameters ask this instance to do.
 
@@ -117,6 +137,7 @@ class KVTransferParams:
         requester: the address that the request came from; None for one of this process.
         is_verified: whether the holder says which prompt it was given, so that its KV is certainly
             that of this one.
+        prefix_sources: where this instance's KVCache pool may find what it is to compute.
     """
 
     keeps_kv: bool = False
@@ -127,6 +148,7 @@ class KVTransferParams:
     is_pulled: bool = False
     requester: str | None = None
     is_verified: bool = True
+    prefix_sources: tuple[PrefixSource, ...] = ()
 
     @property
     def mode(self) -> TransferMode:
@@ -161,6 +183,9 @@ class _Wire(msgspec.Struct):
     remote_block_size: _Count | list[_Count] | None = None  # a push names one per cache group
     lease_seconds: _Seconds | None = None
     prompt_digest: _Name | None = None
+    prefix_sources: Annotated[
+        tuple[PrefixSource, ...], msgspec.Meta(max_length=MAX_PREFIX_SOURCES)
+    ] = ()
 
 
 ADDRESS_FIELDS = (
@@ -201,13 +226,18 @@ def parse_kv_transfer_params(
         if target is not None:
             target = replace(target, prompt_digest=prompt_digest(prompt_token_ids, cache_salt))
         is_pulled = target is not None and wire.do_pull
-        found = KVTransferParams(keeps_kv=True, target=target, is_pulled=is_pulled)
+        found = KVTransferParams(
+            keeps_kv=True,
+            target=target,
+            is_pulled=is_pulled,
+            prefix_sources=wire.prefix_sources,
+        )
     elif wire.do_remote_prefill and wire.metaserver and wire.remote_engine_id is None:
         return KVTransferParams(metaserver=wire.metaserver, is_pulled=wire.do_pull)
     elif wire.do_remote_prefill:
         found = _parse_remote(wire, num_prompt_tokens)
     else:
-        return NO_KV_TRANSFER
+        return KVTransferParams(prefix_sources=wire.prefix_sources)
     _check_digest(wire.prompt_digest, prompt_token_ids, cache_salt)
     return found
 

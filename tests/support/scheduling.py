@@ -18,7 +18,7 @@ from mooncake_engine.scheduling.step_plan import (
     StepPlan,
     StepResult,
 )
-from mooncake_kv.params import FirstToken, KVTransferParams, PushTarget, RemoteKV
+from mooncake_kv.params import FirstToken, KVTransferParams, PrefixSource, PushTarget, RemoteKV
 
 EOS = 2
 WRONG = -1
@@ -327,12 +327,13 @@ def make_request(
     first_token: int | None = None,
     group: str | None = None,
     priority: int = 0,
+    prefix_sources: tuple[PrefixSource, ...] = (),
     **kind: bool,
 ) -> Request:
     """A request.
 
     Args:
-        name, prompt, arrival, max_tokens, group, priority: as its fields.
+        name, prompt, arrival, max_tokens, group, priority, prefix_sources: as its fields.
         first_token: of a peer that holds the prompt's KV.
         kind: ``keeps_kv``, ``sends_kv`` (implies it) or ``receives_kv``.
     """
@@ -343,6 +344,7 @@ def make_request(
         first_token=None if first_token is None else FirstToken(first_token),
         target=PushTarget(remote, 0) if kind.get("sends_kv") else None,
         metaserver="http://proxy" if kind.get("receives_kv") else None,
+        prefix_sources=prefix_sources,
     )
     spec = EngineRequest(name, tuple(prompt), sampling, params, priority, group=group)
     return Request(spec, 0, arrival)

@@ -27,11 +27,11 @@ class StoreProcess:
     ``prefix`` goes before the command: what it is run by.
     """
 
-    def __init__(self, directory, *options, port=0, prefix=()):
-        secret = directory / "secret"
-        secret.write_text(SECRET)
-        self.secret_file = secret
-        command = [sys.executable, "-m", "mooncake_kv", "store", "--kv-secret-file", str(secret)]
+    def __init__(self, directory, *options, port=0, prefix=(), secret=SECRET):
+        self.secret_file = directory / "secret"
+        self.secret_file.write_text(secret)
+        command = [sys.executable, "-m", "mooncake_kv", "store"]
+        command += ["--kv-secret-file", str(self.secret_file)]
         command += ["--port", str(port), "--ssd-segment-bytes", "4M", "--ssd-min-free-bytes", "0"]
         self.log = (directory / "store.log").open("ab")
         self._process = subprocess.Popen(

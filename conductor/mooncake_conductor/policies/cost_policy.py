@@ -142,6 +142,7 @@ def _fetch(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
     scattered = np.maximum(held - seen.own, 0) * fleet.chunk_bytes
     here = seen.local_load + scattered / fleet.host_bytes_per_s[slots]
     load = np.where(moved > 0, np.maximum(remote, here), here)
+    load = np.where((moved > 0) & ~fleet.fetches[slots], np.inf, load)
     return _Way(Plan.FETCH, seen.tokens(np.full(len(slots), total)), load)
 
 
@@ -149,10 +150,10 @@ _WAYS = (_recompute, _local, _join, _fetch)
 
 
 def _sources(seen: Situation) -> tuple[Fetch, ...]:
-    """For each run of the pool's prefix the prefill instance that is soonest free to send it."""
+    """For each run of the pool's prefix the instance that is soonest free to send it."""
     until, start, chosen = seen.fleet.links.sending_until, 0, []
     for length, mask in seen.match.runs:
-        senders = seen.fleet.slots_of(mask & seen.fleet.prefill_mask)
+        senders = seen.fleet.slots_of(mask & seen.fleet.sender_mask)
         if not len(senders):
             break
         chosen.append(Fetch(int(senders[until[senders].argmin()]), start, length))

@@ -39,7 +39,7 @@ class MooncakePolicy:
     def choose(self, seen: Situation) -> PrefillChoice:
         own = seen.own
         best, source = self._best_match(seen, own)
-        transfers = self.is_far_behind(best, own)
+        transfers = self.is_far_behind(best, own) & seen.fleet.fetches[seen.slots]
         reused = seen.tokens(np.where(transfers, best, own))
         moved = np.where(transfers, best - own, 0) * seen.fleet.chunk_bytes
         transfer = self._transfer_seconds(seen, source, moved)
@@ -67,10 +67,14 @@ class MooncakePolicy:
         return (ratio > self._threshold) & (best > own)
 
     def _best_match(self, seen: Situation, own: Counts) -> tuple[int, int]:
-        """The longest prefix, and the instance that has it and is soonest free to send."""
-        longest = int(own.max())
+        """The longest prefix that can be sent, and the instance that has it and is soonest free to
+        send."""
+        sends = seen.fleet.sends[seen.slots]
+        if not sends.any():
+            return 0, 0
+        longest = int(own[sends].max())
         until = seen.fleet.links.sending_until[seen.slots]
-        return longest, int(np.argmin(np.where(own == longest, until, np.inf)))
+        return longest, int(np.argmin(np.where(sends & (own == longest), until, np.inf)))
 
     def _transfer_seconds(self, seen: Situation, source: int, moved: Values) -> Values:
         """EstimateKVCacheTransferTime, with the congestion at the sender that the text asks for."""

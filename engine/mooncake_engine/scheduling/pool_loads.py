@@ -22,6 +22,7 @@ from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
 from mooncake_engine.scheduling.scheduler_interface import ChunkPool
 from mooncake_engine.scheduling.step_plan import ScheduledSequence, StepResult
+from mooncake_kv.params import PrefixSource
 from mooncake_kv.pool.pool_costs import (
     LoadChoice,
     PrefillCosts,
@@ -46,6 +47,8 @@ MAX_LOADS = 16
 MIN_PATIENCE_S = 2.0
 PATIENCE = 4.0
 """A load may take so many times what it, or computing instead, was estimated to take."""
+MIN_HINT_PATIENCE_S, MAX_HINT_PATIENCE_S = 0.05, 1.0
+"""How long a store that a request names may take until it says what it has."""
 MIN_COST_S = 1e-6
 GRACE_S = 0.5
 """Ranks end a load themselves at its deadline; so much later the scheduler does."""
@@ -158,14 +161,32 @@ class PoolLoads:
             return False
         keys = self._pool.keys(request, num_keys)
         load_id = f"{request.request_id}#{next(self._ids)}"
-        found = self._pool.lookup(load_id, keys)
+        hints = self._hints(request, num_cached)
+        if hints:
+            found = self._pool.lookup(load_id, keys, hints, self._hint_patience_s(request))
+        else:
+            found = self._pool.lookup(load_id, keys)
         if found is not None:
             self._note(request, keys, found)
             return False
         self._asked[load_id] = request
-        request.deadline = self._queues.now + MIN_PATIENCE_S
+        # From its arrival: the last step of an engine that was idle is long ago.
+        request.deadline = max(self._queues.now, request.arrival) + MIN_PATIENCE_S
         self._queues.look_up(request)
         return True
+
+    def _hints(self, request: Request, num_cached: int) -> list[PrefixSource]:
+        """Stores that are said to have chunks which the device has not."""
+        size = self._pool.chunk_tokens
+        hints = request.spec.kv_transfer_params.prefix_sources
+        return [hint for hint in hints if hint.num_tokens // size * size > num_cached]
+
+    def _hint_patience_s(self, request: Request) -> float:
+        """No longer than computing the prompt would take."""
+        if not self._prefill.is_known:
+            return MAX_HINT_PATIENCE_S
+        seconds = self._prefill.seconds(0, request.num_prompt_tokens, self._queues.now)
+        return min(max(seconds, MIN_HINT_PATIENCE_S), MAX_HINT_PATIENCE_S)
 
     def found(self, event: ChunksFound) -> None:
         """The pool answers."""

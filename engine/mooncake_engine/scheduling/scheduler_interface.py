@@ -8,9 +8,15 @@ from typing import Protocol
 
 from mooncake_engine.scheduling.request import Request
 from mooncake_kv.config import LoadFailurePolicy
-from mooncake_kv.params import KVTransferDict
+from mooncake_kv.params import KVTransferDict, PrefixSource
 from mooncake_kv.pool.pool_costs import LoadCosts
-from mooncake_kv.pool.pool_events import ChunkSource, LoadRequest, PoolStats, SaveRequest
+from mooncake_kv.pool.pool_events import (
+    ChunkSource,
+    LoadRequest,
+    PoolStats,
+    SaveRequest,
+    StoreLocation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +126,29 @@ class ChunkPool(Protocol):
     load_costs: LoadCosts
     """What loads took."""
 
+    @property
+    def home_location(self) -> StoreLocation | None:
+        """Where other instances find what this one saves; None if they can't."""
+        ...
+
     def keys(self, request: Request, num_chunks: int) -> list[bytes]:
         """Names of a request's leading chunks, all of whose tokens it has."""
         ...
 
-    def lookup(self, load_id: str, keys: Sequence[bytes]) -> Sequence[ChunkSource] | None:
-        """Where the leading ones of these are; None: ``ChunksFound`` follows."""
+    def lookup(
+        self,
+        load_id: str,
+        keys: Sequence[bytes],
+        hints: Sequence[PrefixSource] = (),
+        patience_s: float = 0.0,
+    ) -> Sequence[ChunkSource] | None:
+        """Where the leading ones of these are; None: ``ChunksFound`` follows.
+
+        Args:
+            load_id: of the look-up.
+            keys: to be found.
+            hints: other stores to ask, for ``patience_s`` at most.
+        """
         ...
 
     def start_load(self, load: LoadRequest) -> None:

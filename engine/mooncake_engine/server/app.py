@@ -7,7 +7,7 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -246,8 +246,11 @@ class PlainEndpoints:
         peers = {} if pairing is None else msgspec.structs.asdict(pairing)
         if (events := engine.kv_event_endpoints()) is not None:
             peers["kv_events"] = msgspec.structs.asdict(events)
-        if (pool := engine.stats().kv_pool) is not None:
+        stats = engine.stats()
+        if (pool := stats.kv_pool) is not None:
             peers["kv_pool"] = {"saved": pool.num_saved_chunks, "found": pool.num_found_chunks}
+            if stats.pool_home is not None:
+                peers["kv_pool"]["store"] = asdict(stats.pool_home)
         return _json({"status": "ok", "role": engine.config.role.value, **peers})
 
     async def metrics(self, _: Request) -> Response:

@@ -18,6 +18,7 @@ from mooncake_kv.params import KVTransferDict
 
 _PARAM = "kv_transfer_params"
 _PROMPT = "prompt_token_ids"
+_SOURCES = "prefix_sources"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,9 @@ def read_kv_transfer_request(
             "do_remote_decode and do_remote_prefill exclude each other", param=_PARAM
         )
     if not is_outgoing and not is_incoming:
-        return KVTransferRequest()
+        if _SOURCES not in params:
+            return KVTransferRequest()
+        return KVTransferRequest(choices=({_SOURCES: params[_SOURCES]},) * num_choices)
     if is_outgoing and stream:
         raise InvalidRequest(
             "a prefill for another instance (do_remote_decode) needs stream: false", param="stream"

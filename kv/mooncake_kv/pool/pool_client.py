@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_kv.errors import ConnectorDead, KVConfigError
 from mooncake_kv.io_loop import IoLoop
+from mooncake_kv.params import PrefixSource
+from mooncake_kv.pool.hinted_stores import HintedStores
 from mooncake_kv.pool.pool_costs import LoadCosts
 from mooncake_kv.pool.pool_events import (
     ChunksCopied,
@@ -86,6 +88,17 @@ class _Order:
     on_release: Callable[[], None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _LookUp:
+    """A look-up whose answer takes a while; fields as in ``PoolClient.lookup``."""
+
+    load_id: str
+    keys: Sequence[bytes]
+    probes: Sequence[Future[list[Residence]]]
+    hints: Sequence[PrefixSource]
+    patience_s: float
+
+
 class PoolClient:
     """See the module. ``lookup``, ``start_load``, ``cancel_load``, ``save`` and ``end_save`` are
     called by one thread, the others by any.
@@ -120,6 +133,9 @@ class PoolClient:
         self._active: set[str] = set()  # loads
         self._cancelled: set[str] = set()  # of these
         self._known_epochs: dict[int, str] = {}
+        self._hinted = HintedStores(
+            stores.all, stores.connect, self._count_hint, self._leave_hinted
+        )
         self._loading: set[str] = set()  # added to by the core's thread, taken from by the loop's
         self._saving: set[str] = set()  # the same
         self._save_slots = asyncio.Semaphore(SAVES_AT_ONCE)
@@ -145,6 +161,7 @@ class PoolClient:
             )
         self._send, self._post = send, post
         self._loop = IoLoop("kv-pool", self._give_up, fail)
+        self._loop.call("", lambda: self._loop.spawn_housekeeping(self._hinted.tidy()))
 
     def on_rank_message(self, rank: int, message: bytes) -> None:
         """A rank's worker sent this, maybe before ``start``. Any thread."""
@@ -167,18 +184,32 @@ class PoolClient:
     def close(self) -> None:
         """Give the stores back; after the ranks, which read and write them. Idempotent."""
         self.stop()
+        self._hinted.close()
         self._stores.close()
 
     # -- for the core ---------------------------------------------------------------------------
 
-    def lookup(self, load_id: str, keys: Sequence[bytes]) -> Sequence[ChunkSource] | None:
-        """Where the leading ones of these chunks are; None: ``ChunksFound`` follows."""
+    def lookup(
+        self,
+        load_id: str,
+        keys: Sequence[bytes],
+        hints: Sequence[PrefixSource] = (),
+        patience_s: float = 0.0,
+    ) -> Sequence[ChunkSource] | None:
+        """Where the leading ones of these chunks are; None: ``ChunksFound`` follows.
+
+        Args:
+            load_id: of the look-up.
+            keys: to be found.
+            hints: other stores to ask, for ``patience_s`` at most.
+        """
         self.stats.num_lookups += 1
         self.stats.num_queried_chunks += len(keys)
         probes = [store.probe(keys) for store in self._stores.all]
-        if all(probe.done() for probe in probes):
-            return self._found(probes)
-        self._spawn(self._look_up(load_id, probes), load_id)
+        if not hints and all(probe.done() for probe in probes):
+            return self._found({n: probe.result() for n, probe in enumerate(probes)})
+        asked = _LookUp(load_id, keys, probes, hints, patience_s)
+        self._spawn(self._look_up(asked), load_id)
         return None
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -227,19 +258,19 @@ class PoolClient:
         """Something was raised that nobody thought of. Loads and saves report all the same."""
         logger.warning("the pool failed in %s: %r", order_id, exc)
 
-    async def _look_up(self, load_id: str, probes: Sequence[Future[list[Residence]]]) -> None:
-        for probe in probes:
-            await asyncio.wrap_future(probe)
-        self._post(ChunksFound(load_id, self._found(probes)))
+    async def _look_up(self, asked: _LookUp) -> None:
+        hinted = await self._hinted.probe(asked.hints, asked.keys, asked.patience_s)
+        places = {n: await asyncio.wrap_future(probe) for n, probe in enumerate(asked.probes)}
+        self._post(ChunksFound(asked.load_id, self._found(places | dict(hinted))))
 
-    def _found(self, probes: Sequence[Future[list[Residence]]]) -> list[ChunkSource]:
+    def _found(self, places: Mapping[int, Sequence[Residence]]) -> list[ChunkSource]:
         """Of each leading chunk, the number of the nearest store that has it, and the tier."""
         found: list[ChunkSource] = []
-        for places in zip(*(probe.result() for probe in probes), strict=True):
+        for at in zip(*places.values(), strict=True):
             by_tier = [
                 (wanted is Residence.SSD, number)
                 for wanted in (Residence.DRAM, Residence.SSD)
-                for number, place in enumerate(places)
+                for number, place in zip(places, at, strict=True)
                 if place is wanted
             ]
             if not by_tier:
@@ -287,8 +318,9 @@ class PoolClient:
             wanted.setdefault(load.sources[position].store, []).append(position)
         lease_s = load.timeout_s + LEASE_MARGIN_S
         asked: list[tuple[int, list[int], Future[list[ReadHandle | None]]]] = [
-            (number, at, self._stores.all[number].pin([load.keys[p] for p in at], lease_s=lease_s))
+            (number, at, store.pin([load.keys[p] for p in at], lease_s=lease_s))
             for number, at in wanted.items()
+            if (store := self._store(number)) is not None
         ]
         handles: dict[int, tuple[int, ReadHandle]] = {}
         for number, positions, future in asked:
@@ -297,8 +329,9 @@ class PoolClient:
                 if handle is not None:
                     handles[position] = (number, handle)
         pinned = [
-            (self._stores.all[number], [h for n, h in handles.values() if n == number])
+            (store, [h for n, h in handles.values() if n == number])
             for number in wanted
+            if (store := self._store(number)) is not None
         ]
         runs: list[ChunkRun] = []
         for position in range(load.first_chunk, len(load.keys)):
@@ -513,16 +546,35 @@ class PoolClient:
 
     def _introduce(self, number: int) -> str | None:
         """The epoch of a store that the ranks know; None if it can't be reached."""
-        arena = self._stores.all[number].arena
+        store = self._store(number)
+        arena = None if store is None else store.arena
         if arena is None:
             return None
-        known = self._known_epochs.get(number)
-        if known != arena.epoch:
-            if known is not None:
-                self._broadcast(ForgetStore(known))
+        if self._known_epochs.get(number) != arena.epoch:
+            self._forget_epoch(number)
             self._known_epochs[number] = arena.epoch
             self._broadcast(self._description(arena))
         return arena.epoch
+
+    def _forget_epoch(self, number: int) -> None:
+        """Ranks leave the store that had this number, unless it has another one, too."""
+        known = self._known_epochs.pop(number, None)
+        if known is not None and known not in self._known_epochs.values():
+            self._broadcast(ForgetStore(known))
+
+    def _store(self, number: int) -> ChunkStore | None:
+        """One of the configuration, or one that a request has named; None if it was left."""
+        own = self._stores.all
+        return own[number] if number < len(own) else self._hinted.use(number)
+
+    def _leave_hinted(self, number: int) -> None:
+        self._forget_epoch(number)
+        for tier in Tier:
+            self.load_costs.forget(ChunkSource(number, tier))
+
+    def _count_hint(self, outcome: str) -> None:
+        hints = self.stats.num_prefix_hints
+        hints[outcome] = hints.get(outcome, 0) + 1
 
     def _description(self, arena: ArenaInfo) -> ConnectStore:
         return ConnectStore(

@@ -64,6 +64,10 @@ class LoadCosts:
         """To load that much."""
         return self._model(source).estimate((1.0, nbytes), now)
 
+    def forget(self, source: Hashable) -> None:
+        """Nothing is loaded from there any more."""
+        self._models.pop(source, None)
+
     def _model(self, source: Hashable) -> FadingLeastSquares:
         if source not in self._models:
             large = FIRST_LATENCY_S + (1 << 30) / FIRST_BYTES_PER_S

@@ -27,6 +27,20 @@ class ChunkSource(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class StoreLocation:
+    """Where other instances find what this one saves.
+
+    Args:
+        host, port: where the store listens.
+        epoch: of the store.
+    """
+
+    host: str
+    port: int
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadRequest:
     """Chunks to load for a request.
 
@@ -147,6 +161,7 @@ class PoolStats:
     Args:
         num_lookups: prompts that were looked up; ``num_queried_chunks`` in them.
         num_found_chunks: of these, by tier of the nearest store.
+        num_prefix_hints: stores that requests have named, by what came of that.
         num_loads, num_failed_loads: begun, and ended without all that was asked for.
         num_loaded_chunks, loaded_bytes: what came of them.
         load_seconds: that loads lasted, on the slowest rank each.
@@ -165,6 +180,7 @@ class PoolStats:
     num_lookups: int = 0
     num_queried_chunks: int = 0
     num_found_chunks: dict[str, int] = field(default_factory=dict)
+    num_prefix_hints: dict[str, int] = field(default_factory=dict)
     num_loads: int = 0
     num_failed_loads: int = 0
     num_loaded_chunks: int = 0
@@ -189,6 +205,7 @@ class PoolStats:
         return replace(
             self,
             num_found_chunks=dict(self.num_found_chunks),
+            num_prefix_hints=dict(self.num_prefix_hints),
             num_save_refusals=dict(self.num_save_refusals),
         )
 

@@ -8,10 +8,12 @@ from contextlib import ExitStack
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
+from mooncake_hal.session.addressing import is_loopback
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.pool_config import KVPoolConfig
+from mooncake_kv.pool.pool_events import StoreLocation
 from mooncake_kv.store.chunk_store import ChunkStore
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
@@ -52,15 +54,17 @@ class PoolStores:
 
     def __init__(self, config: KVPoolConfig, registry: Registry, name: str) -> None:
         self._undo = ExitStack()
+        self._secret = config.network.secret.encode()
+        self._name = name
+        self._listens: tuple[str, int] | None = None
+        if not config.dram_bytes and not is_loopback(config.connect[0][0]):
+            self._listens = config.connect[0]
         self.all: list[ChunkStore] = []
         """Where KV is loaded from; the first is ``home``."""
         with ExitStack() as undo:
             if config.dram_bytes:
                 self.all.append(self._open_own(config, registry, undo))
-            secret = config.network.secret.encode()
-            clients = [
-                StoreClient(StoreAddress(host, port, secret), name) for host, port in config.connect
-            ]
+            clients = [self.connect(host, port) for host, port in config.connect]
             for client, (host, port) in zip(clients, config.connect, strict=True):
                 undo.callback(client.close)
                 self.all.append(client)
@@ -77,6 +81,18 @@ class PoolStores:
     def home(self) -> ChunkStore:
         """Where KV is saved."""
         return self.all[0]
+
+    @property
+    def home_location(self) -> StoreLocation | None:
+        """Where instances on other hosts find what this one saves; None: they can't."""
+        arena = self.home.arena
+        if self._listens is None or arena is None:
+            return None
+        return StoreLocation(*self._listens, arena.epoch)
+
+    def connect(self, host: str, port: int) -> StoreClient:
+        """A client of a store of this deployment, which its caller closes."""
+        return StoreClient(StoreAddress(host, port, self._secret), self._name)
 
     def close(self) -> None:
         """Leave all stores; the own one ends. Idempotent."""
@@ -108,6 +124,7 @@ class PoolStores:
                 address = StoreAddress(network.host, config.port, secret)
                 service = StoreService.start(store, transports, address)
                 undo.callback(service.close)
+                self._listens = (network.advertise_host or network.host, service.port)
                 logger.info("the store of this instance listens on port %d", service.port)
         except (HalError, ValueError, OSError) as exc:
             raise KVConfigError(

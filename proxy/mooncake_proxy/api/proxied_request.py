@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mooncake_proxy.api.api_keys import ApiKey
     from mooncake_proxy.flows.recomputation import TokenRecord
     from mooncake_proxy.ops.proxy_tracing import RequestTrace
+    from mooncake_proxy.pool.instances import Instance
     from mooncake_proxy.routing.conductor_fleet import RoutedRequest
 
 # Client headers forwarded to instances. Trace headers only where the proxy makes no spans.
@@ -282,10 +283,24 @@ def with_delivery(params: Raw, *, delivered: bool) -> Raw:
     return Raw(b'{%b%b"first_token_delivered":%b}' % (inside, comma, flag))
 
 
-def plain_body(context: RequestContext) -> bytes:
-    """The client's body without kv_transfer_params."""
-    if "kv_transfer_params" not in context.fields:
+def plain_body(context: RequestContext, instance: Instance) -> bytes:
+    """The client's body without its kv_transfer_params, but with what the instance is to fetch."""
+    params = with_prefix_sources(context, instance, Raw(b"{}"))
+    if "kv_transfer_params" not in context.fields and len(params) == 2:
         return context.request.body
     fields = context.fields.copy()
-    del fields["kv_transfer_params"]
+    fields.pop("kv_transfer_params", None)
+    if len(params) > 2:
+        fields["kv_transfer_params"] = params
     return encode(fields)
+
+
+def with_prefix_sources(context: RequestContext, instance: Instance, params: Raw) -> Raw:
+    """An instance's parameters plus the stores that the conductor has it fetch from, where it is
+    the instance that was chosen for that."""
+    routed = context.routed
+    if routed is None or not routed.prefix_sources or not routed.is_prefilled_by(instance):
+        return params
+    inside = bytes(params).strip()[1:-1].rstrip()
+    comma = b"," if inside else b""
+    return Raw(b'{%b%b"prefix_sources":%b}' % (inside, comma, encode(routed.prefix_sources)))

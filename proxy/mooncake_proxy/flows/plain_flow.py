@@ -29,7 +29,7 @@ async def plain(router: RequestRouter, context: RequestContext, role: Role) -> N
 
 async def _ask(router: RequestRouter, context: RequestContext, instance: Instance) -> None:
     context.decoder = instance.name
-    await generate(router, context, instance, plain_body(context))
+    await generate(router, context, instance, plain_body(context, instance))
 
 
 async def generate(

@@ -30,6 +30,7 @@ from mooncake_proxy.api.proxied_request import (
     new_request_id,
     prefill_body,
     pull_decode_body,
+    with_prefix_sources,
 )
 from mooncake_proxy.errors import MalformedAnswer, UpstreamError
 from mooncake_proxy.flows.continued_prompt import (
@@ -179,7 +180,8 @@ async def _prefill(
     if instance.bootstrap is not None:
         return await _prefill_with_bootstrap(router, context, instance, instance.bootstrap)
     began, was_idle = router.now(), instance.total_running == 1
-    body = await _send_prefill(router, context, instance, HOLD_KV_PARAMS)
+    params = with_prefix_sources(context, instance, HOLD_KV_PARAMS)
+    body = await _send_prefill(router, context, instance, params)
     prefill = parse_prefill_answer(instance, body)
     prefill.began = began
     if prefill.kv_params.decode_continues_prompt and can_continue(context):

@@ -18,7 +18,12 @@ from functools import partial
 from msgspec import Raw
 
 from mooncake_proxy.api.openai_bodies import encode
-from mooncake_proxy.api.proxied_request import TRUE, RequestContext, prefill_body
+from mooncake_proxy.api.proxied_request import (
+    TRUE,
+    RequestContext,
+    prefill_body,
+    with_prefix_sources,
+)
 from mooncake_proxy.errors import UpstreamError
 from mooncake_proxy.flows.plain_flow import (
     decode_answer,
@@ -104,7 +109,7 @@ async def _dispatch_prefill(
 ) -> None:
     """The prefill, on another P if one fails."""
     try:
-        prefill = partial(_prefill, prefill_body(context, params, is_single=True))
+        prefill = partial(_prefill, params)
         await router.attempt(Role.PREFILL, context, prefill, decoder.is_compatible)
     except UpstreamError as error:
         if not context.is_committed:
@@ -114,10 +119,12 @@ async def _dispatch_prefill(
 
 
 async def _prefill(
-    body: bytes, router: RequestRouter, context: RequestContext, instance: Instance
+    params: Raw, router: RequestRouter, context: RequestContext, instance: Instance
 ) -> None:
     context.prefiller = instance.name
     started = router.now()
+    params = with_prefix_sources(context, instance, params)
+    body = prefill_body(context, params, is_single=True)
     payload = instance.build_post(context.endpoint.path, context.attempt_id, context.forward, body)
     answer = await instance.connections.fetch(payload, context.deadline)
     router.note_pushed(context)

@@ -98,15 +98,31 @@ class KVEventEndpoints(Struct, frozen=True):
         )
 
 
+class StoreLocation(Struct, frozen=True):
+    """Where other instances find what an instance saves to the KVCache pool, and the store's epoch:
+    restarted, it holds nothing of what was said."""
+
+    host: str
+    port: int
+    epoch: str
+
+
+class PoolUse(Struct, frozen=True):
+    """An instance uses the KVCache pool. `store` is None where others can't read what it saves."""
+
+    store: StoreLocation | None = None
+
+
 class Compatibility(Struct, frozen=True):
-    """What an instance's health reports: which peers it cannot exchange KV with, and where its
-    events are; empty by default."""
+    """What an instance's health reports: which peers it cannot exchange KV with, where its events
+    are, and how it uses the KVCache pool; empty by default."""
 
     # Of this start of the instance (epoch).
     engine_id: str = ""
     # Engine ids that it can't exchange KV with.
     refused_peers: frozenset[str] = frozenset()
     kv_events: KVEventEndpoints | None = None
+    kv_pool: PoolUse | None = None
 
 
 class PoolReport(Struct, frozen=True):

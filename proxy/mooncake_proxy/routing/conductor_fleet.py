@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from mooncake_conductor.conductor import Conductor, ConductorSettings, Decision
 from mooncake_conductor.cost.latency_model import MODELS, LatencyModel, cold_start, find
+from mooncake_conductor.cost.link_calendar import Fetch
 from mooncake_conductor.cost.online_fit import RunningQuantile
 from mooncake_conductor.errors import ConductorConfigError
 from mooncake_conductor.fleet import Fleet, InstanceSpec, Role as FleetRole
@@ -31,7 +34,7 @@ from mooncake_conductor.slo_admission import AdmissionMode, Objectives, Verdict,
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.pool.device_classes import costs_of
-from mooncake_proxy.pool.instances import Instance, InstancePool, Role
+from mooncake_proxy.pool.instances import Instance, InstancePool, Role, StoreLocation
 
 if TYPE_CHECKING:
     from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
@@ -47,6 +50,15 @@ OWNER = os.urandom(6).hex()
 _numbers = itertools.count()
 
 
+class PrefixSource(Struct, frozen=True):
+    """A store that has the KV of a prompt's first tokens, as the prefill instance is told."""
+
+    host: str
+    port: int
+    epoch: str
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class RoutedRequest:
     """Where a request was placed. `names` are those of the slots at that time."""
@@ -58,10 +70,16 @@ class RoutedRequest:
     # Of its decode instance; changes until it decodes.
     decode_slot: int
     outcome: dict[str, Any]
+    # Where its prefill instance finds what the decision says that it fetches.
+    prefix_sources: tuple[PrefixSource, ...] = ()
 
     def slot(self, role: Role) -> int:
         """Of the instance that takes the step of that role."""
         return self.decode_slot if role is Role.DECODE else self.decision.prefill.slot
+
+    def is_prefilled_by(self, instance: Instance) -> bool:
+        """Whether that instance was chosen to prefill it."""
+        return self.fleet.instance(self.decision.prefill.slot) is instance
 
     def record(self) -> dict[str, Any]:
         """Every term of the decision, and what became of it."""
@@ -144,6 +162,10 @@ class ConductorFleet:
             self._expect_costs(instance)
         self._names = {slot: seat.instance.name for slot, seat in self._seats.items()}
         for slot, seat in self._seats.items():
+            use = seat.instance.compatibility.kv_pool
+            self.conductor.fleet.share_prefixes(
+                slot, sends=use is not None and use.store is not None, fetches=use is not None
+            )
             endpoints = seat.instance.kv_events
             if endpoints is not None and seat.events is None:
                 seat.events = EventStream(self.conductor.index, slot, PublishedBlocks())
@@ -285,7 +307,22 @@ class ConductorFleet:
 
     def _route(self, request: RoutingRequest, now: float) -> RoutedRequest:
         decision = self.conductor.route(request, now)
-        return RoutedRequest(self, request, decision, self._names, decision.decode.slot, {})
+        sources = self._prefix_sources(decision.prefill.fetches)
+        decode_slot = decision.decode.slot
+        return RoutedRequest(self, request, decision, self._names, decode_slot, {}, sources)
+
+    def _prefix_sources(self, fetches: Sequence[Fetch]) -> tuple[PrefixSource, ...]:
+        """The stores behind a decision's fetches: the first tokens of the prompt are read there.
+        One store may have several runs of chunks."""
+        found: dict[StoreLocation, int] = {}
+        for fetch in fetches:
+            use = self._seats[fetch.source].instance.compatibility.kv_pool
+            if use is not None and use.store is not None:
+                found[use.store] = (fetch.start + fetch.num_chunks) * CHUNK_TOKENS
+        return tuple(
+            PrefixSource(store.host, store.port, store.epoch, num_tokens)
+            for store, num_tokens in found.items()
+        )
 
     def _measure_step(self, routed: RoutedRequest, seconds: float) -> None:
         fleet = self.conductor.fleet

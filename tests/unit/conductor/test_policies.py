@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from support.conductor_fleets import CHUNK, LATENCY, ask, hold, make_conductor, situation
 
 from mooncake_conductor.errors import ConductorConfigError, UnknownInstance
+from mooncake_conductor.fleet import InstanceSpec, Role
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.policies.heat import HeatMeter
 from mooncake_conductor.policies.mooncake_policy import Boundary, MooncakePolicy
@@ -260,3 +261,43 @@ def test_sglang_takes_the_longest_match_unless_queues_are_far_apart() -> None:
     for number in range(40):
         conductor.fleet.queues.enter(1, f"q{number}", 1.0, 10, now=0.0)
     assert conductor.route(ask("too far apart", 10), now=0.0).prefill.slot != 1
+
+
+@pytest.mark.parametrize("policy", ["cost", "mooncake"])
+@pytest.mark.parametrize(
+    ("sends", "fetches", "plan"),
+    [
+        (True, True, Plan.FETCH),
+        (False, True, Plan.RECOMPUTE),
+        (True, False, Plan.RECOMPUTE),
+    ],
+)
+def test_only_what_can_be_fetched_is(policy: str, sends: bool, fetches: bool, plan: Plan) -> None:
+    conductor = make_conductor(2, policy=policy)
+    hold(conductor, 0, 40)
+    conductor.fleet.queues.enter(0, "before", 60.0, 1, now=0.0)
+    conductor.fleet.share_prefixes(0, sends=sends, fetches=True)
+    conductor.fleet.share_prefixes(1, sends=True, fetches=fetches)
+    choice = conductor.route(ask("r", 40), 0.0).prefill
+    assert (choice.slot, choice.plan) == (1, plan)
+    assert math.isfinite(choice.ttft)
+
+
+def test_a_decode_instance_that_can_send_is_fetched_from() -> None:
+    conductor = make_conductor(1, policy="cost")
+    hold(conductor, 1, 40)
+    assert conductor.route(ask("r", 40), 0.0).prefill.plan is Plan.RECOMPUTE
+    conductor.ended("r", 0.0)
+    conductor.fleet.share_prefixes(1, sends=True, fetches=True)
+    choice = conductor.route(ask("r", 40), 0.0).prefill
+    assert choice.plan is Plan.FETCH
+    assert [fetch.source for fetch in choice.fetches] == [1]
+
+
+def test_who_takes_a_slot_later_shares_as_all_do() -> None:
+    conductor = make_conductor(2, policy="cost")
+    conductor.fleet.share_prefixes(1, sends=False, fetches=False)
+    conductor.remove(1, 0.0)
+    conductor.fleet.add(InstanceSpec("new", Role.PREFILL, LATENCY))
+    assert conductor.fleet.sender_mask == 0b11
+    assert conductor.fleet.fetches.all()

@@ -15,6 +15,8 @@ from mooncake_kv.params import (
     FirstTokenLogprobs,
     InstanceAddress,
     KVTransferParams,
+    PrefixSource,
+    TransferMode,
     build_params,
     parse_kv_transfer_params,
     parse_remote_address,
@@ -186,3 +188,31 @@ def test_a_salt_is_a_part_of_what_the_peer_was_given() -> None:
 def test_a_peer_that_does_not_say_what_it_was_given_is_not_verified() -> None:
     assert parse_kv_transfer_params(golden(), PROMPT).is_verified
     assert not parse_kv_transfer_params(golden(prompt_digest=None), PROMPT).is_verified
+
+
+SOURCE = {"host": "10.0.0.1", "port": 7701, "epoch": "abc", "num_tokens": 512}
+PREFILLS = [{"do_remote_decode": True}, {}]
+
+
+@pytest.mark.parametrize("params", PREFILLS, ids=["prefill", "alone"])
+def test_stores_are_named_to_whoever_computes_the_prompt(params: dict[str, Any]) -> None:
+    found = parse_kv_transfer_params(params | {"prefix_sources": [SOURCE]}, range(600))
+    assert found.prefix_sources == (PrefixSource("10.0.0.1", 7701, "abc", 512),)
+    assert found.keeps_kv is bool(params)
+    assert found.mode is (TransferMode.PULL if params else TransferMode.NONE)
+    assert parse_kv_transfer_params(params, range(600)).prefix_sources == ()
+
+
+@pytest.mark.parametrize(
+    ("sources", "problem"),
+    [
+        ([SOURCE | {"port": 0}], r"prefix_sources\[0\].port"),
+        ([{"host": "10.0.0.1"}], "missing required field `port`"),
+        ([SOURCE | {"num_tokens": "all"}], r"prefix_sources\[0\].num_tokens"),
+        ("10.0.0.1:7701", "Expected `array`"),
+        ([SOURCE] * 17, "length <= 16"),
+    ],
+)
+def test_a_hint_that_can_not_be_read_is_named(sources: object, problem: str) -> None:
+    with pytest.raises(InvalidKVParams, match=problem):
+        parse_kv_transfer_params({"prefix_sources": sources}, range(600))

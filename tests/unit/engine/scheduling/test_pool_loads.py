@@ -7,7 +7,13 @@ import random
 import pytest
 from support.scheduling import Bench, token_of
 
+from mooncake_engine.scheduling.pool_loads import (
+    MAX_HINT_PATIENCE_S,
+    MIN_HINT_PATIENCE_S,
+    MIN_PATIENCE_S,
+)
 from mooncake_engine.scheduling.request import RequestStatus
+from mooncake_kv.params import PrefixSource
 from mooncake_kv.pool.pool_costs import LoadCosts
 from mooncake_kv.pool.pool_events import (
     ChunksCopied,
@@ -37,6 +43,7 @@ class Pool:
         self.answers_at_once = answers_at_once
         self.asked, self.loads, self.saves = {}, {}, {}
         self.cancelled = set()
+        self.hints = []
 
     def keys(self, request, num_chunks):
         tokens = request.token_ids[: num_chunks * CHUNK]
@@ -45,7 +52,8 @@ class Pool:
     def find(self, keys):
         return [HOME for _ in itertools.takewhile(self.stored.__contains__, keys)]
 
-    def lookup(self, load_id, keys):
+    def lookup(self, load_id, keys, hints=(), patience_s=0.0):
+        self.hints.append((tuple(hints), patience_s))
         if self.answers_at_once:
             return self.find(keys)
         self.asked[load_id] = keys
@@ -413,6 +421,41 @@ class RandomRun:
             self.step()
             if not bench.scheduler.has_work and not bench.pool.loads:
                 return
+
+
+def test_an_engine_that_was_idle_waits_for_stores_as_well():
+    """Its last step was long ago when the request came."""
+    bench = PoolBench(token=None, answers_at_once=False)
+    request = bench.add("first", prompt_of(20), arrival=1000.0)
+    bench.scheduler.expire(1000.1)
+    assert request.state is RequestStatus.LOOKING_UP
+    bench.scheduler.expire(1000.0 + MIN_PATIENCE_S + 0.1)
+    assert request.state is RequestStatus.WAITING
+
+
+def test_named_stores_are_asked_for_what_the_device_lacks():
+    bench = PoolBench(token=None)
+    bench.add("first", prompt_of(20), max_tokens=1)
+    bench.run()
+    bench.pool.hints.clear()
+    near, far = (PrefixSource("10.0.0.1", 7701, "epoch", length) for length in (15, 24))
+    sources = (near, far)
+    bench.add("second", [*prompt_of(20), *prompt_of(11, seed=4)], prefix_sources=sources)
+    assert bench.pool.hints == [((far,), MAX_HINT_PATIENCE_S)]
+
+
+def test_named_stores_get_no_more_time_than_computing_takes():
+    sources = (PrefixSource("10.0.0.1", 7701, "epoch", 24),)
+    patience = []
+    for step_s in (1e-3, 0.3, 30.0):
+        bench = PoolBench(token=None)
+        for _ in range(50):
+            bench.scheduler._pool._prefill.learn(31, 31 * 15, step_s, 0.0)
+        bench.add("asks", prompt_of(31), prefix_sources=sources)
+        patience.append(bench.pool.hints[-1][1])
+    assert patience[0] == MIN_HINT_PATIENCE_S
+    assert MIN_HINT_PATIENCE_S < patience[1] < MAX_HINT_PATIENCE_S
+    assert patience[2] == MAX_HINT_PATIENCE_S
 
 
 @pytest.mark.parametrize("seed", range(12))

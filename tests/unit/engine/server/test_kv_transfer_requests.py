@@ -10,6 +10,7 @@ from support.asgi import AsgiClient, Json, ManualClient
 from support.fake_engine import EOS, FakeEngine, saying
 
 from mooncake_engine.server.app import create_app
+from mooncake_engine.server.kv_transfer_requests import read_kv_transfer_request
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.params import NO_KV_TRANSFER
 
@@ -279,3 +280,13 @@ def test_a_peers_ids_that_are_none_are_refused(ids: Any, tokenizer: Tokenizer) -
     params = decode_params(answer, [ord("a")], delivered=True) | {"prompt_token_ids": ids}
     response = client.post("/v1/completions", prompt="hi", kv_transfer_params=params)
     assert response.status_code == 400, response.text
+
+
+def test_stores_that_are_named_go_to_every_answer_of_a_request_that_stays_here() -> None:
+    sources = [{"host": "10.0.0.1", "port": 7701, "epoch": "abc", "num_tokens": 512}]
+    given = {"prefix_sources": sources, "finished_update": {"anything": 1}}
+    found = read_kv_transfer_request(given, 2, stream=True)
+    assert not found.is_outgoing
+    assert not found.is_incoming
+    assert [found.params(index) for index in range(2)] == [{"prefix_sources": sources}] * 2
+    assert found.finished_update(0) is None

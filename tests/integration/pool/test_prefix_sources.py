@@ -1,0 +1,218 @@
+"""Stores that a request names: what they hold is loaded; where anything is wrong with them, the
+prompt is computed, with the same tokens and in bounded time."""
+
+import signal
+import time
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.core_runs import random_prompt, serve_all
+from support.pool_engine import CHUNK, GREEDY, SETTINGS, engine, forget, settle
+from support.store_process import SECRET, StoreProcess
+
+from mooncake_engine.messages import EngineRequest
+from mooncake_engine.scheduling import pool_loads
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.params import KVTransferParams, PrefixSource
+from mooncake_kv.pool.pool_client import PoolClient
+from mooncake_kv.store.store_client import StoreClient
+from mooncake_kv.store.store_service import StoreAddress
+
+LENGTH = 200
+HELD = LENGTH // CHUNK * CHUNK
+NETWORK = KVTransferConfig(secret=SECRET)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """On a busy machine a store may take its time; a test of lateness sets its own."""
+
+    def be_patient(seconds):
+        for name in ("MIN_PATIENCE_S", "MIN_HINT_PATIENCE_S", "MAX_HINT_PATIENCE_S"):
+            monkeypatch.setattr(pool_loads, name, seconds)
+
+    be_patient(PATIENCE_S)
+    return be_patient
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = StoreProcess(tmp_path, "--dram", "32M")
+    yield store
+    store.end(signal.SIGKILL)
+
+
+@pytest.fixture
+def core(model):
+    """An engine whose own store is empty."""
+    with engine(model, f"dram=32M,{SETTINGS}", network=NETWORK) as core:
+        yield core
+
+
+def _ask(core, sources=(), seed=0):
+    """The answer to a prompt, and how many of its tokens were loaded."""
+    forget(core)
+    params = KVTransferParams(prefix_sources=tuple(sources))
+    request = EngineRequest("r", random_prompt(seed, LENGTH), GREEDY, params)
+    began = time.monotonic()
+    outcome = serve_all(core, [request])
+    settle(core)
+    assert time.monotonic() - began < 2 * PATIENCE_S
+    return outcome.answers["r"], max(u.num_cached_tokens for u in outcome.updates["r"])
+
+
+def _filled(model, store):
+    """Another instance saves a prompt there; its answer."""
+    pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"
+    with engine(model, pool, network=NETWORK) as other:
+        return _ask(other)[0]
+
+
+def _source(store, epoch=None, num_tokens=HELD, port=None):
+    if epoch is None:
+        client = StoreClient(StoreAddress("127.0.0.1", store.port, SECRET.encode()))
+        assert client.await_store(PATIENCE_S)
+        epoch = client.arena.epoch
+        client.close()
+    return PrefixSource("127.0.0.1", port or store.port, epoch, num_tokens)
+
+
+def _hints(core):
+    return core.stats().kv_pool.num_prefix_hints
+
+
+def test_what_another_instance_s_store_holds_is_loaded(model, core, store):
+    answer = _filled(model, store)
+    assert _ask(core, [_source(store)]) == (answer, HELD)
+    assert _hints(core) == {"found": 1}
+    stats = core.stats().kv_pool
+    assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
+    assert stats.num_found_chunks == {"remote_dram": HELD // CHUNK}
+
+
+def test_a_store_that_is_its_own_is_not_asked_twice(core):
+    answer, num_cached = _ask(core)
+    assert num_cached == 0
+    own = core._scheduler._pool.chunk_pool._stores.home.arena
+    hint = PrefixSource("127.0.0.1", 9, own.epoch, HELD)
+    assert _ask(core, [hint]) == (answer, HELD)
+    assert _hints(core) == {"own": 1}
+
+
+def test_a_hint_of_less_than_the_device_has_is_left_alone(core, store):
+    source = _source(store)
+    answer, _ = _ask(core)
+    params = KVTransferParams(prefix_sources=(source,))
+    request = EngineRequest("r", random_prompt(0, LENGTH), GREEDY, params)
+    assert serve_all(core, [request]).answers["r"] == answer
+    assert not _hints(core)
+
+
+def test_a_store_that_is_gone_is_waited_for_once(model, core, store, patience):
+    answer = _filled(model, store)
+    source = _source(store)
+    store.end(signal.SIGKILL)
+    patience(0.5)
+    assert _ask(core, [source]) == (answer, 0)
+    core.reset_prefix_cache()
+    assert _ask(core, [source], seed=1)[1] == 0
+    assert _hints(core) == {"unreachable": 2}
+
+
+def test_a_store_that_was_restarted_holds_nothing_of_what_was_said(model, core, store, tmp_path):
+    answer = _filled(model, store)
+    source = _source(store)
+    store.end(signal.SIGKILL)
+    again = StoreProcess(tmp_path, "--dram", "32M", port=store.port)
+    try:
+        assert _ask(core, [source]) == (answer, 0)
+        assert _hints(core) == {"restarted": 1}
+    finally:
+        again.end(signal.SIGKILL)
+
+
+def test_a_store_that_has_less_than_was_said_gives_what_it_has(model, core, store):
+    answer = _filled(model, store)
+    other, num_loaded = _ask(core, [_source(store, num_tokens=10_000)], seed=1)
+    assert num_loaded == 0
+    assert len(other) == len(answer)
+    assert _hints(core) == {"nothing_there": 1}
+    assert _ask(core, [_source(store, num_tokens=10_000)]) == (answer, HELD)
+
+
+def test_a_store_of_another_deployment_is_not_believed(model, core, store, tmp_path, patience):
+    """It does not know the secret: nothing is asked there."""
+    answer = _filled(model, store)
+    directory = tmp_path / "stranger"
+    directory.mkdir()
+    stranger = StoreProcess(directory, "--dram", "32M", secret="another deployment's secret")
+    try:
+        epoch = _source(store).epoch
+        patience(2.0)
+        assert _ask(core, [_source(stranger, epoch=epoch)]) == (answer, 0)
+        assert _hints(core) == {"unreachable": 1}
+    finally:
+        stranger.end(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["connected", "new"])
+def test_a_store_that_is_frozen_costs_no_more_than_the_patience(
+    model, core, store, is_known, patience
+):
+    answer = _filled(model, store)
+    source = _source(store)
+    if is_known:
+        _ask(core, [source], seed=1)
+    store.send(signal.SIGSTOP)
+    patience(0.5)
+    try:
+        began = time.monotonic()
+        assert _ask(core, [source]) == (answer, 0)
+        assert time.monotonic() - began < PATIENCE_S / 2
+        if not is_known:
+            assert _hints(core) == {"unreachable": 1}
+            return
+        # Its index is in memory that this host shares: it is asked to have its chunks read.
+        assert _hints(core)["found"] == 1
+        while not core.stats().kv_pool.num_failed_loads:
+            core.step()
+            assert time.monotonic() - began < PATIENCE_S
+    finally:
+        store.send(signal.SIGCONT)
+
+
+def test_a_store_that_ends_before_its_chunks_are_read(model, core, store, monkeypatch):
+    answer = _filled(model, store)
+    source = _source(store)
+    begin = PoolClient.start_load
+
+    def kill_first(client, load):
+        store.end(signal.SIGKILL)
+        begin(client, load)
+
+    monkeypatch.setattr(PoolClient, "start_load", kill_first)
+    pool = core._scheduler._pool.chunk_pool
+    monkeypatch.setattr(pool, "start_load", pool._client.start_load)
+    assert _ask(core, [source]) == (answer, 0)
+    stats = core.stats().kv_pool
+    assert (stats.num_loads, stats.num_failed_loads) == (1, 1)
+
+
+def test_named_stores_are_left_when_nobody_names_them(model, core, store, monkeypatch):
+    _filled(model, store)
+    assert _ask(core, [_source(store)])[1] == HELD
+    client = core._scheduler._pool.chunk_pool._client
+    monkeypatch.setattr("mooncake_kv.pool.hinted_stores.IDLE_S", 0.0)
+    client._loop.call("", lambda: client._hinted._sweep(time.monotonic()))
+    deadline = time.monotonic() + PATIENCE_S
+    while client._hinted._by_address:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert client.load_costs._models.keys() <= {(0, "dram"), (0, "ssd")}
+    assert client._known_epochs.keys() <= {0}

@@ -1,0 +1,136 @@
+"""Where the conductor counts on a fetch, the prefill instance hears whose store has the prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvloop
+from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
+from support.proxy_fakes import FakeInstance, Stand, stand
+from support.proxy_fakes_client import BODY, post
+
+from mooncake_kv.params import PrefixSource, parse_kv_transfer_params
+from mooncake_proxy.routing.conductor_fleet import ConductorFleet
+
+NUM_TOKENS = 64 * 256
+IDS = list(range(100, 100 + NUM_TOKENS))
+BUSY_S = 20.0
+"""What the holder of the prefix has to do already: another one fetches, or computes."""
+
+
+@pytest.fixture(autouse=True)
+def no_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fakes take on a busy machine says nothing about instances."""
+    monkeypatch.setattr(ConductorFleet, "measure_prefill", lambda *args: None)
+
+
+def _use_pool(fake: FakeInstance, port: int, **store: Any) -> None:
+    location = {"host": "10.0.0.1", "port": port, "epoch": f"epoch-{port}"}
+    fake.behaviour.kv_pool = {"saved": 1, "found": {}, "store": location | store}
+
+
+async def _second_turn(
+    s: Stand, between: Callable[[], None] = lambda: None
+) -> tuple[FakeInstance, dict[str, Any]]:
+    """Who holds a prompt's prefix, and is busy now; and the parameters that another instance gets
+    with the prompt. `between`: what happens before that."""
+    await s.app.checker.check_all()
+    assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
+    [home] = [fake for fake in s.prefills if fake.generated]
+    between()
+    await s.app.checker.check_all()
+    pairs = conductor_of(s).pairs
+    slot = next(n for n, name in pairs.conductor.fleet.names.items() if name == home.url)
+    pairs.conductor.fleet.queues.enter(slot, "another", BUSY_S, 1, s.app.router.now())
+    assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
+    pairs.conductor.fleet.queues.leave(slot, "another", s.app.router.now())
+    [other] = [fake for fake in s.prefills if fake is not home and fake.generated]
+    return home, other.generated[-1].body["kv_transfer_params"]
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_a_prefill_instance_is_told_what_it_is_to_fetch(flow: str) -> None:
+    async def main() -> None:
+        async with stand(2, 1, **settings(flow=flow)) as s:
+            for number, fake in enumerate(s.prefills):
+                _use_pool(fake, 7701 + number)
+            home, params = await _second_turn(s)
+            port = 7701 + s.prefills.index(home)
+            [source] = params["prefix_sources"]
+            assert source == {
+                "host": "10.0.0.1",
+                "port": port,
+                "epoch": f"epoch-{port}",
+                "num_tokens": NUM_TOKENS,
+            }
+            assert params["do_remote_decode"] is True
+            check_nothing_is_reserved(s)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("missing", ["pool", "store"])
+def test_nobody_fetches_from_who_can_t_send(missing: str) -> None:
+    async def main() -> None:
+        async with stand(2, 1, **settings()) as s:
+            if missing == "store":
+                for fake in s.prefills:
+                    fake.behaviour.kv_pool = {"saved": 1, "found": {}}
+            _, params = await _second_turn(s)
+            assert "prefix_sources" not in params
+            plans = [r.decision.prefill.plan.value for r in conductor_of(s)._records.values()]
+            assert "fetch" not in plans
+
+    uvloop.run(main())
+
+
+def test_a_restarted_store_is_named_by_its_new_epoch() -> None:
+    async def main() -> None:
+        async with stand(2, 1, **settings()) as s:
+            for number, fake in enumerate(s.prefills):
+                _use_pool(fake, 7701 + number)
+
+            def restart() -> None:
+                for number, fake in enumerate(s.prefills):
+                    _use_pool(fake, 7701 + number, epoch="another")
+
+            _, params = await _second_turn(s, restart)
+            assert [source["epoch"] for source in params["prefix_sources"]] == ["another"]
+
+    uvloop.run(main())
+
+
+def test_the_engine_reads_what_the_proxy_writes() -> None:
+    async def main() -> None:
+        async with stand(2, 1, **settings()) as s:
+            for number, fake in enumerate(s.prefills):
+                _use_pool(fake, 7701 + number)
+            home, params = await _second_turn(s)
+            port = 7701 + s.prefills.index(home)
+            found = parse_kv_transfer_params(params, IDS)
+            assert found.keeps_kv
+            wanted = PrefixSource("10.0.0.1", port, f"epoch-{port}", NUM_TOKENS)
+            assert found.prefix_sources == (wanted,)
+
+    uvloop.run(main())
+
+
+def test_an_instance_that_serves_whole_requests_is_told_too() -> None:
+    async def main() -> None:
+        async with stand(0, 0, 2, **settings()) as s:
+            for number, fake in enumerate(s.decodes):
+                _use_pool(fake, 7701 + number)
+            await s.app.checker.check_all()
+            assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
+            [home] = [fake for fake in s.decodes if fake.generated]
+            whole = conductor_of(s).whole
+            slot = next(n for n, name in whole.conductor.fleet.names.items() if name == home.url)
+            whole.conductor.fleet.queues.enter(slot, "other", BUSY_S, 1, s.app.router.now())
+            assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
+            [other] = [fake for fake in s.decodes if fake is not home]
+            [source] = other.generated[-1].body["kv_transfer_params"]["prefix_sources"]
+            assert source["num_tokens"] == NUM_TOKENS
+
+    uvloop.run(main())
