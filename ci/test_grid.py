@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Every pair of sizes, for both connectors, all models and block sizes.
 
-A size is a number of tensor-parallel ranks, such as 3, or stages and the ranks of each: 2x3.
+A size is a number of tensor-parallel ranks, such as 3, or stages and the ranks of each: 2x3; 4e2 is
+four ranks that have experts in two parts.
 
 Prints one table per setting, and exits 0 only if every pair said what a single instance says.
 Ranks are real processes. The decode instances of one model and connector stay up; each prefill
@@ -29,6 +30,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from support.pd import Instance, Pair, instance  # noqa: E402  # the path is set above
 from support.pd_grid import (  # noqa: E402
+    EXPERT_MODELS,
+    EXPERT_SIZES,
     MODELS,
     PIPELINES,
     PULL,
@@ -102,9 +105,17 @@ def parse_args() -> argparse.Namespace:
     add("--prefill", type=checked_size, nargs="+", default=(*SIZES, *PIPELINES), help="sizes")
     add("--decode", type=checked_size, nargs="+", default=SIZES, help="sizes")
     add("--connector", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
-    add("--model", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    plain = tuple(name for name in MODELS if name not in EXPERT_MODELS)
+    add("--model", nargs="+", choices=tuple(MODELS), default=plain)
     add("--blocks", nargs="+", choices=tuple(BLOCK_SIZES), default=tuple(BLOCK_SIZES))
-    return parser.parse_args()
+    add(
+        "--experts", action="store_true", help="models with experts, divided differently at P and D"
+    )
+    args = parser.parse_args()
+    if args.experts:
+        args.model, args.blocks = EXPERT_MODELS, ("16/16",)
+        args.prefill = args.decode = EXPERT_SIZES
+    return args
 
 
 def checked_size(name: str) -> str:

@@ -436,6 +436,14 @@ class GroupSpec:
     timeout_s: float = 60.0
 
 
+class Exchange(Protocol):
+    """An all-to-all that was started."""
+
+    def wait(self) -> Tensor:
+        """What arrived; the current stream waits for it, on a host the calling thread. Once."""
+        ...
+
+
 class Communicator(Protocol):
     """A group of an instance's ranks: the tensor-parallel ones of a stage, or the stages' n-th."""
 
@@ -459,6 +467,21 @@ class Communicator(Protocol):
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Overwrite x with ``source``'s, in place; returns x."""
+        ...
+
+    def start_all_to_all(
+        self,
+        x: Tensor,  # [sum of send_rows, ...]
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+    ) -> Exchange:
+        """Give every rank rows of x, the first ``send_rows[0]`` to rank 0 and so on, and take
+        ``recv_rows[i]`` from rank i; they arrive in rank order, [sum of recv_rows, ...].
+
+        Nothing is padded, and counts may be 0: no more crosses than was given. A rank's
+        ``recv_rows[i]`` is what rank i sends it; every rank calls it. Work that is enqueued before
+        ``wait`` runs beside it. The caller changes x no more until then.
+        """
         ...
 
     def send(self, x: Tensor, target: int) -> None:

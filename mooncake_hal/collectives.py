@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 from urllib.parse import urlparse
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from mooncake_hal.backend import Communicator, GroupSpec
+from mooncake_hal.backend import Communicator, Exchange, GroupSpec
 from mooncake_hal.backend_parts import SingleRankCommunicator
 from mooncake_hal.errors import CapabilityError, DeviceError
 
@@ -38,6 +38,17 @@ class ProcessGroup(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int) -> dist.Work:
         """Overwrite with the root's."""
+        ...
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: dist.AllToAllOptions,
+    ) -> dist.Work:
+        """Rows of ``given`` to every rank, rows of ``output`` from every rank."""
         ...
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> dist.Work:
@@ -107,6 +118,18 @@ class GroupCommunicator:
         self._run("broadcast", lambda joined: joined.broadcast(dense, source))
         return x if dense is x else x.copy_(dense)
 
+    def start_all_to_all(
+        self, x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]
+    ) -> Exchange:
+        dense = x.contiguous()
+        arriving = x.new_empty(sum(recv_rows), *x.shape[1:])
+        counts = list(recv_rows), list(send_rows)
+        started = self._start(
+            "all_to_all",
+            lambda joined: joined.alltoall_base(arriving, dense, *counts, dist.AllToAllOptions()),
+        )
+        return _StartedExchange(lambda: self._finish("all_to_all", started), dense, arriving)
+
     def send(self, x: Tensor, target: int) -> None:
         before = self._sending.pop(target, None)
         if before is not None:
@@ -150,6 +173,18 @@ class GroupCommunicator:
             f"{name}: rank {self.rank} of {self.world_size} lost the group, or a rank took "
             f"longer than {self._group.timeout_s:g} s: {cause}"
         )
+
+
+class _StartedExchange:
+    """An all-to-all under way, and the memory that it works on."""
+
+    def __init__(self, finish: Callable[[], None], leaving: Tensor, arriving: Tensor) -> None:
+        self._finish = finish
+        self._tensors = leaving, arriving
+
+    def wait(self) -> Tensor:
+        self._finish()
+        return self._tensors[1]
 
 
 class Accelerator(Protocol):

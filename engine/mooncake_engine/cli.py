@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mooncake_engine.checkpoints.model_source import find_model
-from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.config_file import CONFIG_FILE, with_config
 from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
 from mooncake_engine.process.queued_stderr import LOG_FORMAT, queued_stderr
 from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
 from mooncake_hal.command_line import DefaultsInHelp, load_development_module
 from mooncake_hal.errors import DevelopmentToolsMissing, HalError

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_hal.options import byte_count, option, positive_int
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.kv_events import KVEventsConfig, read_kv_events_config
@@ -29,15 +30,6 @@ class ExecutorKind(str, Enum):
 
     LOCAL = "local"
     RAY = "ray"
-
-
-class SpeculativeMethod(str, Enum):
-    """What proposes draft tokens."""
-
-    NGRAM = "ngram"
-    """What followed the same n-gram earlier in prompt and output."""
-    DRAFT = "draft"
-    """A smaller model."""
 
 
 def read_dtype(name: str) -> str:
@@ -60,105 +52,12 @@ def read_chat_template(given: str | None) -> str | None:
         raise ConfigError(f"--chat-template {given} can't be read: {exc}") from exc
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculativeConfig:
-    """Speculative decoding: draft tokens, so that one step of the model may bring several.
-
-    The draft model's vocabulary is the model's. Without ``prompt_lookup_min`` and
-    ``prompt_lookup_max`` these are 2 and 5; if one of them is given, the other is equal.
-    """
-
-    method: SpeculativeMethod = field(
-        metadata=option(
-            "--speculative-method",
-            help="speculative decoding: draft tokens from n-grams of prompt and output, or from a "
-            "draft model",
-            is_required=False,
-        )
-    )
-    num_speculative_tokens: int = field(
-        default=4,
-        metadata=option(
-            is_unset_by_default=True,
-            metavar="TOKENS",
-            help="maximum number of draft tokens per request and step",
-        ),
-    )
-    model: Path | None = field(
-        default=None,
-        metadata=option(
-            "--speculative-model", metavar="MODEL", help="the draft model, named as --model is"
-        ),
-    )
-    prompt_lookup_min: int | None = field(
-        default=None,
-        metadata=option(
-            metavar="TOKENS",
-            default_text="2",
-            help="minimum n-gram length to look up in prompt and output",
-        ),
-    )
-    prompt_lookup_max: int | None = field(
-        default=None,
-        metadata=option(
-            metavar="TOKENS",
-            default_text="5",
-            help="maximum n-gram length to look up in prompt and output",
-        ),
-    )
-
-    disable_by_batch_size: int | None = field(
-        default=None,
-        metadata=option(
-            "--speculative-disable-by-batch-size",
-            metavar="N",
-            default_text="where drafts are measured to cost more than they bring",
-            help="no draft tokens in steps of more than this many sequences",
-        ),
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("num_speculative_tokens", "disable_by_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.method == SpeculativeMethod.NGRAM:
-            if self.model is not None:
-                raise ConfigError(
-                    f"speculative method 'ngram' runs no draft model, but {self.model} was named "
-                    "as one; leave it out, or use method 'draft'"
-                )
-            low, high = self.prompt_lookup
-            if not 1 <= low <= high:
-                raise ConfigError(
-                    f"wanted 1 <= prompt_lookup_min <= prompt_lookup_max, got {low} and {high}"
-                )
-        elif self.model is None:
-            raise ConfigError(
-                "speculative method 'draft' runs a draft model: name its directory as the "
-                "speculative model, or use 'ngram', which needs none"
-            )
-        elif self.prompt_lookup_min is not None or self.prompt_lookup_max is not None:
-            raise ConfigError(
-                "prompt_lookup_min and prompt_lookup_max are for speculative method 'ngram', "
-                "'draft' was asked for; leave them out"
-            )
-
-    @property
-    def prompt_lookup(self) -> tuple[int, int]:
-        """Minimum and maximum n-gram length."""
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        if low is None and high is None:
-            return 2, 5
-        return (high or 0) if low is None else low, (low or 0) if high is None else high
-
-
 KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 """Narrower types that KV may be kept in, as vLLM calls them."""
 
 
 _POSITIVE = (
-    *("tp_size", "pp_size", "block_size"),
+    *("tp_size", "pp_size", "ep_size", "ep_dispatch_min_tokens", "block_size"),
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("max_step_tokens_with_decodes", "min_prefill_chunk", "prefill_chunk_size"),
 )
@@ -251,6 +150,24 @@ class EngineConfig:
             aliases=("--pipeline-parallel-size", "-pp"),
             help="number of pipeline stages; prompts pass through them in chunks: see "
             "--prefill-chunk-size",
+        ),
+    )
+    ep_size: int = field(
+        default=1,
+        metadata=option(
+            metavar="N",
+            aliases=("--expert-parallel-size",),
+            help="number of parts that the tensor-parallel ranks have a model's experts in, a "
+            "divisor of --tp-size: as many as that, and every expert is whole on one rank; 1: "
+            "every rank has a slice of every expert",
+        ),
+    )
+    ep_dispatch_min_tokens: int = field(
+        default=256,
+        metadata=option(
+            metavar="TOKENS",
+            help="with --ep-size: steps of at least this many tokens share them out over ranks and "
+            "dispatch them to experts; smaller ones stay on every rank",
         ),
     )
     block_size: int | None = field(
@@ -506,6 +423,11 @@ class EngineConfig:
             raise ConfigError(
                 "piecewise_graph_max_tokens must not be negative, got "
                 f"{self.piecewise_graph_max_tokens}: 0 launches every op of steps with prompts"
+            )
+        if self.tp_size % self.ep_size:
+            raise ConfigError(
+                f"ep_size {self.ep_size} was asked for with tp_size {self.tp_size}: experts are "
+                "divided over the ranks of a stage; use a divisor of tp_size, or tp_size itself"
             )
         self._check_scheduling()
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:

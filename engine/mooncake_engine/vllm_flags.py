@@ -64,7 +64,7 @@ _INSTEAD = {
     "--speculative-config": "--speculative-method, --num-speculative-tokens, --speculative-model",
     "--data-parallel-size": "several instances behind mooncake-proxy",
     "-dp": "several instances behind mooncake-proxy",
-    "--enable-expert-parallel": "--tp-size: every rank has a slice of every expert",
+    "--enable-expert-parallel": "--ep-size, which for vLLM's division is that of --tp-size",
     "--enable-lora": "a checkpoint with the adapter merged",
     "--lora-modules": "a checkpoint with the adapter merged",
     "--cpu-offload-gb": "more ranks (--tp-size, --pp-size)",

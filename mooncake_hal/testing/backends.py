@@ -216,6 +216,7 @@ class BackendBasics:
         assert torch.equal(group.all_reduce(x), x)
         assert torch.equal(group.all_gather(x), x)
         assert torch.equal(group.broadcast(x, 0), x)
+        assert torch.equal(group.start_all_to_all(x, [2], [2]).wait(), x)
         group.barrier()
         with pytest.raises(DeviceError, match="no rank 1 in a group of one"):
             group.send(x, 1)
@@ -228,7 +229,9 @@ class CommunicatorSuite:
     """Collectives and messages between real processes."""
 
     @pytest.mark.parametrize("world_size", [2, 3])
-    @pytest.mark.parametrize("scenario", ["collectives", "lost_rank", "lost_sender"])
+    @pytest.mark.parametrize(
+        "scenario", ["collectives", "lost_rank", "lost_in_exchange", "lost_sender"]
+    )
     def test_ranks(self, backend: Backend, scenario: str, world_size: int) -> None:
         """What ``backends_rank`` does in each rank. A device's library may end a rank that waits
         for a lost one."""

@@ -27,6 +27,7 @@ def collectives(join: Join) -> None:
         _check_reduce(group)
         _check_gather(group)
         _check_broadcast(group)
+        _check_exchange(group)
         _check_line(group)
         _check_ahead(group)
         group.barrier()
@@ -53,6 +54,21 @@ def lost_rank(join: Join) -> None:
     except DeviceError:
         return
     raise AssertionError("all_reduce succeeded without a rank")
+
+
+def lost_in_exchange(join: Join) -> None:
+    """The last rank leaves while the others exchange rows with it."""
+    group = join()
+    group.barrier()
+    if group.rank == group.world_size - 1:
+        group.close()
+        return
+    rows = [1] * group.world_size
+    try:
+        group.start_all_to_all(torch.ones(group.world_size, 4), rows, rows).wait().tolist()
+    except DeviceError:
+        return
+    raise AssertionError("an all-to-all succeeded without a rank")
 
 
 def lost_sender(join: Join) -> None:
@@ -93,6 +109,25 @@ def _check_broadcast(group: Communicator) -> None:
         _require(bool((group.broadcast(x, source) == source).all()), f"broadcast: {x}")
 
 
+def _check_exchange(group: Communicator) -> None:
+    """Rows of uneven number, none among them, of several kinds; two under way; and none at all."""
+    ranks, rank = range(group.world_size), group.rank
+    send = [(rank + 2 * other) % 3 for other in ranks]
+    recv = [(other + 2 * rank) % 3 for other in ranks]
+    wanted = [10 * other + rank for other in ranks for _ in range(recv[other])]
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        rows = torch.tensor([10 * rank + other for other in ranks for _ in range(send[other])])
+        x = rows.to(dtype).expand(4, -1).t()  # strided on purpose
+        first, second = (group.start_all_to_all(x, send, recv) for _ in range(2))
+        for exchange in (first, second):
+            found = exchange.wait()
+            _require(found.shape == (sum(recv), 4), f"all_to_all: {found.shape}")
+            _require(found.dtype == dtype, f"all_to_all: {found.dtype}")
+            _require(bool((found[:, 3].cpu() == torch.tensor(wanted, device="cpu")).all()), f"{x}")
+    none = group.start_all_to_all(torch.ones(0, 4), [0] * len(send), [0] * len(send)).wait()
+    _require(none.shape == (0, 4), f"all_to_all of nothing: {none.shape}")
+
+
 def _check_line(group: Communicator) -> None:
     """Several messages, of several kinds, from rank to rank: in order, each adding one to it."""
     kinds = [
@@ -124,7 +159,12 @@ def _require(holds: bool, what: str) -> None:
         raise AssertionError(what)
 
 
-SCENARIOS = {"collectives": collectives, "lost_rank": lost_rank, "lost_sender": lost_sender}
+SCENARIOS = {
+    "collectives": collectives,
+    "lost_rank": lost_rank,
+    "lost_in_exchange": lost_in_exchange,
+    "lost_sender": lost_sender,
+}
 
 
 def main(backend_name: str, scenario: str, rank: str, world_size: str, init_method: str) -> None:

@@ -29,6 +29,8 @@ PULL = "MooncakeConnector"
 SIZES = ("1", "2", "3", "4", "6", "8")
 """Tensor-parallel ranks of one stage; see ``read_size``."""
 PIPELINES = ("2x1", "2x2")
+EXPERT_SIZES = ("1", "2", "2e2", "4e2", "4e4")
+"""Ranks, and the parts that they have experts in."""
 NUM_HEADS = 24
 LENGTHS = (1, 16, 33, 100, 129, 200)
 SAMPLING = replace(GREEDY, max_tokens=6)
@@ -45,8 +47,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8}
         | {"first_k_dense_replace": 2},  # experts hold no KV
     ),
+    "experts": ("qwen3_moe", {}),
+    "latent-experts": ("deepseek_v3", {}),
 }
-"""Family and shape by name: a head for every rank, heads fewer than ranks, one latent for all."""
+"""Family and shape by name: a head for every rank, heads fewer than ranks, one latent for all; and
+two with experts, for EXPERT_SIZES."""
+EXPERT_MODELS = ("experts", "latent-experts")
 
 Ask = Callable[[tuple[int, ...]], Awaitable[Answer]]
 
@@ -60,14 +66,18 @@ class Question:
 
 
 def read_size(name: str) -> dict[str, int]:
-    """The options that a size stands for: ``3`` is three ranks, ``2x3`` two stages of three.
+    """The options that a size stands for: ``3`` is three ranks, ``2x3`` two stages of three, and
+    ``4e2`` four ranks that have experts in two parts, with prompts dispatched and decodes not.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of them.
     """
-    *stages, ranks = (int(number) for number in name.split("x"))
-    [pp_size] = stages or [1]
-    return {"pp_size": pp_size, "tp_size": ranks}
+    stages, is_pipeline, rest = name.rpartition("x")
+    ranks, is_divided, parts = rest.partition("e")
+    options = {"pp_size": int(stages) if is_pipeline else 1, "tp_size": int(ranks)}
+    if is_divided:
+        options |= {"ep_size": int(parts), "ep_dispatch_min_tokens": 16}
+    return options
 
 
 def write_grid_model(directory: Path, name: str) -> Path:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from mooncake_hal.backend import Capabilities, Communicator, GroupSpec
+from mooncake_hal.backend import Capabilities, Communicator, Exchange, GroupSpec
 from mooncake_hal.collectives import GroupCommunicator, GroupFactory, ProcessGroup, is_of_one_host
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal_cpu.cpu_device import CpuMemory, CpuRuntime
 from mooncake_hal_cpu.cpu_ops import NativeOps, cpu_ops
-from mooncake_hal_cpu.op_replay import record_call
+from mooncake_hal_cpu.op_replay import record_call, refuse_capture
 
 
 class GlooCommunicator(GroupCommunicator):
@@ -22,6 +23,12 @@ class GlooCommunicator(GroupCommunicator):
 
     def __init__(self, group: GroupSpec, generation: int) -> None:
         super().__init__(group, generation, _join)
+
+    def start_all_to_all(
+        self, x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int]
+    ) -> Exchange:
+        refuse_capture("an all-to-all")
+        return super().start_all_to_all(x, send_rows, recv_rows)
 
     def _run(self, name: str, start: Callable[[ProcessGroup], dist.Work]) -> None:
         record_call(super()._run, name, start)

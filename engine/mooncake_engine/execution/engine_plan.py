@@ -168,6 +168,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
     for rank in range(config.tp_size):  # refuse more ranks than heads before anything is started
         for shared in plan.models:
             share_heads(shared.num_heads, shared.num_kv_heads, config.tp_size, rank)
+    _require_experts(config, model)
     if plan.has_native_latents:
         logger.info(
             "latents are kept in the form that backend %r reads best; ask for a KV layout by its "
@@ -317,6 +318,17 @@ def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
         raise ConfigError(
             f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
             f"{backend.name!r} runs {list(possible)}; use another backend"
+        )
+
+
+def _require_experts(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse expert parallelism over parts that would have no expert."""
+    experts = model.moe.routing.num_experts if model.moe else 0
+    if config.ep_size > max(experts, 1):
+        found = f"has {experts} experts" if experts else f"({model.architecture}) has no experts"
+        raise ConfigError(
+            f"ep_size {config.ep_size} was asked for, the model {found}: use at most "
+            f"{max(experts, 1)}"
         )
 
 

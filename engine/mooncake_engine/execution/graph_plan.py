@@ -44,8 +44,11 @@ NO_GRAPHS = GraphPlan()
 
 
 def plan_graphs(config: EngineConfig, backend: Backend, num_layers: int) -> GraphPlan:
-    """What an instance captures: what its backend can, of models in one stage."""
-    if not backend.capabilities.graphs or config.enforce_eager or config.pp_size > 1:
+    """What an instance captures: what its backend can, of models in one stage whose experts are on
+    every rank: how many tokens a rank's own experts get differs from step to step."""
+    if not backend.capabilities.graphs or config.enforce_eager:
+        return NO_GRAPHS
+    if config.pp_size > 1 or config.ep_size > 1:
         return NO_GRAPHS
     is_host = backend.runtime.device(config.device).type == "cpu"
     decodes = min(config.max_num_seqs, _MOST_DECODES_ON_HOST) if is_host else config.max_num_seqs

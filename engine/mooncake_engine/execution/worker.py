@@ -138,6 +138,8 @@ class Worker:
             Span(shard.layer_start, shard.layer_stop),
             plan.kv_scales,
             plan.has_native_latents,
+            plan.config.ep_size,
+            plan.config.ep_dispatch_min_tokens,
         )
 
     def _load_draft_model(self, plan: EnginePlan, progress: ProgressHandler | None) -> Model | None:

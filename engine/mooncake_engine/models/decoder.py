@@ -71,6 +71,10 @@ class AttentionBlock(Block, Protocol):
         """From what was attended to, [tokens, hidden]."""
         ...
 
+    def partial(self, attended: Tensor) -> Tensor:
+        """This rank's part of the sum that ``finish`` returns."""
+        ...
+
 
 class MlpBlock(Block, Protocol):
     """A layer's MLP, dense or a mixture of experts."""
@@ -144,7 +148,7 @@ class Decoder:
         names, held = self.names, parallel.layers or Span(0, config.num_layers)
         self._held = held
         numbers = range(held.start, held.stop)
-        self._layers = [self._build_layer(parallel, layer) for layer in numbers]
+        self._layers = [self.build_layer(parallel, layer) for layer in numbers]
         self._embedding = self._table(parallel, names.embedding) if held.start == 0 else None
         self._own_head: VocabTable | None = None
         self._ending: tuple[Norm, Head] | None = None
@@ -175,7 +179,8 @@ class Decoder:
         shape = (config.hidden_size, config.intermediate_size)
         return GatedMlp(parallel, self.names.mlp.of(layer), shape, has_bias=config.mlp_bias)
 
-    def _build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:
+    def build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:
+        """A whole layer."""
         names, size, eps = self.names, self.config.hidden_size, self.config.rms_norm_eps
         norms = (
             Norm(parallel, names.input_norm.format(layer), size, eps),

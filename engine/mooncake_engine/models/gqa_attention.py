@@ -103,7 +103,10 @@ class Attention:
         return attend(kernels, query, context.kv[self._layer], context.batch, self._scale)
 
     def finish(self, attended: Tensor) -> Tensor:
-        return self._output(attended.reshape(attended.shape[0], -1))
+        return self._output.reduce(self.partial(attended))
+
+    def partial(self, attended: Tensor) -> Tensor:
+        return self._output.partial(attended.reshape(attended.shape[0], -1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, each ``[tokens, heads, head_dim]``, normed where asked."""

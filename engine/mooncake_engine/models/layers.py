@@ -29,6 +29,10 @@ class ParallelContext:
         layers: those of the rank's pipeline stage; None for all.
         kv_scales: of both planes of each of the model's layers, if KV is kept in a narrower type.
         has_native_latents: whether latents are kept in the form that the ops read best.
+        ep_size: parts that the group's ranks have experts in: each part has some of them whole,
+            sliced over the part's ranks. 1: every rank has a slice of every expert.
+        ep_dispatch_min_tokens: of steps whose tokens are dispatched to experts; smaller ones run on
+            every rank.
     """
 
     ops: Ops
@@ -38,6 +42,8 @@ class ParallelContext:
     layers: Span | None = None
     kv_scales: tuple[tuple[float, float], ...] = ()
     has_native_latents: bool = False
+    ep_size: int = 1
+    ep_dispatch_min_tokens: int = 1
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
@@ -71,8 +77,16 @@ class ParallelContext:
 
     def share(self, total: int) -> Span:
         """This rank's half-open part of ``range(total)``; sizes differ by at most one."""
-        rank, size = self.tp_rank, self.tp_size
-        return Span(rank * total // size, (rank + 1) * total // size)
+        return share_of(total, self.tp_rank, self.tp_size)
+
+    def expert_share(self, num_experts: int) -> Span:
+        """The experts that this rank has, or a slice of."""
+        return share_of(num_experts, self.tp_rank * self.ep_size // self.tp_size, self.ep_size)
+
+    def inner_share(self, inner: int) -> Span:
+        """The slice of an expert's inner dimension that this rank has."""
+        ranks = self.tp_size // self.ep_size
+        return share_of(inner, self.tp_rank % ranks, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,11 @@ class Span:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+
+def share_of(total: int, index: int, parts: int) -> Span:
+    """One of so many parts of ``range(total)``; sizes differ by at most one."""
+    return Span(index * total // parts, (index + 1) * total // parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,7 +213,10 @@ class RowLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, columns of this rank] to [tokens, out]."""
-        partial = self.partial(x)
+        return self.reduce(self.partial(x))
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The output, from this rank's part of its sum."""
         communicator = self._parallel.communicator
         return communicator.all_reduce(partial) if communicator else partial
 

@@ -195,7 +195,11 @@ class LatentAttention:
         return attend(kernels, query, context.kv[self._layer], context.batch, self._mla.scale)
 
     def finish(self, attended: Tensor) -> Tensor:
-        return self._output(self._kv_up.from_latents(attended).reshape(attended.shape[0], -1))
+        return self._output.reduce(self.partial(attended))
+
+    def partial(self, attended: Tensor) -> Tensor:
+        rows = self._kv_up.from_latents(attended).reshape(attended.shape[0], -1)
+        return self._output.partial(rows)
 
 
 def whole_linear(

@@ -189,12 +189,12 @@ class Router:
 class Experts:
     """Gated MLPs of which each token takes some; the inner dimension is split over ranks.
 
-    So every rank holds a slice of every expert: whatever tokens choose, ranks work alike, and
-    any number of ranks will do.
+    Without expert parallelism every rank holds a slice of every expert: whatever tokens choose,
+    ranks work alike, and any number of ranks will do. With it, ranks that share experts split them.
 
     Args:
         parallel: where they live.
-        names: of every expert's linears, complete.
+        names: of the linears of this rank's experts, complete.
         shape: hidden and inner size, all ranks together.
     """
 
@@ -204,7 +204,7 @@ class Experts:
         self._ops = parallel.ops
         self._names = names
         self._shape = hidden, inner = shape
-        self._share = share = parallel.share(inner)
+        self._share = share = parallel.inner_share(inner)
         self._gate_up: tuple[Tensor, ...] = (parallel.empty(len(names), 2 * len(share), hidden),)
         self._down: tuple[Tensor, ...] = (parallel.empty(len(names), hidden, len(share)),)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from mooncake_engine.models.decoder import Decoder, MlpBlock
+from mooncake_engine.models.decoder import Decoder, DecoderLayer, MlpBlock
+from mooncake_engine.models.expert_parallel import ExpertParallelLayer, ExpertParallelMixture
 from mooncake_engine.models.hf_config import (
     ModelConfig,
     MoeConfig,
@@ -49,21 +50,41 @@ class SparseDecoder(Decoder):
 
     moe_names: ClassVar[MoeNames] = MoeNames()
 
+    def __init__(self, config: ModelConfig, parallel: ParallelContext, max_positions: int) -> None:
+        self._foreign_experts: set[str] = set()
+        super().__init__(config, parallel, max_positions)
+
     def build_mlp(self, parallel: ParallelContext, layer: int) -> MlpBlock:
         """Experts, or one MLP in the layers that are dense."""
         moe, hidden, names = self.config.moe, self.config.hidden_size, self.moe_names
         if moe is None or layer in moe.dense_layers:
             return super().build_mlp(parallel, layer)
         experts = [names.expert.of(layer, expert) for expert in range(moe.routing.num_experts)]
-        shared = None
+        shape = hidden, moe.expert_size
+        router = Router(parallel, names.router.format(layer), hidden, moe.routing)
+        if parallel.ep_size > 1:
+            held = parallel.expert_share(len(experts))
+            foreign = (*experts[: held.start], *experts[held.stop :])
+            self._foreign_experts |= {f"{linear}.weight" for one in foreign for linear in one}
+            shared = (names.shared.of(layer), moe.shared_size) if moe.shared_size else None
+            return ExpertParallelMixture(parallel, router, experts, shape, shared)
+        shared_mlp = None
         if moe.shared_size:
-            shared = GatedMlp(parallel, names.shared.of(layer), (hidden, moe.shared_size))
-        return MixtureOfExperts(
-            parallel,
-            Router(parallel, names.router.format(layer), hidden, moe.routing),
-            Experts(parallel, experts, (hidden, moe.expert_size)),
-            shared,
-        )
+            shared_mlp = GatedMlp(parallel, names.shared.of(layer), (hidden, moe.shared_size))
+        return MixtureOfExperts(parallel, router, Experts(parallel, experts, shape), shared_mlp)
+
+    def build_layer(self, parallel: ParallelContext, layer: int) -> DecoderLayer:
+        """With expert parallelism, one that dispatches tokens."""
+        built = super().build_layer(parallel, layer)
+        if not isinstance(built.mlp, ExpertParallelMixture):
+            return built
+        norms = built.input_norm, built.mlp_norm
+        least = parallel.ep_dispatch_min_tokens
+        return ExpertParallelLayer(norms, built.attention, built.mlp, least)
+
+    def is_ignored(self, name: str) -> bool:
+        """Also experts that other ranks have."""
+        return name in self._foreign_experts or super().is_ignored(name)
 
 
 class MixtralDecoder(SparseDecoder):

@@ -21,10 +21,11 @@ from support.core_runs import Outcome, serve_all
 from support.figures import Figure, record
 
 from mooncake_engine.assembly import build_engine
-from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import EngineCore
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 CYCLE = 24
 """Tokens after which an answer begins again."""

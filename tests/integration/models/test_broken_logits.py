@@ -10,9 +10,9 @@ import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import make_load, run_load
 
-from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 VOCAB = 307
 PLAIN = SamplingParams(temperature=1.0, max_tokens=12)

@@ -6,8 +6,8 @@ from support.core_runs import random_prompt
 from support.pool_engine import CHUNK, SETTINGS, ask, engine, forget, two_turns
 from support.store_process import SECRET, StoreProcess
 
-from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_kv.config import KVTransferConfig
 
 SEEDED = SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True)

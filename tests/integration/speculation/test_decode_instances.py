@@ -22,9 +22,9 @@ from support.pd import (
 )
 from support.push import PushPair, ask_pushed, push_pair
 
-from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.messages import SpeculationStats
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 65, 200)

@@ -14,9 +14,9 @@ from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import run_load
 from transformers import PreTrainedModel
 
-from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 VOCAB = 5
 PROMPT = (1, 3, 0, 4, 1, 3, 2, 4, 1, 3)

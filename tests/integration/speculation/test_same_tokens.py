@@ -10,9 +10,9 @@ import pytest
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import Outcome, make_load, random_prompt, run_load
 
-from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 PLENTY = 200
 THIRD = 24

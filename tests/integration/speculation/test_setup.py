@@ -11,9 +11,10 @@ from support.byte_tokenizer import write_byte_tokenizer, write_fallback_tokenize
 from support.checkpoints import random_model, write_checkpoint
 
 from mooncake_engine.assembly import build_engine
-from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.engine_plan import make_plan
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 

@@ -14,10 +14,11 @@ from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, serve_all
 
 from mooncake_engine.assembly import build_engine
-from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import AbortRequest, AddRequest, EngineCore
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 ROUNDS = 6
 

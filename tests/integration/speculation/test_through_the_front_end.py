@@ -12,10 +12,10 @@ from support.asgi import AsgiClient
 from support.pd import make_config, write_model
 
 from mooncake_engine.async_engine import AsyncEngine
-from mooncake_engine.config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.llm import LLM, RequestOutput
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
 from mooncake_engine.server.app import create_app
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.text.tokenizer import Tokenizer
 
 EOS = 256

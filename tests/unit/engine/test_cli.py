@@ -20,10 +20,11 @@ from mooncake_engine.cli import (
     main,
     role_argv,
 )
-from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.local_deployment import LocalDeployment
 from mooncake_engine.process.progress_bar import ProgressBar
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.port_range import PortRange
 from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
 

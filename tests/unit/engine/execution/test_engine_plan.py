@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import save_file
 from support.checkpoints import random_model, write_checkpoint
 
-from mooncake_engine.config import EngineConfig, Role, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.engine_plan import choose_swap_space, make_plan, rank_device
 from mooncake_engine.execution.memory_profiling import profiling_pool_size
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.backend import Backend, DeviceInfo
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig

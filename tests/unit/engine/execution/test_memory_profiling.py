@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.checkpoints import random_model, write_checkpoint
 
-from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.engine_plan import EnginePlan, make_plan
 from mooncake_engine.execution.memory_profiling import (
     largest_steps,
@@ -18,6 +18,7 @@ from mooncake_engine.execution.memory_profiling import (
     profiling_pool_size,
 )
 from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.backend import MemoryInfo
 from mooncake_hal.registry import Registry
 

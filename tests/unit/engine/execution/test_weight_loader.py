@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,16 @@ class RankOf(SingleRankCommunicator):
         self.world_size = world_size
 
 
-def build(directory: Path, rank: int = 0, tp_size: int = 1, layers: Span | None = None) -> Model:
+def build(
+    directory: Path,
+    rank: int = 0,
+    tp_size: int = 1,
+    layers: Span | None = None,
+    ep_size: int = 1,
+) -> Model:
     communicator = RankOf(rank, tp_size) if tp_size > 1 else None
     device, dtype = torch.device("cpu"), torch.float32
-    parallel = ParallelContext(ReferenceOps(), device, dtype, communicator, layers)
+    parallel = ParallelContext(ReferenceOps(), device, dtype, communicator, layers, ep_size=ep_size)
     return build_model(read_model_config(directory), parallel, 64)
 
 
@@ -58,6 +65,42 @@ def test_the_ranks_parts_make_up_the_checkpoint(checkpoint: Path, tp_size: int) 
             rebuilt[slot.name][tuple(window)] = slot.target
     for name, tensor in whole.items():
         assert torch.equal(rebuilt[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size", "ep_size"), [("deepseek_v3", 4, 4), ("mixtral", 4, 2), ("mixtral", 4, 4)]
+)
+def test_a_rank_reads_its_own_experts_and_no_others(
+    family: str, tp_size: int, ep_size: int, tmp_path: Path
+) -> None:
+    directory = write_checkpoint(random_model(family), tmp_path / "model")
+    experts = {name for name in load_file(directory / "model.safetensors") if ".experts." in name}
+    readers: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for rank in range(tp_size):
+        model = build(directory, rank, tp_size, ep_size=ep_size)
+        shards = [shard for shard in model.weight_shards() if ".experts." in shard.name]
+        readers.update(shard.name for shard in shards)
+        for shard in shards:
+            elements[shard.name] += shard.target.numel()
+            assert shard.target.shape == shard.full_shape or ep_size < tp_size
+        assert load_weights(model, directory).fraction == 1.0
+    assert readers == dict.fromkeys(experts, tp_size // ep_size)
+    assert elements == {
+        name: tensor.numel()
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if name in experts
+    }
+
+
+def test_an_expert_that_nobody_has_is_a_surprise(tmp_path: Path) -> None:
+    directory = write_checkpoint(random_model("mixtral"), tmp_path / "model")
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.block_sparse_moe.experts.6.w1.weight"] = torch.ones(2)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"holds .*experts\.6\.w1"):
+        load_weights(build(directory, 0, 2, ep_size=2), directory)
 
 
 STAGES = (Span(0, 1), Span(1, 3))

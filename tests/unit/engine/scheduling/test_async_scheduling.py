@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from support.scheduling import Bench, token_of
 
-from mooncake_engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
+from mooncake_engine.config import EngineConfig
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.scheduling.request import RequestStatus
 from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 PROMPT = list(range(10))
 

@@ -63,6 +63,13 @@ class ProcessGroupHCCL(dist.ProcessGroup):
         tensors = [tensor] if isinstance(tensor, Tensor) else tensor
         return _start(lambda: self._gloo.broadcast(_on_host(tensors), chosen))
 
+    def alltoall_base(
+        self, output: Any, given: Any, recv: list[int], send: list[int], options: Any = None
+    ) -> Any:
+        chosen = options or _c10d.AllToAllOptions()
+        tensors = _on_host([output, given])
+        return _start(lambda: self._gloo.alltoall_base(*tensors, recv, send, chosen))
+
     def barrier(self, options: Any = None) -> Any:
         return _start(lambda: self._gloo.barrier(_c10d.BarrierOptions()))
 

@@ -1,0 +1,248 @@
+"""Expert parallelism: experts whole on ranks, tokens dispatched to them and combined again.
+
+A step's tokens are shared out over the ranks of a stage: attention's sum over ranks leaves each
+token's row on one rank alone (a reduce-scatter), the token goes to the ranks that have experts of
+its choice and comes back, and only then all ranks get all rows again. So no more bytes cross than
+in tensor parallelism's two all-reduces, however tokens choose, and with many ranks far fewer.
+Small steps, whose time is latency, stay on every rank, which runs the experts that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mooncake_engine.models.decoder import AttentionBlock, DecoderLayer
+from mooncake_engine.models.layers import Norm, ParallelContext, Span, WeightShard, share_of
+from mooncake_engine.models.mlp import Experts, GatedMlp, MlpNames, Router
+from mooncake_hal.backend import Communicator, Exchange
+
+
+class SharedTokens:
+    """A step's tokens, shared out over the ranks of a group: sizes differ by at most one."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def span(self, num_tokens: int) -> Span:
+        """Those of this rank."""
+        return share_of(num_tokens, self._group.rank, self._group.world_size)
+
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        """[tokens, hidden], a part of the sum over ranks, to the sum's rows of this rank; the sum
+        is made in float32."""
+        counts, ranks = self._counts(len(partial)), self._group.world_size
+        own = counts[self._group.rank]
+        parts = self._group.start_all_to_all(partial, counts, [own] * ranks).wait()
+        parts = parts.view(ranks, own, partial.shape[1])
+        return parts.sum(0, dtype=torch.float32).to(partial.dtype)
+
+    def gather(self, own: Tensor, num_tokens: int) -> Tensor:
+        """Every rank's rows on every rank, [tokens, hidden]."""
+        ranks = self._group.world_size
+        copies = own.repeat(ranks, 1)
+        return self._group.start_all_to_all(
+            copies, [len(own)] * ranks, self._counts(num_tokens)
+        ).wait()
+
+    def _counts(self, num_tokens: int) -> list[int]:
+        ranks = self._group.world_size
+        return [len(share_of(num_tokens, rank, ranks)) for rank in range(ranks)]
+
+
+class ExpertDispatch:
+    """The way of tokens to the ranks that have experts of their choice, and back.
+
+    A row leaves once for each such rank, with its ids and weights (8 bytes per choice) and no
+    padding; what comes back is one row, of that rank's part of the sum. No token is dropped.
+
+    Args:
+        group: all ranks of the stage.
+        owners: [experts] int64, which part of the group has each; a part is ``ranks / ep_size``
+            neighbouring ranks, each with a slice of the part's experts.
+        ep_size: parts.
+    """
+
+    def __init__(self, group: Communicator, owners: Tensor, ep_size: int) -> None:
+        self._group = group
+        self._owners = owners
+        self._ep_size = ep_size
+
+    def start(self, rows: Tensor, ids: Tensor, weights: Tensor) -> StartedDispatch:
+        """Send this rank's rows [tokens, hidden] to whoever has experts of their choice.
+
+        Args:
+            rows: of tokens, [tokens, hidden].
+            ids, weights: [tokens, chosen], see ``choose_experts``.
+        """
+        ranks = self._group.world_size
+        is_wanted = ids.new_zeros(len(rows), self._ep_size, dtype=torch.bool)
+        is_wanted.scatter_(1, self._owners[ids], True)
+        is_wanted = is_wanted.repeat_interleave(ranks // self._ep_size, dim=1)
+        leaving = is_wanted.sum(0)
+        counts = self._group.all_gather(leaving.unsqueeze(0), dim=0).tolist()  # by sender
+        send = counts[self._group.rank]
+        recv = [of_sender[self._group.rank] for of_sender in counts]
+        tokens = is_wanted.t().nonzero()[:, 1]  # in the order of ranks
+        packed = _packed(rows[tokens], ids[tokens], weights[tokens])
+        exchange = self._group.start_all_to_all(packed, send, recv)
+        return StartedDispatch(self._group, exchange, rows, tokens, (send, recv), ids.shape[1])
+
+
+class StartedDispatch:
+    """Rows under way to experts."""
+
+    def __init__(
+        self,
+        group: Communicator,
+        exchange: Exchange,
+        rows: Tensor,
+        tokens: Tensor,
+        counts: tuple[list[int], list[int]],
+        chosen: int,
+    ) -> None:
+        self._group = group
+        self._exchange = exchange
+        self._rows = rows
+        self._tokens = tokens
+        self._counts = counts
+        self._chosen = chosen
+
+    def arrived(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that came to this rank, [rows, hidden], with the ids and weights of all their
+        choices, [rows, chosen]."""
+        width, chosen = self._rows.shape[1] * self._rows.element_size(), self._chosen
+        widths = [width, 4 * chosen, 4 * chosen]
+        row, ids, weights = torch.split(self._exchange.wait(), widths, dim=1)
+        return (
+            row.contiguous().view(self._rows.dtype),
+            ids.contiguous().view(torch.int32).long(),
+            weights.contiguous().view(torch.float32),
+        )
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Send back what came of the rows that arrived; returns this rank's tokens' sums, made in
+        float32, [tokens, hidden]."""
+        send, recv = self._counts
+        returned = self._group.start_all_to_all(outputs, recv, send).wait()
+        total = torch.zeros_like(self._rows, dtype=torch.float32)
+        return total.index_add_(0, self._tokens, returned.float()).to(self._rows.dtype)
+
+
+def _packed(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[rows, bytes] uint8: a row of hidden states, its ids as int32, its weights as float32."""
+    parts = (rows, ids.to(torch.int32), weights.to(torch.float32))
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+class ExpertParallelMixture:
+    """Routed experts of which each rank has some, beside them those that every token takes, which
+    every rank has whole and applies to its share of the tokens.
+
+    Args:
+        parallel: where it lives; ``ep_size`` is above 1.
+        router: chooses.
+        names: of every expert's linears, complete.
+        shape: hidden and inner size of an expert.
+        shared: names and inner size of what takes every token, if the model has such.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelContext,
+        router: Router,
+        names: list[MlpNames],
+        shape: tuple[int, int],
+        shared: tuple[MlpNames, int] | None,
+    ) -> None:
+        assert parallel.communicator is not None, "experts are divided over several ranks"
+        self._group = group = parallel.communicator
+        self._router = router
+        self._held = parallel.expert_share(len(names))
+        self._experts = Experts(parallel, names[self._held.start : self._held.stop], shape)
+        self._shared = None
+        if shared is not None:
+            whole = replace(parallel, communicator=None, ep_size=1)
+            self._shared = GatedMlp(whole, shared[0], (shape[0], shared[1]))
+        self.tokens = SharedTokens(group)
+        parts = [share_of(len(names), part, parallel.ep_size) for part in range(parallel.ep_size)]
+        owners = [part for part, span in enumerate(parts) for _ in range(len(span))]
+        self._dispatch = ExpertDispatch(
+            group, torch.tensor(owners, device=parallel.device), parallel.ep_size
+        )
+
+    def weight_shards(self) -> Iterator[WeightShard]:
+        """What to load."""
+        yield from self._router.weight_shards()
+        yield from self._experts.weight_shards()
+        if self._shared is not None:
+            yield from self._shared.weight_shards()
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the loaded weights into the backend's form."""
+        self._router.process_weights_after_loading()
+        self._experts.process_weights_after_loading()
+        if self._shared is not None:
+            self._shared.process_weights_after_loading()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden], the same on every rank, to [tokens, hidden]: every rank runs the
+        experts that it has, and one sum over ranks is all that crosses."""
+        partial = self._run_held(x, *self._router(x))
+        if self._shared is not None:
+            own = self.tokens.span(len(x))
+            partial[own.start : own.stop] += self._shared(x[own.start : own.stop])
+        return self._group.all_reduce(partial)
+
+    def run_shared_tokens(self, own: Tensor) -> Tensor:
+        """This rank's tokens, [tokens, hidden], through experts of all ranks; every rank calls it,
+        with tokens or without."""
+        dispatched = self._dispatch.start(own, *self._router(own))
+        shared = self._shared(own) if self._shared is not None else None  # while rows are under way
+        combined = dispatched.combine(self._run_held(*dispatched.arrived()))
+        return combined if shared is None else combined + shared
+
+    def _run_held(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The part of the weighted sum that this rank's experts make, [tokens, hidden]."""
+        local = (ids - self._held.start).flatten()
+        chosen = ids.shape[1]
+        here = ((local >= 0) & (local < len(self._held))).nonzero().squeeze(1)
+        outputs = x.new_zeros(len(x) * chosen, x.shape[1])
+        if len(here):
+            pairs = local[here].unsqueeze(1), weights.flatten()[here].unsqueeze(1)
+            outputs[here] = self._experts.partial(x[here // chosen], *pairs)
+        return outputs.view(len(x), chosen, x.shape[1]).sum(1, dtype=torch.float32).to(x.dtype)
+
+
+class ExpertParallelLayer(DecoderLayer):
+    """A layer whose larger steps share their tokens out over ranks between attention and the end.
+
+    Args:
+        norms, attention: see ``DecoderLayer``.
+        mixture: its experts.
+        min_tokens: of steps that are shared out.
+    """
+
+    def __init__(
+        self,
+        norms: tuple[Norm, Norm],
+        attention: AttentionBlock,
+        mixture: ExpertParallelMixture,
+        min_tokens: int,
+    ) -> None:
+        super().__init__(norms, attention, mixture)
+        self._mixture = mixture
+        self._min_tokens = min_tokens
+
+    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        num_tokens = len(residual)
+        if num_tokens < self._min_tokens:
+            return super().finish(attended, residual)
+        tokens = self._mixture.tokens
+        own, span = tokens.reduce_scatter(self.attention.partial(attended)), tokens.span(num_tokens)
+        x, own_residual = self.mlp_norm.add(own, residual[span.start : span.stop])
+        total = tokens.gather(self._mixture.run_shared_tokens(x) + own_residual, num_tokens)
+        return torch.zeros_like(total), total

@@ -1,0 +1,126 @@
+"""Experts divided over ranks: the tokens of one rank, the bytes that cross, and clear ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.checkpoints import random_model, write_checkpoint
+from support.stepping import RunningRequest, Stepper
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError, EngineDead
+from mooncake_engine.execution.engine_plan import make_plan
+from mooncake_engine.execution.executor import Executor, InProcessExecutor
+from mooncake_engine.execution.process_executor import ProcessExecutor
+from mooncake_hal.backend import Backend
+from mooncake_hal.registry import Registry
+
+EVERY_STEP, PROMPTS, NO_STEP = 1, 20, 10_000
+"""Fewest tokens of a step that is dispatched: with 1, decodes too, so that ranks have no tokens."""
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return Registry.discover().select_backend("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: write_checkpoint(random_model(family), tmp_path_factory.mktemp(family))
+        for family in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+    }
+
+
+def requests() -> list[RunningRequest]:
+    prompts = {"short": (5, 9, 2), "long": tuple(range(100, 190)), "other": tuple(range(20, 45))}
+    return [RunningRequest(name, prompt) for name, prompt in prompts.items()]
+
+
+def answers(executor: Executor) -> list[list[int]]:
+    try:
+        executor.warm_up()
+        return Stepper(executor, chunk=40).generate(requests())
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size", "ep_size", "least"),
+    [
+        ("qwen3_moe", 2, 2, EVERY_STEP),
+        ("deepseek_v3", 4, 2, PROMPTS),
+        *(
+            pytest.param(family, *sizes, marks=pytest.mark.slow)
+            for family in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+            for sizes in ((2, 2, NO_STEP), (4, 4, EVERY_STEP), (4, 2, PROMPTS))
+        ),
+    ],
+)
+def test_ranks_choose_the_tokens_of_one_rank(
+    family: str,
+    tp_size: int,
+    ep_size: int,
+    least: int,
+    checkpoints: dict[str, Path],
+    backend: Backend,
+) -> None:
+    """Logits are compared, division by division, in the unit tests."""
+    alone = EngineConfig(checkpoints[family], num_kv_blocks=32)
+    expected = answers(InProcessExecutor(make_plan(alone, backend), backend))
+    config = replace(alone, tp_size=tp_size, ep_size=ep_size, ep_dispatch_min_tokens=least)
+    assert answers(ProcessExecutor(make_plan(config, backend))) == expected
+
+
+def test_stages_divide_their_experts_over_their_own_ranks(
+    checkpoints: dict[str, Path], backend: Backend
+) -> None:
+    alone = EngineConfig(checkpoints["mixtral"], num_kv_blocks=32)
+    expected = answers(InProcessExecutor(make_plan(alone, backend), backend))
+    config = replace(alone, pp_size=2, tp_size=2, ep_size=2, ep_dispatch_min_tokens=PROMPTS)
+    assert answers(ProcessExecutor(make_plan(config, backend))) == expected
+
+
+def test_a_rank_killed_in_an_all_to_all_ends_the_instance_with_its_reason(
+    checkpoints: dict[str, Path], backend: Backend
+) -> None:
+    config = EngineConfig(
+        checkpoints["mixtral"],
+        num_kv_blocks=32,
+        tp_size=2,
+        ep_size=2,
+        ep_dispatch_min_tokens=EVERY_STEP,
+    )
+    executor = ProcessExecutor(make_plan(config, backend))
+    try:
+        os.kill(executor.rank_pids[1], signal.SIGSTOP)  # so that rank 0 waits for its rows
+        killer = threading.Timer(1.0, os.kill, (executor.rank_pids[1], signal.SIGKILL))
+        killer.start()
+        started = time.monotonic()
+        with pytest.raises(EngineDead, match="rank 1 of 2 died: killed by SIGKILL"):
+            Stepper(executor, chunk=40).generate(requests())
+        assert 0.5 < time.monotonic() - started < 20
+        killer.join()
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_more_parts_than_experts_are_refused(family: str, backend: Backend, tmp_path: Path) -> None:
+    shape = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    directory = write_checkpoint(random_model(family, **shape), tmp_path)
+    config = EngineConfig(directory, num_kv_blocks=32, tp_size=8, ep_size=8)
+    wanted = {"mixtral": "has 6 experts: use at most 6", "llama": "has no experts: use at most 1"}
+    with pytest.raises(ConfigError, match=wanted[family]):
+        make_plan(config, backend)
+
+
+def test_parts_have_as_many_ranks_each() -> None:
+    with pytest.raises(ConfigError, match=r"ep_size 4 was asked for with tp_size 6: .*a divisor"):
+        EngineConfig(Path("m"), tp_size=6, ep_size=4)

@@ -1,0 +1,124 @@
+"""Models whose experts are divided over ranks: the logits of one rank. The ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import random_model, write_checkpoint
+from support.thread_ranks import on_ranks
+from torch import Tensor
+
+from mooncake_engine.execution.weight_loader import load_weights
+from mooncake_engine.models.catalog import build_model, read_model_config
+from mooncake_engine.models.hf_config import ModelConfig
+from mooncake_engine.models.layers import ParallelContext
+from mooncake_engine.models.parallel_context import ForwardContext, share_heads
+from mooncake_hal.backend import AttentionBatch, Communicator
+from mooncake_hal_cpu.torch_ops import TorchOps
+
+FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+DIVISIONS = [(2, 2, 1), (2, 2, 1000), (3, 3, 1), (4, 4, 1), (4, 2, 1), (4, 2, 1000), (4, 4, 10)]
+"""Ranks, parts with experts, and the fewest tokens of a step that is dispatched; with 1, decodes
+are, so that ranks have no tokens; with 10, chunks of prompts are and decodes are not."""
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass: for each sequence, its new tokens and how many it has then."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+
+
+PROMPTS = (tuple(range(100, 130)), (5, 9, 2))
+STEPS = (
+    Step((PROMPTS[0][:20], PROMPTS[1]), (20, 3)),  # a chunk beside a short prompt
+    Step(((7,), PROMPTS[0][20:]), (4, 30)),  # a decode beside the second chunk
+    Step(((8,), (9,)), (5, 31)),
+    Step(((3,),), (6,)),  # fewer tokens than ranks
+)
+ORDER = ((0, 1), (1, 0), (1, 0), (1,))
+"""Which prompt each sequence of a step belongs to; decodes come first."""
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor, AttentionBatch]]:
+    """Token ids, positions and attention of each step; a sequence has the blocks 4i to 4i + 3."""
+    for step, order in zip(STEPS, ORDER, strict=True):
+        counts = [len(tokens) for tokens in step.tokens]
+        places = [
+            (sequence, position)
+            for sequence, length, count in zip(order, step.lengths, counts, strict=True)
+            for position in range(length - count, length)
+        ]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        tables = torch.tensor([[4 * one + block for block in range(4)] for one in order])
+        slots = [64 * sequence + position for sequence, position in places]
+        ids = [token for tokens in step.tokens for token in tokens]
+        batch = AttentionBatch(
+            num_decodes=sum(count == 1 for count in counts),
+            query_start=starts,
+            context_lens=torch.tensor(step.lengths).int(),
+            block_tables=tables.int(),
+            slot_mapping=torch.tensor(slots),
+            block_size=BLOCK_SIZE,
+            host_query_lens=tuple(counts),
+            host_context_lens=step.lengths,
+        )
+        yield torch.tensor(ids), torch.tensor([position for _, position in places]), batch
+
+
+def make_kv(config: ModelConfig, tp_size: int, rank: int) -> dict[int, tuple[Tensor, ...]]:
+    """Empty planes of a rank's heads, by layer."""
+    heads, dims = 1, (0, 0)
+    if config.mla is None:
+        heads = share_heads(config.num_heads, config.num_kv_heads, tp_size, rank).kv_heads
+        dims = config.head_dim, config.head_dim
+    else:
+        dims = config.mla.latent_dim, config.mla.rope_dim
+    return {
+        layer: tuple(torch.zeros(8, BLOCK_SIZE, heads, dim) for dim in dims)
+        for layer in range(config.num_layers)
+    }
+
+
+def logits_of(
+    directory: Path, group: Communicator | None = None, ep_size: int = 1, least: int = 1
+) -> list[Tensor]:
+    """What a rank makes of all steps."""
+    parallel = ParallelContext(
+        TorchOps(), CPU, torch.float32, group, ep_size=ep_size, ep_dispatch_min_tokens=least
+    )
+    config = read_model_config(directory)
+    model = build_model(config, parallel, 64)
+    load_weights(model, directory)
+    kv = make_kv(config, parallel.tp_size, parallel.tp_rank)
+    return [
+        model.logits(model.forward(ids, positions, ForwardContext(batch, kv)))
+        for ids, positions, batch in batches()
+    ]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(random_model(request.param), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[Tensor]:
+    return logits_of(checkpoint)
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size", "least"), DIVISIONS)
+def test_every_rank_has_the_logits_of_one_rank(
+    tp_size: int, ep_size: int, least: int, checkpoint: Path, expected: list[Tensor]
+) -> None:
+    for found in on_ranks(tp_size, lambda group: logits_of(checkpoint, group, ep_size, least)):
+        for step, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(step, wanted, atol=2e-4, rtol=2e-4)
+            assert torch.equal(step.argmax(-1), wanted.argmax(-1))
