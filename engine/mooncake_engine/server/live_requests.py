@@ -46,6 +46,7 @@ async def merge(
     for task in tasks:
         task.add_done_callback(queue.put_nowait)
     try:
+        entry: tuple[int, Item] | asyncio.Task[None] | None
         num_live = len(tasks)
         while num_live:
             entry = await queue.get()
@@ -56,6 +57,8 @@ async def merge(
                 yield entry
     finally:
         await cancel_all(tasks)
+        tasks.clear()
+        entry = None  # a task holds its error, that this frame: until the next gc
 
 
 async def until_disconnect(
@@ -81,6 +84,8 @@ async def until_disconnect(
         raise ending.result() if ending.done() else ClientGone
     finally:
         await cancel_all(waited)
+        waited.clear()
+        del working  # it holds its error, that this frame
 
 
 async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:

@@ -53,7 +53,10 @@ class WorkLine:
         self._num_entered += 1
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         future.add_done_callback(self._leave)
-        return await future
+        try:
+            return await future
+        finally:
+            del future  # it holds its error, that this frame, and so the text: until the next gc
 
     def _leave(self, _: object) -> None:
         self._num_entered -= 1
