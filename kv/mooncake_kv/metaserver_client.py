@@ -36,10 +36,13 @@ class Metaserver:
         url: ``http://`` or ``https://``, as the request named it.
         requester: the address that the request came from; None for one of this process, which may
             name any.
+        tokenizer: the fingerprint of what made the prompt from a text: whoever is asked for the
+            prefill gets its ids, and need not make them again. Empty: the client sent ids.
     """
 
     url: str
     requester: str | None = None
+    tokenizer: str = ""
 
 
 class MetaserverRule:

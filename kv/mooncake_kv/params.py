@@ -138,6 +138,8 @@ class KVTransferParams:
         is_verified: whether the holder says which prompt it was given, so that its KV is certainly
             that of this one.
         prefix_sources: where this instance's KVCache pool may find what it is to compute.
+        tokenizer: the fingerprint of what made the prompt from a text, for the metaserver; empty
+            if the client sent ids.
     """
 
     keeps_kv: bool = False
@@ -149,6 +151,7 @@ class KVTransferParams:
     requester: str | None = None
     is_verified: bool = True
     prefix_sources: tuple[PrefixSource, ...] = ()
+    tokenizer: str = ""
 
     @property
     def mode(self) -> TransferMode:
@@ -417,6 +420,7 @@ def build_reservation_params(
     start: int,
     *,
     cache_salt: str = "",
+    tokenizer: str = "",
 ) -> KVTransferDict:
     """What the prefill instance needs to write this KV, or to let it be read; the metaserver
     carries it there.
@@ -428,8 +432,11 @@ def build_reservation_params(
         prompt: token ids.
         start: the first token whose KV it lacks.
         cache_salt: of the request; a part of the prompt's digest.
+        tokenizer: fingerprint of what made the prompt from a text; empty if nothing did.
     """
+    made = {"prompt_token_ids": list(prompt), "tokenizer_fingerprint": tokenizer}
     return {
+        **(made if tokenizer else {}),
         "token_ids": [],
         "do_remote_prefill": False,
         "do_remote_decode": True,

@@ -111,7 +111,9 @@ class MooncakeConnector(ConnectorScheduler):
             self._readers.add(request_id)
             self._loop.call(request_id, self._early_sender.begin, request_id, params.target)
         elif params.metaserver is not None:
-            self._metaservers[request_id] = Metaserver(params.metaserver, params.requester)
+            self._metaservers[request_id] = Metaserver(
+                params.metaserver, params.requester, params.tokenizer
+            )
 
     def start_load_kv(
         self,
@@ -135,6 +137,7 @@ class MooncakeConnector(ConnectorScheduler):
             prompt_token_ids,
             num_computed_tokens,
             cache_salt=cache_salt,
+            tokenizer=metaserver.tokenizer,
         )
         params["do_pull"] = True
         self._loop.call(

@@ -95,7 +95,9 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         if params.target is not None:
             self._loop.call(request_id, self._sender.begin, request_id, params.target)
         elif params.metaserver is not None:
-            self._metaservers[request_id] = Metaserver(params.metaserver, params.requester)
+            self._metaservers[request_id] = Metaserver(
+                params.metaserver, params.requester, params.tokenizer
+            )
 
     def prefill_advanced(
         self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int, attempt: int
@@ -133,6 +135,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         *,
         cache_salt: str = "",
     ) -> None:
+        metaserver = self._metaservers.pop(request_id)
         params = build_reservation_params(
             self._address,
             request_id,
@@ -140,8 +143,8 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             prompt_token_ids,
             num_computed_tokens,
             cache_salt=cache_salt,
+            tokenizer=metaserver.tokenizer,
         )
-        metaserver = self._metaservers.pop(request_id)
         self._loop.call(request_id, self._receiver.load, request_id, metaserver, params)
 
     def cancel_load(self, request_id: str) -> None:

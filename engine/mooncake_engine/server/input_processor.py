@@ -228,14 +228,18 @@ class InputProcessor:
             number, index = divmod(i, per_prompt)
             prompt = prompts[number]
             num_tokens = len(prompt.token_ids)
+            params = read_kv_transfer_params(
+                kv_transfer.params(i), prompt.token_ids, common.cache_salt
+            )
+            if params.metaserver is not None and prompt.text is not None:
+                # who prefills it need not tokenise again
+                params = replace(params, tokenizer=self.tokenizer.fingerprint)
             request = replace(
                 common,
                 request_id=name,
                 prompt_token_ids=prompt.token_ids,
                 sampling=choice_sampling(common.sampling, index, num_tokens, self.info),
-                kv_transfer_params=read_kv_transfer_params(
-                    kv_transfer.params(i), prompt.token_ids, common.cache_salt
-                ),
+                kv_transfer_params=params,
                 group=f"{group}-{number}" if per_prompt > 1 else None,
             )
             choices.append(GeneratedChoice(i, prompt, request))

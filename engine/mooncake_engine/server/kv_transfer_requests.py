@@ -94,13 +94,15 @@ def read_kv_transfer_request(
 
 
 def prompt_of_peer(params: KVTransferDict | None, tokenizer: str) -> tuple[int, ...] | None:
-    """Token ids of the prompt as the prefill instance has made them with the same tokenizer: they
-    are made once. None if it has not told any.
+    """Token ids of the prompt as the instance that got the request first has made them with the
+    same tokenizer: they are made once. None if it has not told any.
 
     Raises:
         InvalidRequest: they are no list of numbers.
     """
-    if not params or not params.get("do_remote_prefill") or _PROMPT not in params:
+    if not params or _PROMPT not in params:
+        return None
+    if not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
         return None
     if params.get("tokenizer_fingerprint") != tokenizer:
         return None

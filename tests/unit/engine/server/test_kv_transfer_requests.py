@@ -12,7 +12,7 @@ from support.fake_engine import EOS, FakeEngine, saying
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.kv_transfer_requests import read_kv_transfer_request
 from mooncake_engine.text.tokenizer import Tokenizer
-from mooncake_kv.params import NO_KV_TRANSFER
+from mooncake_kv.params import NO_KV_TRANSFER, InstanceAddress, build_reservation_params
 
 PREFILL = {
     "do_remote_decode": True,
@@ -290,3 +290,41 @@ def test_stores_that_are_named_go_to_every_answer_of_a_request_that_stays_here()
     assert not found.is_incoming
     assert [found.params(index) for index in range(2)] == [{"prefix_sources": sources}] * 2
     assert found.finished_update(0) is None
+
+
+RESERVE = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1/v1/metaserver/k"}
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+def test_whoever_is_asked_for_a_prefill_gets_the_prompt_that_the_decode_instance_made(
+    tokenizer: Tokenizer, path: str, body: Json
+) -> None:
+    engine = FakeEngine(saying("abc"))
+    serve(engine, tokenizer).post(path, **body, kv_transfer_params=RESERVE)
+    [asked] = engine.seen
+    assert asked.kv_transfer_params.tokenizer == tokenizer.fingerprint
+    post = build_reservation_params(
+        InstanceAddress("d", "127.0.0.1", 4242, 1, 16, 30.0),
+        asked.request_id,
+        [0, 1],
+        asked.prompt_token_ids,
+        0,
+        tokenizer=asked.kv_transfer_params.tokenizer,
+    )
+    counting = CountingTokenizer(tokenizer)
+    prefill_engine = FakeEngine(saying("abc"))
+    client = serve(prefill_engine, counting)  # type: ignore[arg-type]  # counts calls
+    before = counting.num_encoded
+    answer = client.post(path, **body, max_tokens=1, stream=False, kv_transfer_params=post)
+    assert answer.status_code == 200, answer.text
+    assert counting.num_encoded == before
+    assert prefill_engine.seen[-1].prompt_token_ids == asked.prompt_token_ids
+
+
+def test_ids_of_a_client_are_not_sent_on(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(saying("abc"))
+    body = {"prompt": [104, 105]}
+    serve(engine, tokenizer).post("/v1/completions", **body, kv_transfer_params=RESERVE)
+    assert engine.seen[-1].kv_transfer_params.tokenizer == ""
+    address = InstanceAddress("d", "127.0.0.1", 4242, 1, 16, 30.0)
+    assert "prompt_token_ids" not in build_reservation_params(address, "r", [0], [104, 105], 0)
