@@ -44,6 +44,10 @@ class Cluster:
         host_gb_s: of a node, from host to device memory.
         max_batch, kv_tokens: of a decode node.
         chunk_tokens: of the trace's hash ids.
+        cache_tier: where prefill nodes keep chunks; those in device memory need no load.
+        decode_cache_tokens: of the prompts that a decode node has decoded, those that it still has;
+            0: it keeps none.
+        shares_prefixes: whether prefill nodes can read chunks from each other.
     """
 
     num_prefill: int
@@ -57,6 +61,9 @@ class Cluster:
     max_batch: int = 256
     kv_tokens: int = 1_500_000
     chunk_tokens: int = 512
+    cache_tier: Tier = Tier.HOST
+    decode_cache_tokens: int = 0
+    shares_prefixes: bool = True
 
 
 @dataclass(slots=True)
@@ -174,6 +181,7 @@ class Simulation:
         self._cluster = cluster
         self._prefill: dict[int, PrefillNode] = {}
         self._decode: dict[int, DecodeNode] = {}
+        self._decode_caches: dict[int, ChunkCache] = {}
         self._add_nodes()
         self._links = LinkCalendar(fleet.links.bytes_per_s.copy(), fleet.links.setup_s)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -236,14 +244,19 @@ class Simulation:
         for role, number in wanted:
             for index in range(number):
                 slot = self.conductor.add(self._spec(f"{role.value[0]}{index}", role))
+                if not cluster.shares_prefixes:
+                    self.conductor.fleet.share_prefixes(slot, sends=False, fetches=False)
                 self._make_node(slot, role)
 
     def _make_node(self, slot: int, role: Role) -> None:
         cluster = self._cluster
         if role is Role.DECODE:
             self._decode[slot] = DecodeNode(cluster.latency, cluster.max_batch, cluster.kv_tokens)
+            num_chunks = cluster.decode_cache_tokens // cluster.chunk_tokens
+            self._decode_caches[slot] = ChunkCache(num_chunks)
             return
-        chunk_bytes = cluster.chunk_tokens * cluster.kv_bytes_per_token
+        on_host = cluster.cache_tier is Tier.HOST
+        chunk_bytes = cluster.chunk_tokens * cluster.kv_bytes_per_token if on_host else 0.0
         self._prefill[slot] = PrefillNode(
             cluster.latency,
             ChunkCache(cluster.cache_tokens // cluster.chunk_tokens),
@@ -324,8 +337,12 @@ class Simulation:
         node = self._prefill.get(copy.target)
         if node is not None:
             new, evicted = node.cache.insert(copy.keys)
-            self.conductor.index.stored(copy.target, Tier.HOST, new)
-            self.conductor.index.removed(copy.target, Tier.HOST, evicted)
+            self._note_chunks(copy.target, new, evicted)
+
+    def _note_chunks(self, slot: int, new: Sequence[int], evicted: Sequence[int]) -> None:
+        tier = self._cluster.cache_tier
+        self.conductor.index.stored(slot, tier, new)
+        self.conductor.index.removed(slot, tier, evicted)
 
     def _change_roles(self, roles: RoleChanges) -> None:
         """A node that changes sides keeps nothing of what it held."""
@@ -335,6 +352,7 @@ class Simulation:
         retired = self._prefill.pop(change.slot, None)
         self._retired_busy_s += 0.0 if retired is None else retired.busy_s
         self._decode.pop(change.slot, None)
+        self._decode_caches.pop(change.slot, None)
         self._wakes.pop(change.slot, None)
         self.conductor.index.cleared(change.slot)
         self.conductor.reports.report(change.slot, None)
@@ -355,8 +373,7 @@ class Simulation:
         record.num_reused, record.prefill_s = job.num_reused, job.compute_s
         conductor = self.conductor
         verdict, decode_slot = conductor.prefilled(job.request_id, self._now)
-        conductor.index.stored(slot, Tier.HOST, new)
-        conductor.index.removed(slot, Tier.HOST, evicted)
+        self._note_chunks(slot, new, evicted)
         conductor.reports.report(slot, node.cache.victim)
         conductor.measured_prefill(slot, job.num_tokens, job.num_reused, job.compute_s)
         if verdict.refusal is not None or decode_slot is None:
@@ -390,6 +407,10 @@ class Simulation:
     def _join(self, slot: int, record: RequestRecord) -> None:
         self._decode[slot].add(str(record.number), record.num_input + 1, record.num_output - 1)
         self.conductor.joined(str(record.number), self._now)
+        if self._cluster.decode_cache_tokens:
+            self._note_chunks(
+                slot, *self._decode_caches[slot].insert(self._requests[record.number].keys)
+            )
         self._wake(slot)
 
     def _wake(self, slot: int) -> None:

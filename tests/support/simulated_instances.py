@@ -1,0 +1,178 @@
+"""Instances that behave as the simulator's nodes, behind sockets: a proxy in front of them serves
+what ``mooncake-conductor simulate`` models."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from support.proxy_fakes import STREAM_HEAD, Behaviour, FakeInstance, Json, Seen, Stand, _respond
+
+from mooncake_conductor.cost.link_calendar import LinkCalendar
+from mooncake_conductor.index.prompt_keys import token_keys
+from mooncake_conductor.simulator.engine_models import (
+    ChunkCache,
+    DecodeNode,
+    PrefillJob,
+    PrefillNode,
+)
+from mooncake_conductor.simulator.simulation import Cluster
+from mooncake_proxy.api.application import ProxyApplication
+from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec, Role
+
+
+class _SimulatedInstance(FakeInstance):
+    """Its clients stay: whether they have left is not looked for, a thousand times a second."""
+
+    async def _answer_watched(
+        self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await self._answer(seen, writer)
+
+
+class SimulatedPrefill(_SimulatedInstance):
+    """A P that computes as a ``PrefillNode`` does."""
+
+    def __init__(self, name: str, cluster: Cluster) -> None:
+        super().__init__(name, Behaviour())
+        self._node = PrefillNode(
+            cluster.latency,
+            ChunkCache(cluster.cache_tokens // cluster.chunk_tokens),
+            chunk_tokens=cluster.chunk_tokens,
+            chunk_load_s=0.0,
+            num_layers=cluster.num_layers,
+        )
+        self._done: dict[str, asyncio.Future[PrefillJob]] = {}
+
+    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        prompt = seen.body.get("prompt")
+        if not prompt:
+            await super()._answer(seen, writer)
+            return
+        name = seen.headers["x-request-id"]
+        self._done[name] = asyncio.get_running_loop().create_future()
+        self._node.queue.append(PrefillJob(name, len(prompt), token_keys(prompt)))
+        self._start()
+        job = await self._done[name]
+        del self._done[name]
+        answer = self._prefilled(seen)
+        answer["kv_transfer_params"] |= {
+            "num_prompt_tokens": job.num_tokens,
+            "remote_cached_tokens": job.num_reused,
+        }
+        _respond(writer, 200, answer)
+        await writer.drain()
+
+    def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        job = self._node.start_next(loop.time())
+        if job is not None:
+            loop.call_at(job.ends_at, self._end)
+
+    def _end(self) -> None:
+        job, _, _ = self._node.finish()
+        self._done[job.request_id].set_result(job)
+        self._start()
+
+
+class SimulatedDecode(_SimulatedInstance):
+    """A D that pulls KV over the cluster's links, and steps as a ``DecodeNode`` does. Its first
+    event comes when the KV is there, its tokens when it has all of them."""
+
+    def __init__(self, name: str, slot: int, cluster: Cluster, links: LinkCalendar) -> None:
+        super().__init__(name, Behaviour())
+        self._slot = slot
+        self._cluster = cluster
+        self._links = links
+        self._node = DecodeNode(cluster.latency, cluster.max_batch, cluster.kv_tokens)
+        self._done: dict[str, asyncio.Future[None]] = {}
+        self._wake_at = math.inf
+
+    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+        prompt = seen.body.get("prompt")
+        if not prompt:
+            await super()._answer(seen, writer)
+            return
+        params: Json = seen.body["kv_transfer_params"]
+        writer.write(STREAM_HEAD)
+        await self._pull(int(params["remote_engine_id"][1:]), len(prompt))
+        first, *others = self._events(seen, params)
+        _write_chunk(writer, first)
+        name = seen.headers["x-request-id"]
+        self._done[name] = asyncio.get_running_loop().create_future()
+        self._node.add(name, len(prompt) + 1, seen.body["max_tokens"] - 1)
+        self._wake()
+        await self._done[name]
+        del self._done[name]
+        for event in others:
+            _write_chunk(writer, event)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    async def _pull(self, source: int, num_tokens: int) -> None:
+        loop = asyncio.get_running_loop()
+        num_bytes = num_tokens * self._cluster.kv_bytes_per_token
+        there = self._links.book(source, self._slot, num_bytes, loop.time())
+        arrived = loop.create_future()
+        loop.call_at(there, arrived.set_result, None)
+        await arrived
+
+    def _wake(self) -> None:
+        """As the simulation wakes a node: step until now, come again when the batch changes."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for decoded in self._node.advance(now):
+            self._done[decoded.request_id].set_result(None)
+        when = self._node.next_event()
+        if when is not None and (when < self._wake_at or self._wake_at <= now):
+            self._wake_at = when
+            loop.call_at(max(when, now), self._wake_if_due, when)
+
+    def _wake_if_due(self, when: float) -> None:
+        if self._wake_at == when:
+            self._wake_at = math.inf
+            self._wake()
+
+
+def _write_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+@asynccontextmanager
+async def simulated_stand(cluster: Cluster, **config: Any) -> AsyncIterator[Stand]:
+    """A proxy in front of a cluster's nodes."""
+    num_slots = cluster.num_prefill + cluster.num_decode
+    links = LinkCalendar([cluster.link_gb_s * 1e9] * num_slots, 0.002)
+    prefills = [SimulatedPrefill(f"p{index}", cluster) for index in range(cluster.num_prefill)]
+    decodes = [
+        SimulatedDecode(f"d{index}", cluster.num_prefill + index, cluster, links)
+        for index in range(cluster.num_decode)
+    ]
+    specs = []
+    for fake in (*prefills, *decodes):
+        await fake.start()
+        role = Role.PREFILL if fake in prefills else Role.DECODE
+        specs.append(InstanceSpec(Origin.parse(fake.url), role))
+    app = ProxyApplication(
+        ProxyConfig(
+            port=0,
+            instances=tuple(specs),
+            health=HealthConfig(interval_s=0),
+            access_log="off",
+            shutdown_timeout_s=1.0,
+            **config,
+        )
+    )
+    await app.start()
+    try:
+        yield Stand(app, list(prefills), list(decodes))
+    finally:
+        await app.close()
+        for fake in (*prefills, *decodes):
+            await fake.kill()
