@@ -22,6 +22,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mooncake_api import (
+    API_FORMATS,
+    COUNT_TOKENS_PATH,
+    MESSAGES,
+    RequestRefused,
+    count_tokens_request,
+)
 from mooncake_engine.errors import EngineDead, EngineError, EngineStalled, InvalidRequest
 from mooncake_engine.sampling_defaults import read_sampling_defaults
 from mooncake_engine.server.generation_handler import (
@@ -57,6 +64,7 @@ from mooncake_engine.server.response_builders import (
 )
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.server.tool_choice import shown_tools
+from mooncake_engine.server.translated_endpoint import TranslatedEndpoint, translated_error
 from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN
 from mooncake_engine.text.completion_output import EngineClient
 from mooncake_engine.text.limits import check_text_size, longest_body
@@ -69,6 +77,8 @@ _COUNTED = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        *API_FORMATS,
+        COUNT_TOKENS_PATH,
         "/v1/models",
         _MODEL_PATH,
         "/tokenize",
@@ -154,6 +164,10 @@ def _generation_routes(
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        *(
+            Route(path, TranslatedEndpoint(each, chat, handler.max_body_bytes), methods=["POST"])
+            for path, each in API_FORMATS.items()
+        ),
     ]
 
 
@@ -171,6 +185,7 @@ def _plain_routes(plain: PlainEndpoints) -> list[Route]:
         Route("/abort", plain.abort, methods=["POST"]),
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/tokenize", plain.tokenize, methods=["POST"]),
+        Route(COUNT_TOKENS_PATH, plain.count_tokens, methods=["POST"]),
         Route("/detokenize", plain.detokenize, methods=["POST"]),
     ]
 
@@ -274,20 +289,34 @@ class PlainEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """``POST /tokenize``."""
-        wanted = decode_request(await self._body(request), TokenizeRequest)
+        return _json(await self._tokenize(await self._body(request)))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``POST /v1/messages/count_tokens``: what ``/tokenize`` counts for that conversation."""
+        try:
+            wanted = count_tokens_request(await self._body(request))
+            counted = await self._tokenize(wanted)
+        except RequestRefused as exc:
+            return translated_error(MESSAGES, InvalidRequest(str(exc), param=exc.param))
+        except EngineError as exc:
+            return translated_error(MESSAGES, exc)
+        return _json({"input_tokens": counted["count"]})
+
+    async def _tokenize(self, body: bytes) -> dict[str, Any]:
+        wanted = decode_request(body, TokenizeRequest)
         self.processor.check_model(wanted.model)
         tokenizer = self.processor.tokenizer
         num_characters, tokenise = self._tokenising(wanted)
         ids = await self.processor.work.on_text(num_characters, tokenise)
-        body: dict[str, Any] = {
+        found: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self.processor.info.max_model_len,
             "tokens": ids,
         }
         if wanted.return_token_strs:
             names = [tokenizer.token_bytes(token_id) for token_id in ids]
-            body["token_strs"] = [name.decode(errors="replace") for name in names]
-        return _json(body)
+            found["token_strs"] = [name.decode(errors="replace") for name in names]
+        return found
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
@@ -364,14 +393,17 @@ class KeyCheck:
         if not scope.get("path", "").startswith(_GUARDED) or self._is_known(HTTPConnection(scope)):
             await self._app(scope, receive, send)
             return
-        message = "wrong or missing API key: send Authorization: Bearer KEY"
+        message = "wrong or missing API key: send Authorization: Bearer KEY, or x-api-key: KEY"
         error = ApiError(401, message, "authentication_error", code="invalid_api_key")
         response = error.response()
         response.headers["WWW-Authenticate"] = "Bearer"
         await response(scope, receive, send)
 
     def _is_known(self, asked: HTTPConnection) -> bool:
-        scheme, _, token = asked.headers.get("authorization", "").partition(" ")
+        shown = asked.headers.get("authorization")
+        if shown is None:
+            shown = f"Bearer {asked.headers.get('x-api-key', '')}"  # as Anthropic's clients do
+        scheme, _, token = shown.partition(" ")
         given = token.strip().encode()
         # Every key is compared, each in constant time: timing reveals nothing about any of them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]

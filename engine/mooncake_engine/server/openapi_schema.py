@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
+from mooncake_api import API_FORMATS, COUNT_TOKENS_PATH, MESSAGES
+from mooncake_api.messages_request import CountTokensRequest
 from mooncake_engine.server.openai_protocol import (
     AbortBody,
     ChatRequest,
@@ -28,6 +30,8 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/abort": AbortBody,
+    **{path: each.request_type for path, each in API_FORMATS.items()},
+    COUNT_TOKENS_PATH: CountTokensRequest,
 }
 """What is posted where; other paths read no body."""
 
@@ -48,13 +52,7 @@ _ERROR = {
         }
     },
 }
-_RESPONSES: Json = {
-    "200": {"description": "An answer; a stream of events where the request asks for one."},
-    "default": {
-        "description": "An error.",
-        "content": {"application/json": {"schema": {"$ref": _COMPONENT.format(name="Error")}}},
-    },
-}
+_MESSAGES_ERROR = "MessagesError"
 
 
 def openapi_schema(routes: Sequence[Route]) -> Json:
@@ -76,12 +74,25 @@ def openapi_schema(routes: Sequence[Route]) -> Json:
             "version": importlib.metadata.version("mooncake-engine"),
         },
         "paths": paths,
-        "components": {"schemas": {**components, "Error": _ERROR}},
+        "components": {
+            "schemas": {**components, "Error": _ERROR, _MESSAGES_ERROR: MESSAGES.error_schema}
+        },
     }
 
 
 def _operation(route: Route, path: str) -> Json:
-    found: Json = {"responses": _RESPONSES}
+    error = _MESSAGES_ERROR if path.startswith(MESSAGES.path) else "Error"
+    found: Json = {
+        "responses": {
+            "200": {"description": "An answer; a stream of events where the request asks for one."},
+            "default": {
+                "description": "An error.",
+                "content": {
+                    "application/json": {"schema": {"$ref": _COMPONENT.format(name=error)}}
+                },
+            },
+        }
+    }
     if route.param_convertors:
         found["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 from msgspec import Struct
 
+from mooncake_api import API_FORMATS, COUNT_TOKENS_PATH
 from mooncake_proxy import __version__
 from mooncake_proxy.api.api_keys import check_key
 from mooncake_proxy.api.error_responses import answer_error, respond_json
@@ -40,16 +41,15 @@ INSTANCES_PATH = "/instances"
 # What --admin-port takes off the public port.
 EXPLAIN_PATH = "/conductor/explain"
 ADMIN_PATHS = frozenset({"/", "/view", "/metrics", INSTANCES_PATH, EXPLAIN_PATH})
+_GENERATING = (*(endpoint.path for endpoint in OpenAIEndpoint), *API_FORMATS)
 # Whose requests have bodies of any length, for clients with an API key.
-BODY_PATHS = frozenset(
-    {*(endpoint.path for endpoint in OpenAIEndpoint), "/tokenize", "/detokenize"}
-)
+BODY_PATHS = frozenset({*_GENERATING, COUNT_TOKENS_PATH, "/tokenize", "/detokenize"})
 
 
 def routes(process: ProxyProcess, handle: Handler) -> Routes:
     """Path -> method -> handler. `handle` is the top of every request."""
     handlers = AdminHandlers(process, handle)
-    generating: Routes = {endpoint.path: {"POST": handlers.no_query} for endpoint in OpenAIEndpoint}
+    generating: Routes = {path: {"POST": handlers.no_query} for path in _GENERATING}
     return {
         "/": {"GET": handlers.page},
         "/view": {"GET": handlers.view},
@@ -59,6 +59,7 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
         MODELS_PATH: {"GET": handlers.models},
         MODEL_PATH: {"GET": handlers.forward_to_instance},
         "/tokenize": {"POST": handlers.forward_to_instance},
+        COUNT_TOKENS_PATH: {"POST": handlers.forward_to_instance},
         "/detokenize": {"POST": handlers.forward_to_instance},
         INSTANCES_PATH: {"GET": handlers.instances, "POST": handlers.change},
         EXPLAIN_PATH: {"GET": handlers.explain},

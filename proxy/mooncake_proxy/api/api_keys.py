@@ -114,8 +114,11 @@ def read_keys(path: str | None) -> frozenset[str]:
 
 
 def bearer_token(headers: dict[bytes, bytes]) -> bytes | None:
-    """What a client shows as its key; None if it shows none."""
-    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    """What a client shows as its key, in the way of OpenAI's clients or of Anthropic's; None if it
+    shows none."""
+    if b"authorization" not in headers:
+        return headers.get(b"x-api-key")
+    scheme, _, token = headers[b"authorization"].partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
 
 
@@ -130,13 +133,16 @@ def holds_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> bool:
 def check_key(headers: dict[bytes, bytes], keys: frozenset[str]) -> None:
     """Unauthorized unless the bearer token is one of `keys`; no keys means open."""
     if keys and not holds_key(headers, keys):
-        raise Unauthorized("wrong or missing API key: send Authorization: Bearer KEY")
+        raise Unauthorized(
+            "wrong or missing API key: send Authorization: Bearer KEY, or x-api-key: KEY"
+        )
 
 
 def tenant_salt(headers: dict[bytes, bytes], own: str | None) -> str:
     """The `cache_salt` of a client: the same for all requests with one API key, and of no use to
     find the key. A salt of the client's `own` divides its cache further."""
     key = headers.get(b"authorization", b"").partition(b" ")[2].strip()
+    key = key or headers.get(b"x-api-key", b"")
     salt = blake2b(key, digest_size=16, person=b"cache_salt")
     if own:
         salt.update(b"\0" + own.encode("utf-8", "replace"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec import Raw
 
+from mooncake_api import API_FORMATS
 from mooncake_proxy.api import admin_routes
 from mooncake_proxy.api.admission_queue import NO_KEY, Tenant
 from mooncake_proxy.api.api_keys import ApiKey, check_key, holds_key, tenant_salt
@@ -25,6 +26,7 @@ from mooncake_proxy.api.openai_bodies import (
 )
 from mooncake_proxy.api.proxied_request import (
     RequestContext,
+    UntranslatedRequest,
     estimate_prompt_tokens,
     forwarded_headers,
     request_id_of,
@@ -68,6 +70,7 @@ DRAIN_POLL_S = 0.02
 # Of requests that need no body.
 SHORT_BODY_BYTES = 64 * 1024
 ENDPOINTS = {endpoint.path.encode(): endpoint for endpoint in OpenAIEndpoint}
+TRANSLATED = {path.encode(): each for path, each in API_FORMATS.items()}
 
 
 @dataclass(slots=True)
@@ -257,6 +260,10 @@ class ProxyApplication:
         endpoint = ENDPOINTS.get(request.target)
         if endpoint is not None and request.method == "POST":
             return self._generate(request, endpoint)
+        api_format = TRANSLATED.get(request.target)
+        if api_format is not None and request.method == "POST":
+            request.translation = UntranslatedRequest(api_format)
+            return self._generate(request, OpenAIEndpoint.CHAT)
         return self._answer_other(request)
 
     def body_limit(self, request: HttpRequest) -> int:
@@ -353,6 +360,8 @@ class ProxyApplication:
 
     def _context(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> RequestContext:
         request, arrival = active.request, active.arrival
+        if isinstance(request.translation, UntranslatedRequest):
+            request.translation.translate(request)
         client_body = request.body
         parsed, fields = parse_request(client_body)
         if parsed.priority is not None or self.config.cache_salt_per_key:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
+from mooncake_api import ApiFormat, RequestRefused
 from mooncake_proxy.api.openai_bodies import Fields, OpenAIEndpoint, ParsedRequest, encode, is_batch
 from mooncake_proxy.errors import BadRequest
 from mooncake_proxy.http1.http_request import HttpRequest
@@ -189,6 +190,8 @@ def forwarded_headers(
 ) -> bytes:
     """Header lines for instances; absent ones are not sent (never `Bearer None`)."""
     lines = b""
+    if b"x-api-key" in headers and b"authorization" not in headers:
+        lines = b"authorization: Bearer %b\r\n" % headers[b"x-api-key"]
     if headers.keys().isdisjoint(names):
         return lines
     for name in names:
@@ -225,6 +228,32 @@ def estimate_prompt_tokens(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> i
     if prompt[:1].tobytes() == b"[":
         return bytes(prompt).count(b",") + 1
     return len(prompt) // _BYTES_PER_TOKEN + 1
+
+
+class UntranslatedRequest:
+    """Stands in a request of another form than OpenAI's completions until its body is read: what is
+    refused before, for want of a key, say, is refused in that form."""
+
+    def __init__(self, api_format: ApiFormat) -> None:
+        self._format = api_format
+
+    def translate(self, request: HttpRequest) -> None:
+        """Make a chat request of it, whose answer is translated back. BadRequest names the wrong
+        field."""
+        try:
+            translation = self._format.translate(request.body)
+        except RequestRefused as exc:
+            raise BadRequest(str(exc), param=exc.param) from exc
+        request.body = translation.chat_body
+        request.translation = translation
+
+    def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
+        """An error."""
+        return status, self._format.error(status, body)
+
+    def events(self, data: bytes) -> bytes:
+        """Nothing is streamed before the body is read."""
+        return data
 
 
 # ---------------------------------------------------------------- bodies for instances

@@ -23,6 +23,16 @@ class Pausable(Protocol):
         """Read again."""
 
 
+class AnswerTranslation(Protocol):
+    """Turns an answer into the form that its client asked in."""
+
+    def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
+        """A complete answer, or an error."""
+
+    def events(self, data: bytes) -> bytes:
+        """More of a stream."""
+
+
 class HttpRequest:
     """One request and the answer to it.
 
@@ -43,6 +53,7 @@ class HttpRequest:
         "source",
         "status",
         "target",
+        "translation",
     )
 
     def __init__(self, protocol: ServerProtocol) -> None:
@@ -59,6 +70,8 @@ class HttpRequest:
         self.ended = False
         self.bytes_out = 0
         self.source: Pausable | None = None
+        # Between what is answered here and what its client gets.
+        self.translation: AnswerTranslation | None = None
 
     @property
     def path(self) -> str:
@@ -82,6 +95,8 @@ class HttpRequest:
 
     def respond(self, status: int, body: bytes, content_type: str, headers: bytes = b"") -> None:
         """The whole answer at once."""
+        if self.translation is not None:
+            status, body = self.translation.whole(status, body)
         self.status = status
         self._protocol.send(
             b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"
@@ -102,6 +117,8 @@ class HttpRequest:
         self.status = 200
         if not self.chunked:
             self.keep_alive = False
+        if self.translation is not None:
+            first = self.translation.events(first)
         self._protocol.send(
             b"%bcontent-type: %b\r\n%b%b%b%b\r\n%b"
             % (
@@ -118,11 +135,17 @@ class HttpRequest:
 
     def write(self, data: bytes) -> None:
         """More of the stream; goes out at once."""
+        if self.translation is not None:
+            data = self.translation.events(data)
+            if not data:  # an empty chunk would end the stream
+                return
         self.bytes_out += len(data)
         self._protocol.send(b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data)
 
     def end(self, last: bytes = b"") -> None:
         """The end of a stream, optionally with its last bytes."""
+        if self.translation is not None:
+            last = self.translation.events(last)
         self.bytes_out += len(last)
         if self.chunked:
             self._protocol.send((chunk(last) if last else b"") + LAST_CHUNK)

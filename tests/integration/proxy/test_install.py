@@ -1,4 +1,4 @@
-"""What the proxy needs: its libraries and, of this repository, the conductor alone."""
+"""What the proxy needs: its libraries and, of this repository, conductor and request forms."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_importing_brings_no_torch_no_engine_and_numpy_only_where_it_is_used(cod
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, cwd=PROXY)
 
 
-def test_it_depends_on_its_http_stack_and_the_conductor_only() -> None:
+def test_it_depends_on_its_http_stack_the_conductor_and_the_forms_of_requests() -> None:
     text = (PROXY / "pyproject.toml").read_text("utf-8")
     wanted = text.split("\ndependencies = [")[1].split("]")[0]
     names = set(re.findall(r'"([a-z-]+)', wanted))
     http_stack = {"uvloop", "httptools", "msgspec", "async-timeout"}
-    assert names == http_stack | {"mooncake-conductor", "pyzmq"}
+    assert names == http_stack | {"mooncake-api", "mooncake-conductor", "pyzmq"}

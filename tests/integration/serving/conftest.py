@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-import uvicorn
+from support.asgi_server import serving_app
 from support.byte_tokenizer import write_byte_tokenizer
 from support.fake_engine import FakeEngine
-from support.programs import serving
+from support.programs import TINY_LLAMA, running, serving
 
-from mooncake_engine.server.api_server import bind
 from mooncake_engine.server.app import create_app
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -32,21 +29,8 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def served(byte_tokenizer: Tokenizer) -> Iterator[Served]:
     engine = FakeEngine()
-    listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(
-        create_app(engine, byte_tokenizer), loop="uvloop", http="httptools", log_config=None
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not server.started:
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.01)
-    yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    with serving_app(create_app(engine, byte_tokenizer)) as url:
+        yield Served(url, engine)
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +38,18 @@ def tiny_llama_url() -> Iterator[str]:
     """One instance, both roles, of the real engine; tools are called in Hermes' form."""
     with serving("--tool-call-parser", "hermes") as (url, _):
         yield url
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_pair_url() -> Iterator[str]:
+    """The same as a prefill and a decode instance behind a proxy."""
+    argv = ["up", "--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "1024"]
+    with running("mooncake_engine.cli", *argv, "--tool-call-parser", "hermes") as program:
+        yield program.wait_for("curl -N ").split()[2].removesuffix("/v1/chat/completions")
+
+
+@pytest.fixture(params=["one instance", "pair"])
+def either_url(request: pytest.FixtureRequest) -> str:
+    """One instance, and a pair behind a proxy: what is served is the same."""
+    name = "tiny_llama_url" if request.param == "one instance" else "tiny_llama_pair_url"
+    return str(request.getfixturevalue(name))

@@ -1,0 +1,288 @@
+"""``POST /v1/messages`` of Anthropic's API as a chat request."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from mooncake_api.errors import RequestRefused
+from mooncake_api.translation import NOT_HERE, Json, encode, read_request
+
+_INSTEAD = {
+    **NOT_HERE,
+    "container": "only text is served",
+    "mcp_servers": "call their tools yourself",
+    "context_management": "shorten the messages yourself",
+    "diagnostics": "leave it out",
+    "input": "use messages",
+    "instructions": "use system",
+    "max_completion_tokens": "use max_tokens",
+    "stop": "use stop_sequences",
+    "response_format": "use output_config.format",
+    "reasoning_effort": "use output_config.effort",
+    "include_reasoning": "use thinking.display",
+    "logprobs": "use /v1/chat/completions",
+    "top_logprobs": "use /v1/chat/completions",
+    "stream_options": "streams always tell their usage",
+    "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+}
+_BILLING = "x-anthropic-billing-header"
+"""Begins a line of accounts that a coding agent puts before its instructions. It differs from
+request to request, so that no prefix of the prompt would ever be found again."""
+
+
+class OutputFormat(Struct):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct):
+    """How much thought an answer is worth, and how it looks."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class Thinking(Struct):
+    """``budget_tokens`` is not kept to: ``max_tokens`` bounds the whole answer."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ToolChoice(Struct):
+    """Which tools have to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Metadata(Struct):
+    """Whose request it is."""
+
+    user_id: str | None = None
+
+
+class MessagesRequest(Struct, kw_only=True):
+    """The body. Content blocks and tools are read one by one: their types say what they are."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class CountTokensRequest(Struct, kw_only=True):
+    """``POST /v1/messages/count_tokens``: as far as it matters for the count."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    thinking: Thinking | None = None
+
+
+def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
+    """The request, and the chat request that says the same.
+
+    Raises:
+        RequestRefused: what can't be said as a chat request, by name.
+    """
+    request, others = read_request(body, MessagesRequest, _INSTEAD)
+    chat: Json = {**others, **_sampling(request), **_tools(request)}
+    chat["messages"] = _conversation(request.system, request.messages)
+    if (variables := _template_variables(request.thinking)) is not None:
+        chat["chat_template_kwargs"] = variables | (others.get("chat_template_kwargs") or {})
+    if request.thinking is not None and request.thinking.display == "omitted":
+        chat["include_reasoning"] = False
+    if request.stream:
+        # The first event has the prompt's tokens.
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chat |= {"stream": True, "stream_options": options}
+    return request, encode(chat)
+
+
+def count_tokens_request(body: bytes) -> bytes:
+    """The body of ``/tokenize`` for one of ``/v1/messages/count_tokens``.
+
+    Raises:
+        RequestRefused: as for a request of messages.
+    """
+    request, _ = read_request(body, CountTokensRequest, {})
+    wanted: Json = {"messages": _conversation(request.system, request.messages)}
+    if request.model is not None:
+        wanted["model"] = request.model
+    if request.tools:
+        wanted["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if (variables := _template_variables(request.thinking)) is not None:
+        wanted["chat_template_kwargs"] = variables
+    return encode(wanted)
+
+
+def _sampling(request: MessagesRequest) -> Json:
+    config = request.output_config or OutputConfig()
+    shape = config.format or request.output_format
+    chat: Json = {
+        "model": request.model,
+        "max_tokens": request.max_tokens,
+        "stop": request.stop_sequences or None,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "reasoning_effort": config.effort,
+        "user": request.metadata and request.metadata.user_id,
+    }
+    if shape is not None:
+        schema = {"name": "answer", "schema": shape.schema}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _template_variables(thinking: Thinking | None) -> Json | None:
+    """What chat templates of models that can answer with and without thinking look at."""
+    return None if thinking is None else {"enable_thinking": thinking.type != "disabled"}
+
+
+# ---------------------------------------------------------------- tools
+
+
+def _tools(request: MessagesRequest) -> Json:
+    chat: Json = {}
+    if request.tools:
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    choice = request.tool_choice
+    if choice is None:
+        return chat
+    if choice.type == "tool":
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    else:
+        chat["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
+    if choice.disable_parallel_tool_use is not None:
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return chat
+
+
+def _tool(tool: Json, path: str) -> Json:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestRefused(
+            f"{path}: tools of type {tool.get('type')!r} run on another server's side and are not "
+            "served here; leave it out",
+            param=path,
+        )
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    for name in ("description", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+# ---------------------------------------------------------------- the conversation
+
+
+def _conversation(system: str | list[Json] | None, messages: list[Json]) -> list[Json]:
+    found: list[Json] = []
+    if system:
+        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        texts = [_text(block, f"system[{i}]") for i, block in enumerate(blocks)]
+        kept = [text for text in texts if not text.startswith(_BILLING)]
+        if kept:
+            found.append({"role": "system", "content": "\n\n".join(kept)})
+    for index, message in enumerate(messages):
+        found += _turn(message, f"messages[{index}]")
+    return found
+
+
+def _turn(message: Json, path: str) -> list[Json]:
+    """The chat messages of one turn: results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise RequestRefused(
+            f"{path}.role: wanted user, assistant or system, found {role!r}", param=f"{path}.role"
+        )
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise RequestRefused(
+            f"{path}.content: wanted a text or a list of blocks", param=f"{path}.content"
+        )
+    blocks = [(block, f"{path}.content[{i}]") for i, block in enumerate(content)]
+    return [_model_turn(blocks)] if role == "assistant" else _other_turn(role, blocks)
+
+
+def _model_turn(blocks: list[tuple[Any, str]]) -> Json:
+    turn: Json = {"role": "assistant", "content": None}
+    for block, path in blocks:
+        kind = _kind(block)
+        if kind == "text":
+            turn["content"] = (turn["content"] or "") + _text(block, path)
+        elif kind == "thinking":
+            turn["reasoning"] = turn.get("reasoning", "") + str(block.get("thinking", ""))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": _json_text(block.get("input"))}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":  # which nobody here can read
+            raise _refused_block(kind, path)
+    return turn
+
+
+def _other_turn(role: str, blocks: list[tuple[Any, str]]) -> list[Json]:
+    turns: list[Json] = []
+    for block, path in blocks:
+        kind = _kind(block)
+        if kind == "tool_result" and role == "user":
+            result = {"tool_call_id": block.get("tool_use_id"), "content": _result(block, path)}
+            turns.append({"role": "tool", **result})
+        elif kind != "text":
+            raise _refused_block(kind, path)
+        elif turns and turns[-1]["role"] == role:
+            turns[-1]["content"].append({"type": "text", "text": _text(block, path)})
+        else:
+            turns.append({"role": role, "content": [{"type": "text", "text": _text(block, path)}]})
+    return turns
+
+
+def _result(block: Json, path: str) -> str:
+    """What a tool said: its text says whether it failed."""
+    content = block.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise RequestRefused(f"{path}.content: wanted a text or blocks", param=f"{path}.content")
+    return "".join(_text(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+
+
+def _text(block: Any, path: str) -> str:
+    if _kind(block) != "text" or not isinstance(block.get("text"), str):
+        raise _refused_block(_kind(block), path)
+    return str(block["text"])
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, dict) else None
+
+
+def _refused_block(kind: Any, path: str) -> RequestRefused:
+    return RequestRefused(
+        f"{path}: blocks of type {kind!r} are not served here, only text", param=path
+    )
+
+
+def _json_text(value: Any) -> str:
+    return encode({} if value is None else value).decode()

@@ -1,0 +1,317 @@
+"""``POST /v1/responses`` as a chat request. Stateless: a request holds its whole conversation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from mooncake_api.errors import RequestRefused
+from mooncake_api.translation import NOT_HERE, Json, encode, read_request
+
+_STATELESS = "no responses are kept: send the conversation in input"
+_INSTEAD = {
+    **NOT_HERE,
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "prompt": "send its text in instructions and input",
+    "context_management": "shorten the input yourself",
+    "moderation": "leave it out",
+    "access_programs": "leave it out",
+    "image": "only text is served",
+    "messages": "use input",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "response_format": "use text.format",
+    "reasoning_effort": "use reasoning.effort",
+    "include_reasoning": "reasoning is always an item of its own",
+    "logprobs": "use top_logprobs and include",
+    "stop": "use /v1/chat/completions",
+    "stop_sequences": "use /v1/chat/completions",
+    "system": "use instructions",
+}
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+
+
+class Reasoning(Struct):
+    """``summary`` changes nothing: reasoning is shown as it is."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFormat(Struct):
+    """Any text, some JSON object, or JSON that a schema describes."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct):
+    """How the text of the answer looks."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Struct, kw_only=True):
+    """The body. Objects within it are read one by one, because their types say what they are."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+def read_responses_request(body: bytes) -> tuple[ResponsesRequest, bytes]:
+    """The request, and the chat request that says the same.
+
+    Raises:
+        RequestRefused: what can't be said as a chat request, by name.
+    """
+    request, others = read_request(body, ResponsesRequest, _INSTEAD)
+    _check_stateless(request)
+    chat: Json = {"messages": [*_messages(request)], **others, **_sampling(request)}
+    chat |= _tools(request)
+    if request.stream:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    return request, encode(chat)
+
+
+def _check_stateless(request: ResponsesRequest) -> None:
+    if request.store:
+        raise RequestRefused(
+            "store: no responses are kept here; send false or leave it out", param="store"
+        )
+    if request.background:
+        raise RequestRefused(
+            "background: responses are not made without their client; send false or leave it out",
+            param="background",
+        )
+    if request.truncation not in (None, "disabled"):
+        raise RequestRefused(
+            f"truncation {request.truncation!r} is not served here: shorten the input yourself",
+            param="truncation",
+        )
+    for name in request.include or ():
+        if name not in _INCLUDED:
+            raise RequestRefused(f"include {name!r} is not served here", param="include")
+
+
+def _sampling(request: ResponsesRequest) -> Json:
+    text, reasoning = request.text or TextConfig(), request.reasoning or Reasoning()
+    chat: Json = {
+        "model": request.model,
+        "max_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "response_format": _response_format(text.format or TextFormat()),
+        "verbosity": text.verbosity,
+        "reasoning_effort": reasoning.effort,
+        "user": request.user,
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+        "service_tier": request.service_tier,
+    }
+    if wants_logprobs(request):
+        chat |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def wants_logprobs(request: ResponsesRequest) -> bool:
+    """Whether the answer shows log probabilities."""
+    return bool(request.top_logprobs) or _INCLUDED[0] in (request.include or ())
+
+
+def _response_format(wanted: TextFormat) -> Json | None:
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"type": "json_object"}
+    described = {"name": wanted.name, "description": wanted.description, "schema": wanted.schema}
+    schema: Json = {name: value for name, value in described.items() if value is not None}
+    if wanted.strict is not None:
+        schema["strict"] = wanted.strict
+    return {"type": "json_schema", "json_schema": schema}
+
+
+# ---------------------------------------------------------------- tools
+
+
+def _tools(request: ResponsesRequest) -> Json:
+    chat: Json = {}
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())]
+    choice = request.tool_choice
+    if isinstance(choice, dict):
+        tools, choice = _chosen(tools, choice)
+    if tools:
+        chat["tools"] = tools
+    if choice is not None:
+        chat["tool_choice"] = choice
+    if request.parallel_tool_calls is not None:
+        chat["parallel_tool_calls"] = request.parallel_tool_calls
+    return chat
+
+
+def _tool(tool: Json, path: str) -> Json:
+    if tool.get("type") != "function":
+        raise RequestRefused(
+            f"{path}: tools of type {tool.get('type')!r} are not served here, only 'function'; "
+            "leave it out",
+            param=path,
+        )
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _chosen(tools: list[Json], choice: Json) -> tuple[list[Json], str | Json]:
+    """The tools that may be called, and the chat request's choice."""
+    kind = choice.get("type")
+    if kind == "function":
+        return tools, {"type": "function", "function": {"name": choice.get("name")}}
+    if kind != "allowed_tools":
+        raise RequestRefused(
+            f"tool_choice of type {kind!r} is not served here", param="tool_choice"
+        )
+    listed = choice.get("tools")
+    entries = listed if isinstance(listed, list) else []
+    allowed = {entry.get("name") for entry in entries if isinstance(entry, dict)}
+    kept = [tool for tool in tools if tool["function"].get("name") in allowed]
+    return kept, str(choice.get("mode", "auto"))
+
+
+# ---------------------------------------------------------------- the conversation
+
+
+def _messages(request: ResponsesRequest) -> list[Json]:
+    """Instructions and input. What one turn of the model brought is one message; system messages at
+    the start are one, too: many chat templates have room for one."""
+    items = request.input
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    turns = _Turns()
+    if request.instructions:
+        turns.add_message("system", request.instructions)
+    for index, item in enumerate(items):
+        turns.add(item, f"input[{index}]")
+    return turns.messages
+
+
+class _Turns:
+    """Messages of a conversation, made from its items."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+
+    def add(self, item: Json, path: str) -> None:
+        """One more item."""
+        kind = item.get("type", "message")
+        if kind == "message":
+            self._add_turn(item, path)
+        elif kind == "function_call":
+            self._add_call(item, path)
+        elif kind == "function_call_output":
+            text = _text(item.get("output"), f"{path}.output")
+            call_id = _word(item, "call_id", path)
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        elif kind == "reasoning":
+            self._add_reasoning(item, path)
+        elif kind == "item_reference":
+            raise RequestRefused(f"{path}: item_reference: {_STATELESS}", param=path)
+        else:
+            raise RequestRefused(
+                f"{path}: items of type {kind!r} are not served here; leave it out", param=path
+            )
+
+    def add_message(self, role: str, text: str) -> None:
+        """A message that is not the model's."""
+        role = "system" if role == "developer" else role
+        if role == "system" and [each["role"] for each in self.messages] == ["system"]:
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _add_turn(self, item: Json, path: str) -> None:
+        role, text = item.get("role"), _text(item.get("content"), f"{path}.content")
+        if role not in ("user", "system", "developer", "assistant"):
+            raise RequestRefused(
+                f"{path}.role: wanted user, assistant, system or developer, found {role!r}",
+                param=f"{path}.role",
+            )
+        if role == "assistant":
+            self._model_turn("content", "tool_calls")["content"] = text
+        else:
+            self.add_message(role, text)
+
+    def _add_call(self, item: Json, path: str) -> None:
+        function = {name: _word(item, name, path) for name in ("name", "arguments")}
+        call = {"id": _word(item, "call_id", path), "type": "function", "function": function}
+        self._model_turn().setdefault("tool_calls", []).append(call)
+
+    def _add_reasoning(self, item: Json, path: str) -> None:
+        """Encrypted reasoning is another server's: nobody here can read it."""
+        text = _text(item.get("content") or item.get("summary") or "", path)
+        if text:
+            self._model_turn("content", "tool_calls", "reasoning")["reasoning"] = text
+
+    def _model_turn(self, *unlike: str) -> Json:
+        """The model's message that an item belongs to: the last one, unless it has any of these."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(last.get(name) for name in unlike):
+            last = {"role": "assistant", "content": None}
+            self.messages.append(last)
+        return last
+
+
+def _text(content: Any, path: str) -> str:
+    """A text, or a list of parts that are texts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestRefused(f"{path}: wanted a text or a list of parts", param=path)
+    return "".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, path: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    name = "refusal" if kind == "refusal" else "text"
+    kinds = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+    if kind not in kinds or not isinstance(part.get(name), str):
+        raise RequestRefused(
+            f"{path}: parts of type {kind!r} are not served here, only text", param=path
+        )
+    return str(part[name])
+
+
+def _word(item: Json, name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestRefused(f"{path}.{name}: wanted a text", param=f"{path}.{name}")
+    return value

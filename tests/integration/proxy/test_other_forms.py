@@ -1,0 +1,155 @@
+"""Responses and Messages through the proxy: chat requests for P and D, their forms for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from support.proxy_fakes import Stand, stand, text_of
+from support.proxy_fakes_client import NO_TLS
+
+from mooncake_proxy.api.api_keys import tenant_salt
+
+Json = dict[str, Any]
+BODIES: dict[str, Json] = {
+    "/v1/responses": {"model": "m", "input": "hi", "max_output_tokens": 5},
+    "/v1/messages": {
+        "model": "m",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "hi"}],
+    },
+}
+
+
+async def post(s: Stand, path: str, headers: Any = None, **more: Any) -> httpx.Response:
+    body = BODIES[path.partition("?")[0]] | more
+    async with httpx.AsyncClient(base_url=s.url, verify=NO_TLS) as client:
+        return await client.post(path, json=body, headers=headers)
+
+
+def payloads(text: str) -> list[Json]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def said(found: list[Json]) -> str:
+    """The text that a stream adds up to."""
+    deltas = [each["delta"] for each in found if "delta" in each]
+    return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
+
+
+def whole_text(answer: Json) -> str:
+    if "output" in answer:
+        return str(answer["output"][0]["content"][0]["text"])
+    return str(answer["content"][0]["text"])
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+@pytest.mark.parametrize("path", BODIES)
+def test_prefill_and_decode_serve_a_chat_request(path: str, flow: str) -> None:
+    async def main() -> None:
+        async with stand(flow=flow) as s:
+            answer = await post(s, path)
+            assert answer.status_code == 200, answer.text
+            assert whole_text(answer.json()) == text_of(5)
+            [asked], [decoded] = s.prefill.generated, s.decode.generated
+            assert asked.path == decoded.path == "/v1/chat/completions"
+            assert decoded.body["messages"] == [{"role": "user", "content": "hi"}]
+            streamed = await post(s, path, stream=True)
+            assert streamed.headers["content-type"] == "text/event-stream"
+            found = payloads(streamed.text)
+            assert said(found) == text_of(5)
+            assert found[-1]["type"] in ("response.incomplete", "message_stop")
+            assert "[DONE]" not in streamed.text
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_errors_have_the_form_of_the_request(path: str) -> None:
+    async def main() -> None:
+        async with stand(local_prefill=False) as s:
+            refused = await post(s, path, n=2)
+            assert refused.status_code == 400
+            assert "n is not served here" in refused.json()["error"]["message"]
+            s.decode.behaviour.status = s.prefill.behaviour.status = 429
+            s.prefill.behaviour.error = {"error": {"message": "later", "type": "t", "code": 429}}
+            upstream = await post(s, path)
+            assert upstream.json()["error"]["message"] == "later"
+            if path == "/v1/messages":
+                assert refused.json()["type"] == upstream.json()["type"] == "error"
+                assert refused.json()["error"]["type"] == "invalid_request_error"
+                assert upstream.json()["error"]["type"] == "rate_limit_error"
+            assert s.count("requests", path, "400") == 1
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_that_breaks_off_ends_with_an_error(path: str) -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.decode.behaviour.error_after = 2
+            found = payloads((await post(s, path, stream=True)).text)
+            assert found[-1]["type"] in ("response.failed", "error")
+
+    uvloop.run(main())
+
+
+def test_a_query_means_nothing_and_makes_no_metric() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            answer = await post(s, "/v1/messages?beta=true")
+            assert whole_text(answer.json()) == text_of(5)
+            assert s.count("requests", "/v1/messages", "200") == 1
+
+    uvloop.run(main())
+
+
+def test_a_key_may_be_shown_as_anthropics_clients_do() -> None:
+    async def main() -> None:
+        async with stand(api_keys=frozenset({"good"})) as s:
+            for headers in ({"x-api-key": "bad"}, {}):
+                refused = await post(s, "/v1/messages", headers)
+                assert refused.status_code == 401
+                assert refused.json()["error"]["type"] == "authentication_error"
+            assert not s.prefill.generated
+            answer = await post(s, "/v1/messages", {"x-api-key": "good"})
+            assert answer.status_code == 200
+            assert s.prefill.generated[0].headers["authorization"] == "Bearer good"
+
+    uvloop.run(main())
+
+
+def test_keys_that_are_shown_differently_have_one_salt() -> None:
+    salts = {
+        tenant_salt({b"authorization": b"Bearer a"}, None),
+        tenant_salt({b"x-api-key": b"a"}, None),
+    }
+    assert len(salts) == 1
+    assert tenant_salt({b"x-api-key": b"b"}, None) not in salts
+
+
+def test_leaving_ends_the_request_on_the_instances() -> None:
+    async def main() -> None:
+        async with stand() as s:
+            s.decode.behaviour.token_delay_s = 0.05
+            async with (
+                httpx.AsyncClient(base_url=s.url, verify=NO_TLS) as client,
+                client.stream(
+                    "POST", "/v1/responses", json=BODIES["/v1/responses"] | {"stream": True}
+                ) as answer,
+            ):
+                async for line in answer.aiter_lines():
+                    if "output_text.delta" in line:
+                        break
+            for _ in range(200):
+                if s.count("disconnects", "decode"):
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError("the request went on without its client")
+
+    uvloop.run(main())

@@ -1,0 +1,155 @@
+"""Requests of ``/v1/responses`` as chat requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mooncake_api import RequestRefused
+from mooncake_api.responses_request import read_responses_request
+
+Json = dict[str, Any]
+BREW: Json = {"type": "function", "name": "brew", "parameters": {"type": "object"}, "strict": True}
+POUR: Json = {"type": "function", "name": "pour", "description": "Pours."}
+
+
+def chat_of(**body: Any) -> Json:
+    _, chat = read_responses_request(json.dumps({"model": "m", "input": "tea?"} | body).encode())
+    found: Json = json.loads(chat)
+    return found
+
+
+def test_a_text() -> None:
+    assert chat_of() == {"model": "m", "messages": [{"role": "user", "content": "tea?"}]}
+
+
+def test_fields_have_their_other_names() -> None:
+    chat = chat_of(
+        max_output_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        stream=True,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low", "format": {"type": "json_schema", "name": "a", "schema": {}}},
+        top_logprobs=2,
+        store=False,
+        truncation="disabled",
+        include=["reasoning.encrypted_content"],
+        client_metadata={"a": "b"},
+        top_k=3,
+    )
+    del chat["messages"]
+    assert chat == {
+        "model": "m",
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "client_metadata": {"a": "b"},
+        "top_k": 3,
+    }
+
+
+def test_a_conversation_with_calls_is_that_of_chat() -> None:
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "te"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "At once.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "brew", "arguments": "{}", "id": "fc"},
+        {"type": "function_call", "call_id": "c2", "name": "pour", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "spilt"}],
+        },
+        {"type": "reasoning", "summary": [], "encrypted_content": "another server's"},
+        {"role": "assistant", "content": "Sorry."},
+        {"role": "assistant", "content": "Really."},
+    ]
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "brew", "arguments": "{}"}},
+        {"id": "c2", "type": "function", "function": {"name": "pour", "arguments": "{}"}},
+    ]
+    assert chat_of(instructions="You make tea.", input=items)["messages"] == [
+        {"role": "system", "content": "You make tea.\n\nBe brief."},
+        {"role": "user", "content": "te"},
+        {"role": "assistant", "content": "At once.", "reasoning": "Hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+        {"role": "tool", "tool_call_id": "c2", "content": "spilt"},
+        {"role": "assistant", "content": "Sorry."},
+        {"role": "assistant", "content": "Really."},
+    ]
+
+
+def test_tools_and_their_choice() -> None:
+    chat = chat_of(tools=[BREW, POUR], parallel_tool_calls=False, tool_choice="required")
+    function = {"name": "brew", "parameters": {"type": "object"}, "strict": True}
+    assert chat["tools"][0] == {"type": "function", "function": function}
+    assert chat["tool_choice"] == "required"
+    assert chat["parallel_tool_calls"] is False
+    named = chat_of(tools=[BREW, POUR], tool_choice={"type": "function", "name": "pour"})
+    assert named["tool_choice"] == {"type": "function", "function": {"name": "pour"}}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "pour"}]}
+    chat = chat_of(tools=[BREW, POUR], tool_choice=allowed)
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["pour"]
+    assert chat["tool_choice"] == "required"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"previous_response_id": "r"}, "previous_response_id", "no responses are kept"),
+        ({"conversation": "c"}, "conversation", "no responses are kept"),
+        ({"store": True}, "store", "no responses are kept"),
+        ({"background": True}, "background", "without their client"),
+        ({"prompt": {"id": "p"}}, "prompt", "instructions and input"),
+        ({"truncation": "auto"}, "truncation", "shorten"),
+        ({"include": ["web_search_call.results"]}, "include", "web_search_call"),
+        ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
+        ({"n": 2}, "n", "several times"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params", "chat request"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice", "mcp"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
+        ({"input": [{"type": "function_call", "name": "a"}]}, "input[0].arguments", "text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "only text",
+        ),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "list of parts"),
+        ({"input": 5}, "input", "expected"),
+        ({"temperature": "hot"}, "temperature", "expected"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_by_name(body: Json, param: str, words: str) -> None:
+    with pytest.raises(RequestRefused, match=words) as info:
+        chat_of(**body)
+    assert info.value.param == param
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\xff"}', b"[" * 2000])
+def test_what_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestRefused, match="JSON object"):
+        read_responses_request(body)
+
+
+def test_null_is_the_default() -> None:
+    assert chat_of(previous_response_id=None, n=None, tools=None, store=None) == chat_of()
