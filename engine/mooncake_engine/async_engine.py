@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mooncake_engine.admission import check_request
@@ -31,6 +31,7 @@ from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.kv_connector import find_connector
 from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
 from mooncake_engine.step_watchdog import StepWatchdog
+from mooncake_engine.text.completion_output import OnUpdate
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
@@ -41,12 +42,12 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Stream:
-    """Where a request's updates go: a queue that belongs to its consumer's event loop."""
+    """Where a request's updates go: to a call in its consumer's event loop."""
 
     loop: asyncio.AbstractEventLoop
-    updates: asyncio.Queue[TokenUpdate | EngineDead] = field(default_factory=asyncio.Queue)
+    on_update: OnUpdate
 
 
 class AsyncEngine:
@@ -117,27 +118,42 @@ class AsyncEngine:
             Overloaded: too many requests wait already.
             EngineDead, EngineStalled: the engine died, or is about to be taken for dead.
         """
+        updates: asyncio.Queue[TokenUpdate | EngineDead] = asyncio.Queue()
+        name = await self.submit(request, updates.put_nowait)
+        try:
+            while True:
+                update = await updates.get()
+                if isinstance(update, EngineDead):
+                    raise type(update)(str(update)) from update.__cause__
+                yield update
+                if update.finish is not None:
+                    return
+        finally:
+            self.leave(name)
+
+    async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
+        """Begin to serve a request, whose updates go to ``on_update`` in the caller's event loop;
+        see ``EngineClient``."""
         check_request(request, self._info, self._mode)
         self.check_ready()
         minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
-        stream = self._open(minted.request_id)
-        is_finished = False
+        self._open(minted.request_id, on_update)
         try:
             grammar = request.sampling.grammar
             if grammar is not None and self._core.compiles_grammars:
                 await self._ask(partial(PrepareGrammar, grammar))
-            self._core.post(AddRequest(minted))
-            while not is_finished:
-                update = await stream.updates.get()
-                if isinstance(update, EngineDead):
-                    raise type(update)(str(update)) from update.__cause__
-                is_finished = update.finish is not None
-                yield update
-        finally:
-            with self._lock:
-                self._streams.pop(minted.request_id, None)
-            if not is_finished:
-                self.abort(minted.request_id)
+        except BaseException:
+            self.leave(minted.request_id)
+            raise
+        self._core.post(AddRequest(minted))
+        return minted.request_id
+
+    def leave(self, name: str) -> None:
+        """No update of a request is wanted any more: it is aborted unless it has ended."""
+        with self._lock:
+            is_live = self._streams.pop(name, None) is not None
+        if is_live:
+            self.abort(name)
 
     def abort(self, request_id: str) -> None:
         """End a request, or give up the KV that is held for a peer. Idempotent; any thread.
@@ -219,12 +235,12 @@ class AsyncEngine:
         if len(self._streams) + num_requests > limit:
             raise Overloaded(f"{len(self._streams)} requests run or wait already; try again later")
 
-    def _open(self, request_id: str) -> _Stream:
-        stream = _Stream(asyncio.get_running_loop())
+    def _open(self, request_id: str, on_update: OnUpdate) -> None:
+        stream = _Stream(asyncio.get_running_loop(), on_update)
         with self._lock:
+            self.check_health()  # who is here when the engine dies is told
             self.check_room(1)
             self._streams[request_id] = stream
-        return stream
 
     def _run(self) -> None:
         """Top of the core's thread: whatever ends it reaches every request and the health check."""
@@ -255,9 +271,12 @@ class AsyncEngine:
         )
         with self._lock:
             for update in updates:
-                stream = self._streams.get(update.request_id)
+                name = update.request_id
+                stream = self._streams.get(name)
                 if stream is not None:
                     batches[stream.loop].append((stream, update))
+                    if update.finish is not None:
+                        del self._streams[name]
         for loop, batch in batches.items():
             _call(loop, batch)
 
@@ -290,4 +309,4 @@ def _call(
 
 def _deliver(batch: Sequence[tuple[_Stream, TokenUpdate | EngineDead]]) -> None:
     for stream, update in batch:
-        stream.updates.put_nowait(update)
+        stream.on_update(update)

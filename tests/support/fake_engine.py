@@ -6,7 +6,7 @@ It speaks the seam of ``AsyncEngine`` and keeps account of what the front end di
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mooncake_engine.messages import (
     TokenLogprobs,
     TokenUpdate,
 )
+from mooncake_engine.text.completion_output import OnUpdate
 from mooncake_kv.connector import CompatibilityReport
 from mooncake_kv.pool.pool_events import PoolStats
 
@@ -85,24 +86,34 @@ class FakeEngine:
     is_busy: bool = False
     num_resets: int = 0
     room: int = 1024
+    _live: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     def check_room(self, num_requests: int) -> None:
         if num_requests > self.room:
             raise Overloaded(f"room for {self.room} requests; try again later")
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
+    async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
         self.seen.append(request)
         if self.refusal is not None:
             raise self.refusal
-        is_complete = False
+        self._live[request.request_id] = asyncio.create_task(self._say(request, on_update))
+        return request.request_id
+
+    def leave(self, name: str) -> None:
+        saying = self._live.pop(name, None)
+        if saying is not None:
+            self.left_early.append(name)
+            saying.cancel()
+
+    async def _say(self, request: EngineRequest, on_update: OnUpdate) -> None:
         try:
             for position, update in enumerate(self._updates(request)):
                 await self._interfere(request.request_id, position)
-                is_complete = update.finish is not None
-                yield update
-        finally:
-            if not is_complete:
-                self.left_early.append(request.request_id)
+                if update.finish is not None:
+                    del self._live[request.request_id]
+                on_update(update)
+        except EngineDead as exc:
+            on_update(exc)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -103,7 +103,7 @@ def create_app(
     has_reasoning = options.has_reasoning(tokenizer)
     processor = InputProcessor(names, engine.info, tokenizer, tool_format, defaults, has_reasoning)
     objectives = LatencyObjectives.of_ms(options.slo_ttft_ms, options.slo_tbt_ms)
-    metrics = ServerMetrics(engine, objectives)
+    metrics = ServerMetrics(engine, objectives, sorted(_COUNTED))
     max_body_bytes = options.max_body_bytes or longest_body(engine.info)
     handler = GenerationHandler(engine, tokenizer, metrics, max_body_bytes, tracing)
     live = LiveRequests() if live is None else live

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from mooncake_engine.errors import EngineError, GrammarFailed, InvalidRequest
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
+from mooncake_engine.server.guarded_connection import WRITE_CHUNK, WriteChunk
 from mooncake_engine.server.kv_transfer_requests import kv_transfer_response
 from mooncake_engine.server.live_requests import (
     ClientGone,
     LiveRequests,
-    merge,
     request_id_from,
     until_disconnect,
 )
@@ -40,10 +41,10 @@ from mooncake_engine.server.response_builders import (
     sse,
 )
 from mooncake_engine.text.completion_output import (
+    ChoiceStream,
     EngineClient,
     TextOutputProcessor,
     TextUpdate,
-    generate_text,
     without_shown,
 )
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -78,12 +79,11 @@ class GenerationHandler:
         """The body of a response that is not streamed.
 
         Raises:
-            EngineError: what ``generate_text`` raises; every choice of the request is aborted.
+            EngineError: the engine does not take or can't finish the request; every choice of it is
+                aborted.
         """
         try:
-            async with aclosing(self._updates(context)) as updates:
-                async for choice, update in updates:
-                    choice.output.add(update)
+            await self._generate(context, lambda choice, update: choice.output.add(update))
         except BaseException:
             # The client has left, or another choice failed: no peer will fetch what is held.
             for choice in context.choices:
@@ -105,63 +105,70 @@ class GenerationHandler:
         return msgspec.json.encode(body)
 
     async def stream(
-        self, context: RequestContext, builder: ResponseBuilder
-    ) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed response. The first one comes when the engine has generated
-        something, so that errors before it have a status of their own; raises like ``complete``."""
+        self, context: RequestContext, builder: ResponseBuilder, write: Callable[[bytes], None]
+    ) -> None:
+        """Write the events of a streamed response. The first one comes when the engine has
+        generated something, so that errors before it have a status of their own; raises like
+        ``complete``."""
         writer = _ChunkWriter(context, builder)
-        async with aclosing(self._updates(context)) as updates:
-            async for choice, update in updates:
-                events = writer.write(choice, update)
-                if events:
-                    yield events
-        yield writer.closing()
 
-    async def _updates(
-        self, context: RequestContext
-    ) -> AsyncGenerator[tuple[GeneratedChoice, TextUpdate], None]:
-        choices = context.choices
+        def show(choice: GeneratedChoice, update: TextUpdate) -> None:
+            if events := writer.write(choice, update):
+                write(events)
+
+        await self._generate(context, show)
+        write(writer.closing())
+
+    async def _generate(
+        self, context: RequestContext, show: Callable[[GeneratedChoice, TextUpdate], None]
+    ) -> None:
+        """Run every choice to its end; ``show`` gets what becomes certain, as it does."""
+        running = _RunningChoices(context, self.metrics, show)
         outcome = FinishReason.ABORT  # of choices that have not ended by themselves
+        streams: list[ChoiceStream] = []
         try:
-            self.engine.check_room(len(choices))
-            streams = [self._generate(context, choice) for choice in choices]
-            async with aclosing(merge(streams)) as merged:
-                async for index, update in merged:
-                    self.metrics.advance(choices[index].stats, update, time.monotonic())
-                    shown = _without_output(update) if context.is_prompt_only else update
-                    yield choices[index], shown
+            self.engine.check_room(len(context.choices))
+            for choice in context.choices:
+                finished = context.kv_transfer.finished_update(choice.index)
+                if finished is not None:
+                    running.take(choice, self._replay(context, choice, finished))
+                    continue
+                streams.append(stream := self._choice_stream(context, choice, running))
+                await stream.start()
+            await running.over
         except EngineError as exc:
             is_grammar = isinstance(exc, GrammarFailed)
             outcome = FinishReason.GRAMMAR if is_grammar else FinishReason.ERROR
             raise
         finally:
+            for stream in streams:
+                stream.close()
+            running.close()
             self.metrics.end(context, time.monotonic(), outcome)
             if self.tracing is not None:
                 self.tracing.record(context, outcome)
 
-    def _generate(
-        self, context: RequestContext, choice: GeneratedChoice
-    ) -> AsyncGenerator[TextUpdate, None]:
-        finished = context.kv_transfer.finished_update(choice.index)
-        if finished is not None:
-            return self._replay(context, choice, finished)
-        return generate_text(
+    def _choice_stream(
+        self, context: RequestContext, choice: GeneratedChoice, running: _RunningChoices
+    ) -> ChoiceStream:
+        return ChoiceStream(
             self.engine,
-            self.tokenizer,
             choice.request,
-            parser=context.make_parser(),
+            self._processor(context, choice),
+            on_text=lambda update: running.take(choice, update),
+            on_error=running.fail,
             is_first_delivered=context.kv_transfer.is_first_delivered,
         )
 
-    async def _replay(
+    def _processor(self, context: RequestContext, choice: GeneratedChoice) -> TextOutputProcessor:
+        return TextOutputProcessor(self.tokenizer, choice.request.sampling, context.make_parser())
+
+    def _replay(
         self, context: RequestContext, choice: GeneratedChoice, finished: TokenUpdate
-    ) -> AsyncGenerator[TextUpdate, None]:
+    ) -> TextUpdate:
         """A choice that ended at the prefill instance with its first token."""
-        processor = TextOutputProcessor(
-            self.tokenizer, choice.request.sampling, context.make_parser()
-        )
-        update = processor.advance(finished)
-        yield without_shown(update) if context.kv_transfer.is_first_delivered else update
+        update = self._processor(context, choice).advance(finished)
+        return without_shown(update) if context.kv_transfer.is_first_delivered else update
 
     def _kv_transfer_response(self, context: RequestContext) -> KVTransferDict | None:
         """What a decode instance needs to continue; None if every choice ended here."""
@@ -182,6 +189,51 @@ class GenerationHandler:
         return kv_transfer_response(updates, facts)
 
 
+class _RunningChoices:
+    """The choices of one request while they are generated.
+
+    Args:
+        context: whose.
+        metrics: counts their tokens and times.
+        show: gets each update.
+    """
+
+    def __init__(
+        self,
+        context: RequestContext,
+        metrics: ServerMetrics,
+        show: Callable[[GeneratedChoice, TextUpdate], None],
+    ) -> None:
+        self._is_prompt_only = context.is_prompt_only
+        self._num_left = len(context.choices)
+        self._metrics = metrics
+        self._show = show
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when all have ended, or with the first error."""
+
+    def take(self, choice: GeneratedChoice, update: TextUpdate) -> None:
+        """What became certain about a choice."""
+        if self.over.done():
+            return
+        self._metrics.advance(choice.stats, update, time.monotonic())
+        self._show(choice, _without_output(update) if self._is_prompt_only else update)
+        if update.finish is not None:
+            self._num_left -= 1
+            if not self._num_left:
+                self.over.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """A choice can't be finished."""
+        if not self.over.done():
+            self.over.set_exception(error)
+
+    def close(self) -> None:
+        """Nobody waits any more, and nothing comes; an error that nobody has seen is dropped."""
+        if not self.over.cancel() and not self.over.cancelled():
+            self.over.exception()
+        del self.over  # it holds its error, that the frames that hold this: until the next gc
+
+
 class _ChunkWriter:
     """Encodes the updates of one streamed request as events."""
 
@@ -190,6 +242,8 @@ class _ChunkWriter:
         self._builder = builder
         self._templates = [ChunkTemplate(builder, context, c.index) for c in context.choices]
         self._is_opened = [False] * len(context.choices)
+        # what every chunk shows beside its text
+        self._has_details = context.returns_token_ids or context.has_usage_in_chunks
 
     def write(self, choice: GeneratedChoice, update: TextUpdate) -> bytes:
         """The events of one update; empty while nothing is certain."""
@@ -225,12 +279,12 @@ class _ChunkWriter:
     def _delta(self, choice: GeneratedChoice, update: TextUpdate, *, is_first: bool) -> bytes:
         context = self._context
         is_first = is_first and not context.kv_transfer.is_first_delivered
-        shows_ids = context.returns_token_ids and update.token_ids
         shown_reasoning = update.reasoning and context.shows_reasoning
-        has_details = update.logprobs or update.calls or shows_ids or shown_reasoning
-        is_counted = context.has_usage_in_chunks and update.text
-        is_echo = is_first and context.echoes
-        if update.finish is not None or has_details or is_counted or is_echo:
+        has_details = bool(update.logprobs or update.calls or shown_reasoning)
+        if self._has_details and not has_details:
+            shows_ids = context.returns_token_ids and update.token_ids
+            has_details = bool(shows_ids or (context.has_usage_in_chunks and update.text))
+        if update.finish is not None or has_details or (is_first and context.echoes):
             delta = self._builder.delta(context, choice, update, is_first=is_first)
             return self._chunk(delta)
         return self._templates[choice.index].encode(update.text) if update.text else b""
@@ -268,12 +322,22 @@ def _finished_update(choice: GeneratedChoice) -> TokenUpdate:
 
 class ResponseSender:
     """Sends one HTTP response over ASGI, whole or event by event. Its status goes with its first
-    bytes, so that an error before them has a status of its own."""
+    bytes, so that an error before them has a status of its own.
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    Args:
+        send: of the ASGI connection.
+        request_id: in the response's headers.
+        write_chunk: the connection's short way for bytes of a body that has begun; None where it
+            has none.
+    """
+
+    def __init__(self, send: Send, request_id: str, write_chunk: WriteChunk | None = None) -> None:
         self._send = send
         self._request_id = request_id.encode()
+        self._write_chunk = write_chunk
         self._is_streaming = False
+        self._pending: list[bytes] = []
+        self._flushing: asyncio.Task[None] | None = None
 
     async def whole(self, body: bytes) -> None:
         """A complete response in JSON."""
@@ -282,22 +346,46 @@ class ResponseSender:
         )
         await self._send({"type": "http.response.body", "body": body})
 
-    async def event(self, event: bytes) -> None:
-        """One event of a stream; the first one sends status 200."""
-        if not self._is_streaming:
-            self._is_streaming = True
-            unbuffered = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-            await self._start(200, [(b"content-type", _EVENTS), *unbuffered])
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+    def write(self, events: bytes) -> None:
+        """Events of a stream; the first ones send status 200. They go at once, or in order as soon
+        as the client takes more: a request's length bounds what waits."""
+        if self._flushing is None and self._is_streaming:
+            write_chunk = self._write_chunk
+            if write_chunk is not None and write_chunk(events):
+                return
+        self._pending.append(events)
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
 
     async def end(self) -> None:
         """The stream is complete."""
+        await self._settle()
         await self._send({"type": "http.response.body", "body": b""})
+
+    def close(self) -> None:
+        """The client is gone: nothing more is sent."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+
+    async def _settle(self) -> None:
+        if self._flushing is not None:
+            await self._flushing
+
+    async def _flush(self) -> None:
+        while self._pending:
+            events = b"".join(self._pending)
+            self._pending.clear()
+            if not self._is_streaming:
+                self._is_streaming = True
+                unbuffered = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+                await self._start(200, [(b"content-type", _EVENTS), *unbuffered])
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._flushing = None
 
     async def fail(self, error: ApiError) -> None:
         """An error: with its own status, or as the last event of a stream that has begun."""
-        if self._is_streaming:
-            await self.event(b"data: " + error.body + b"\n\n")
+        if self._is_streaming or self._flushing is not None:
+            self.write(b"data: " + error.body + b"\n\n")
             await self.end()
             return
         response = error.response()
@@ -350,7 +438,8 @@ class GenerationEndpoint(Generic[RequestType]):
         """Serve one request; a client that goes away ends its generation."""
         request = Request(scope, receive)
         request_id = request_id_from(request.headers.get("x-request-id"))
-        sender = ResponseSender(send, request_id)
+        write_chunk = scope.get("extensions", {}).get(WRITE_CHUNK)
+        sender = ResponseSender(send, request_id, write_chunk)
         try:
             body = await read_body(request, self.handler.max_body_bytes)
             with self.live.tracking(request_id) as ending:
@@ -363,6 +452,8 @@ class GenerationEndpoint(Generic[RequestType]):
         except Exception as exc:  # the door of a request: nothing may take the server down
             log.exception("request %s failed", request_id)
             await sender.fail(to_api_error(exc))
+        finally:
+            sender.close()
 
     async def _serve(
         self, body: bytes, request_id: str, http: Request, sender: ResponseSender
@@ -373,7 +464,5 @@ class GenerationEndpoint(Generic[RequestType]):
         if not context.is_streamed:
             await sender.whole(await self.handler.complete(context, self.builder))
             return
-        async with aclosing(self.handler.stream(context, self.builder)) as events:
-            async for event in events:
-                await sender.event(event)
+        await self.handler.stream(context, self.builder, sender.write)
         await sender.end()

@@ -11,12 +11,18 @@ import asyncio
 import logging
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
+
+WriteChunk = Callable[[bytes], bool]
+WRITE_CHUNK = "mooncake.write_chunk"
+"""Name of an ASGI extension, a ``WriteChunk``: it writes bytes of a response's body between its
+start and its end without a coroutine, or returns False where the client takes no more for now."""
 
 _WARN_EVERY_S = 10.0
 
@@ -93,6 +99,8 @@ class GuardedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
+        extensions: Any = {WRITE_CHUNK: self._write_chunk}  # ASGI types hold none but its own
+        self.scope["extensions"] = extensions
         self._idle_since = None
         self._num_fields = 0
         self._expect(self.limits.head_s, "its request's head")
@@ -141,6 +149,14 @@ class GuardedConnection(HttpToolsProtocol):
         """It does again."""
         self._stop_write_timer()
         super().resume_writing()
+
+    def _write_chunk(self, body: bytes) -> bool:
+        """See ``WRITE_CHUNK``. Responses without a length are chunked, as uvicorn's are."""
+        if self.flow.write_paused:
+            return False
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def _take_place(self) -> bool:
         """Close the connection that is idle for longest; False if none is."""

@@ -1,19 +1,18 @@
-"""Requests that are being served: their ids, aborts, client disconnects and merged streams."""
+"""Requests that are being served: their ids, aborts and client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Collection, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
 from mooncake_engine.errors import EngineError
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -27,38 +26,6 @@ class RequestAborted(EngineError):
 
 class ShuttingDown(EngineError):
     """The instance takes no new requests, or can't wait for the end of those that run."""
-
-
-async def merge(
-    streams: Sequence[AsyncGenerator[Item, None]],
-) -> AsyncGenerator[tuple[int, Item], None]:
-    """Items of several streams as they come, each with its stream's index.
-
-    The first error of a stream ends the others and comes out here, as does closing this one.
-    """
-    if len(streams) == 1:  # the usual case needs no tasks
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    queue: asyncio.Queue[tuple[int, Item] | asyncio.Task[None]] = asyncio.Queue()
-    tasks = {asyncio.create_task(_drain(i, stream, queue)) for i, stream in enumerate(streams)}
-    for task in tasks:
-        task.add_done_callback(queue.put_nowait)
-    try:
-        entry: tuple[int, Item] | asyncio.Task[None] | None
-        num_live = len(tasks)
-        while num_live:
-            entry = await queue.get()
-            if isinstance(entry, asyncio.Task):
-                entry.result()
-                num_live -= 1
-            else:
-                yield entry
-    finally:
-        await cancel_all(tasks)
-        tasks.clear()
-        entry = None  # a task holds its error, that this frame: until the next gc
 
 
 async def until_disconnect(
@@ -93,16 +60,6 @@ async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _drain(
-    index: int,
-    stream: AsyncGenerator[Item, None],
-    queue: asyncio.Queue[tuple[int, Item] | asyncio.Task[None]],
-) -> None:
-    async with aclosing(stream):
-        async for item in stream:
-            queue.put_nowait((index, item))
 
 
 async def _disconnect(receive: Receive) -> None:

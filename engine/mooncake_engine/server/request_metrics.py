@@ -5,17 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -25,6 +19,7 @@ from prometheus_client.metrics_core import (
 )
 
 from mooncake_engine.messages import FinishReason, RequestClass, SpeculationStats, StepSizes
+from mooncake_engine.server.metric_cells import Counter, Histogram, MetricCells
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
 from mooncake_kv.pool.pool_events import PoolStats
@@ -127,48 +122,74 @@ class LatencyObjectives:
             yield "tbt", is_whole and 10 * stats.num_late_gaps <= stats.num_gaps
 
 
-class ServerMetrics:
-    """One server's metrics, in a registry of their own."""
+_METHODS = ("GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "other")
+_STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
 
-    def __init__(self, engine: EngineClient, objectives: LatencyObjectives | None = None) -> None:
+
+class ServerMetrics:
+    """One server's metrics, in a registry of their own.
+
+    Args:
+        engine: what it serves.
+        objectives: that answers are judged by.
+        paths: whose responses are counted.
+        cells: where it counts; its API workers share it.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        objectives: LatencyObjectives | None = None,
+        paths: Sequence[str] = (),
+        cells: MetricCells | None = None,
+    ) -> None:
         self._objectives = objectives or LatencyObjectives()
         self.registry = CollectorRegistry()
         self._label_values = (engine.config.model_name, "0")
-        self.registry.register(_EngineCollector(engine, self._label_values))
-        ProcessCollector(registry=self.registry)
+        labels, cells = (_LABELS, self._label_values), cells or MetricCells()
         self._histograms = {
-            name: self._histogram(metric, words, buckets)
+            name: Histogram(metric, words, labels, buckets, cells)
             for name, (metric, words, buckets) in _HISTOGRAMS.items()
         }
+        self._between_tokens = self._histograms["between_tokens"]
+        reasons = [reason.value for reason in FinishReason]
         self._finished = Counter(
             "vllm:request_success",
             "Finished requests by reason.",
-            (*_LABELS, "finished_reason"),
-            registry=self.registry,
+            labels,
+            {"finished_reason": reasons},
+            cells,
+            shows_zeros=True,
         )
         self._responses = Counter(
             "http_requests",
             "HTTP requests answered, by class of status.",
-            ("method", "handler", "status"),
-            registry=self.registry,
+            ((), ()),
+            {"method": _METHODS, "handler": paths, "status": _STATUSES},
+            cells,
         )
         self._objectives_met = Counter(
             "mooncake:slo_requests",
             "Answers by class, objective and whether it was met.",
-            (*_LABELS, "class", "objective", "met"),
-            registry=self.registry,
+            labels,
+            {
+                "class": [kind.value for kind in RequestClass],
+                "objective": ("ttft", "tbt"),
+                "met": ("true", "false"),
+            },
+            cells,
         )
-        self._by_reason = {
-            reason: self._finished.labels(*self._label_values, reason.value)
-            for reason in FinishReason
-        }
+        self.registry.register(_EngineCollector(engine, self._label_values))
+        ProcessCollector(registry=self.registry)
+        counters = (self._finished, self._responses, self._objectives_met)
+        self.registry.register(_Counted(tuple(self._histograms.values()), counters))
 
     def advance(self, stats: ChoiceStats, update: TextUpdate, now: float) -> None:
         """An update of a choice has come at ``now`` (``time.monotonic``)."""
         is_first = stats.first_token is None
         gap = stats.advance(update, now)
         if gap is not None:
-            self._observe("between_tokens", gap)
+            self._between_tokens.observe(gap)
             stats.num_gaps += 1
             if self._objectives.tbt_s is not None and gap > self._objectives.tbt_s:
                 stats.num_late_gaps += 1
@@ -179,7 +200,7 @@ class ServerMetrics:
         """A request is over; ``otherwise`` is the reason of choices that have not come to their own
         end."""
         for choice in context.choices:
-            self._by_reason[choice.stats.finish or otherwise].inc()
+            self._finished.inc((choice.stats.finish or otherwise).value)
             self._judge(choice, otherwise)
             if choice.stats.finish is not None:
                 self._end_choice(choice.stats, now)
@@ -197,7 +218,7 @@ class ServerMetrics:
         request_class = RequestClass.of(choice.request.priority).value
         for objective, is_met in self._objectives.verdicts(choice.stats):
             met = "true" if is_met else "false"
-            self._objectives_met.labels(*self._label_values, request_class, objective, met).inc()
+            self._objectives_met.inc(request_class, objective, met)
 
     def _end_choice(self, stats: ChoiceStats, now: float) -> None:
         self._observe("whole", now - stats.started)
@@ -215,7 +236,8 @@ class ServerMetrics:
 
     def count_response(self, method: str, handler: str, status: int) -> None:
         """An HTTP request got its status; ``handler`` is the path of its route."""
-        self._responses.labels(method, handler, f"{status // 100}xx").inc()
+        method = method if method in _METHODS else "other"
+        self._responses.inc(method, handler, f"{status // 100}xx")
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -224,9 +246,22 @@ class ServerMetrics:
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, words, _LABELS, registry=self.registry, buckets=buckets)
-        return family.labels(*self._label_values)
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What is counted here, as a registry collects it."""
+
+    histograms: Sequence[Histogram]
+    counters: Sequence[Counter]
+
+    def describe(self) -> list[Metric]:
+        """Nothing to say before the first scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics at this moment."""
+        yield from (histogram.collect() for histogram in self.histograms)
+        yield from (counter.collect() for counter in self.counters)
 
 
 class _EngineCollector:

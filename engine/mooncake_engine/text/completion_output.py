@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from msgspec import structs
+import msgspec
+from msgspec.structs import replace
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import DeadlineExceeded, GrammarFailed, RequestFailed
+from mooncake_engine.errors import DeadlineExceeded, EngineDead, GrammarFailed, RequestFailed
 from mooncake_engine.messages import (
     EngineInfo,
     EngineRequest,
@@ -29,6 +29,10 @@ from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import KVTransferDict
 
+OnUpdate = Callable[[TokenUpdate | EngineDead], None]
+"""Takes a request's updates in its event loop; the last one has ``finish``, or is what the engine
+died of."""
+
 
 class EngineClient(Protocol):
     """What the front end needs of an engine; ``AsyncEngine`` is one."""
@@ -41,11 +45,25 @@ class EngineClient(Protocol):
     def info(self) -> EngineInfo:
         """What is known since it was loaded."""
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenUpdate, None]:
-        """Updates up to the one with ``finish``; closing the iterator early aborts the request.
+    async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
+        """Begin to serve a request; its updates come by direct calls, no task is woken for each.
+
+        Args:
+            request: what to serve.
+            on_update: never called before this returns; must not raise.
+
+        Returns:
+            The name under which the engine has it.
 
         Raises:
-            InvalidRequest, Overloaded, EngineDead: at the first ``anext``, or the last at any.
+            InvalidRequest, Overloaded, EngineDead, EngineStalled: it is not served.
+        """
+
+    def leave(self, name: str) -> None:
+        """No update is wanted any more: the request is aborted unless it has ended. Idempotent.
+
+        Args:
+            name: as ``submit`` returned it.
         """
 
     def check_room(self, num_requests: int) -> None:
@@ -81,9 +99,8 @@ class EngineClient(Protocol):
         """End every request and free everything; idempotent."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextUpdate:
-    """What became certain about one choice.
+class TextUpdate(msgspec.Struct, frozen=True, gc=False):
+    """What became certain about one choice. A Struct, because there is one per streamed token.
 
     Args:
         text: to append to what came before; may be empty.
@@ -134,6 +151,8 @@ class TextOutputProcessor:
         self._is_stop_kept = sampling.include_stop_str_in_output
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
         self._parser = parser
+        # what most tokens are: nothing is looked for in their text
+        self._is_plain = parser is None and not sampling.stop
 
     def advance(self, update: TokenUpdate) -> TextUpdate:
         """The text that an update makes certain.
@@ -149,6 +168,16 @@ class TextOutputProcessor:
             raise GrammarFailed(update.error or "the grammar can't be followed any further")
         if update.finish is FinishReason.TIMEOUT:
             raise DeadlineExceeded(update.error or "the request's time is up")
+        if self._is_plain and update.finish is None and len(update.token_ids) == 1:
+            offset = self._detokenizer.num_characters
+            return TextUpdate(
+                self._detokenizer.push(update.token_ids),
+                update.token_ids,
+                update.logprobs or (),
+                (offset,),
+                num_cached_tokens=update.num_cached_tokens,
+                times=update.times,
+            )
         text, offsets = self._push(update)
         stop_string = self._detokenizer.stop_string
         if stop_string is None and update.finish is not None and not continues_at_peer(update):
@@ -210,42 +239,74 @@ def continues_at_peer(update: TokenUpdate) -> bool:
     return params is not None and bool(params.get("do_remote_prefill"))
 
 
-async def generate_text(
-    engine: EngineClient,
-    tokenizer: Tokenizer,
-    request: EngineRequest,
-    *,
-    parser: OutputParser | None = None,
-    is_first_delivered: bool = False,
-) -> AsyncGenerator[TextUpdate, None]:
-    """One choice's text as it becomes certain; closing the iterator early aborts the request.
+class ChoiceStream:
+    """One choice on the engine: its text is handed on as it becomes certain.
 
     Args:
-        parser: finds reasoning and tool calls in the text.
+        engine: serves it.
+        request: what it gets.
+        processor: makes text of its tokens.
+        on_text: called in the event loop with each update; the last one has ``finish``.
+        on_error: called once instead of the last update: RequestFailed, DeadlineExceeded,
+            GrammarFailed, EngineDead, or whatever else went wrong with this choice.
         is_first_delivered: the client already has the first token's text and log probabilities,
             from a prefill instance: they are left out here.
-
-    Raises:
-        InvalidRequest, Overloaded, EngineDead: the engine does not take the request.
-        RequestFailed: it could not be finished; DeadlineExceeded: not in time.
     """
-    processor = TextOutputProcessor(tokenizer, request.sampling, parser)
-    async with aclosing(engine.generate(request)) as updates:
-        async for whole_update in updates:
-            update = whole_update
-            if is_first_delivered and update.token_ids:
-                is_first_delivered = False
-                first, update = _split_first_token(update)
-                yield without_shown(processor.advance(first))
-                if not update.token_ids and update.finish is None:
-                    continue
-            text_update = processor.advance(update)
-            if text_update.finish is not None and update.finish is not text_update.finish:
-                _release_kept_kv(engine, update)
-                text_update = replace(text_update, kv_transfer_params=None)
-            yield text_update
-            if text_update.finish is not None:
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        request: EngineRequest,
+        processor: TextOutputProcessor,
+        *,
+        on_text: Callable[[TextUpdate], None],
+        on_error: Callable[[Exception], None],
+        is_first_delivered: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._processor = processor
+        self._on_text = on_text
+        self._on_error = on_error
+        self._is_first_delivered = is_first_delivered
+        self._name: str | None = None
+        self._is_over = False
+
+    async def start(self) -> None:
+        """Submit it; raises what ``EngineClient.submit`` raises."""
+        self._name = await self._engine.submit(self._request, self._take)
+
+    def close(self) -> None:
+        """Nothing comes after this; what still runs is aborted. Idempotent."""
+        self._is_over = True
+        if self._name is not None:
+            self._engine.leave(self._name)
+
+    def _take(self, update: TokenUpdate | EngineDead) -> None:
+        if self._is_over:
+            return
+        try:
+            if isinstance(update, EngineDead):
+                raise type(update)(str(update)) from update.__cause__
+            self._advance(update)
+        except Exception as exc:  # noqa: BLE001  the door of a request: others get their updates
+            self.close()
+            self._on_error(exc)
+
+    def _advance(self, update: TokenUpdate) -> None:
+        if self._is_first_delivered and update.token_ids:
+            self._is_first_delivered = False
+            first, update = _split_first_token(update)
+            self._on_text(without_shown(self._processor.advance(first)))
+            if not update.token_ids and update.finish is None:
                 return
+        text_update = self._processor.advance(update)
+        if text_update.finish is not None:
+            if update.finish is not text_update.finish:
+                _release_kept_kv(self._engine, update)
+                text_update = replace(text_update, kv_transfer_params=None)
+            self.close()
+        self._on_text(text_update)
 
 
 def without_shown(update: TextUpdate) -> TextUpdate:
@@ -261,9 +322,7 @@ def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
         logprobs and logprobs[:1],
         num_cached_tokens=update.num_cached_tokens,
     )
-    rest = structs.replace(
-        update, token_ids=update.token_ids[1:], logprobs=logprobs and logprobs[1:]
-    )
+    rest = replace(update, token_ids=update.token_ids[1:], logprobs=logprobs and logprobs[1:])
     return first, rest
 
 

@@ -93,6 +93,8 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
         self._token_bytes = tokenizer.token_bytes
+        self._token_text = tokenizer.token_text
+        self._is_between = True  # characters: no bytes of an incomplete one are held
         self._skipped_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = StopStringFinder(sampling.stop) if sampling.stop else None
@@ -129,13 +131,20 @@ class IncrementalDetokenizer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         self.num_tokens += len(token_ids)
-        encoded = b"".join(
-            self._token_bytes(token_id)
-            for token_id in token_ids
-            if token_id not in self._skipped_ids
-        )
-        text = self._decoder.decode(encoded)
+        texts = []
+        for token_id in token_ids:
+            if token_id not in self._skipped_ids:
+                whole = self._token_text(token_id) if self._is_between else None
+                texts.append(self._decode_bytes(token_id) if whole is None else whole)
+        text = "".join(texts)
         self.num_characters += len(text)
+        return text
+
+    def _decode_bytes(self, token_id: int) -> str:
+        """A token that begins or continues a character."""
+        text = self._decoder.decode(self._token_bytes(token_id))
+        held, _ = self._decoder.getstate()
+        self._is_between = not held
         return text
 
     def _release(self, text: str) -> str:

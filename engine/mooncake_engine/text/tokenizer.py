@@ -98,6 +98,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._to_bytes: TokenToBytes = token_to_bytes(json.loads(self._backend.to_str())["decoder"])
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self.fingerprint = fingerprint
         self.special_ids: frozenset[int] = frozenset(hf_tokenizer.all_special_ids) | frozenset(
             token_id
@@ -166,6 +167,18 @@ class Tokenizer:
             token = self._backend.id_to_token(token_id)
             found = self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
         return found
+
+    def token_text(self, token_id: int) -> str | None:
+        """The text of one token where it consists of whole characters; None where it does not."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
 
     def render_chat(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import threading
@@ -13,7 +14,12 @@ from typing import Any
 import pytest
 import uvicorn
 
-from mooncake_engine.server.guarded_connection import ConnectionLimits, GuardedConnection
+from mooncake_engine.server.generation_handler import ResponseSender
+from mooncake_engine.server.guarded_connection import (
+    WRITE_CHUNK,
+    ConnectionLimits,
+    GuardedConnection,
+)
 
 PATIENT = ConnectionLimits(head_s=300.0, body_s=300.0, stalled_s=300.0)
 SHORT_S = 0.2
@@ -33,12 +39,32 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         num_bytes += len(message.get("body", b""))
         if not message.get("more_body"):
             break
+    if scope["path"] == "/events":
+        await send_events(scope, send)
+        return
     headers = [(b"content-type", b"text/plain")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     if scope["path"] == "/large":
         for _ in range(LARGE >> 20):
             await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
     await send({"type": "http.response.body", "body": str(num_bytes).encode()})
+
+
+def event(index: int) -> bytes:
+    return b"data: %d %s\n\n" % (index, b"x" * 5000)
+
+
+NUM_EVENTS = 1500
+
+
+async def send_events(scope: dict[str, Any], send: Any) -> None:
+    """More than sockets hold, and without waiting for who reads them."""
+    sender = ResponseSender(send, "r", scope["extensions"][WRITE_CHUNK])
+    for index in range(NUM_EVENTS):
+        sender.write(event(index))
+        if index % 500 == 0:
+            await asyncio.sleep(0)
+    await sender.end()
 
 
 Address = tuple[str, int]
@@ -101,6 +127,22 @@ def test_requests_are_served_one_after_the_other() -> None:
             assert b"200 OK" in ask(connection)
         body = POST + b"Content-Length: 300000\r\n\r\n" + b"x" * 300_000
         assert b"300000" in ask(connection, body)
+
+
+def test_events_come_in_order_however_slowly_they_are_read() -> None:
+    with served(PATIENT) as (address, _), connect(address) as connection:
+        head, _, body = ask(connection, REQUEST.replace(b"/", b"/events", 1)).partition(b"\r\n\r\n")
+        assert b"text/event-stream" in head
+        assert unchunked(body) == b"".join(map(event, range(NUM_EVENTS)))
+
+
+def unchunked(body: bytes) -> bytes:
+    pieces = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        pieces.append(body[: int(size, 16)])
+        body = body[int(size, 16) + 2 :]
+    return b"".join(pieces)
 
 
 HEADS = {

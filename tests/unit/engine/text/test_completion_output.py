@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 from support.fake_engine import EOS, FakeEngine, saying
@@ -11,7 +10,11 @@ from support.fake_engine import EOS, FakeEngine, saying
 from mooncake_engine.errors import RequestFailed
 from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.text.completion_output import TextUpdate, generate_text
+from mooncake_engine.text.completion_output import (
+    ChoiceStream,
+    TextOutputProcessor,
+    TextUpdate,
+)
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.params import NO_KV_TRANSFER, FirstToken, KVTransferParams
 
@@ -27,9 +30,26 @@ def run(
     request = EngineRequest("r", tuple(b"prompt"), sampling, params)
 
     async def collect() -> list[TextUpdate]:
-        stream = generate_text(engine, tokenizer, request, is_first_delivered=is_first_delivered)
-        async with aclosing(stream) as updates:
-            return [update async for update in updates]
+        updates: list[TextUpdate] = []
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def take(update: TextUpdate) -> None:
+            updates.append(update)
+            if update.finish is not None:
+                over.set_result(None)
+
+        stream = ChoiceStream(
+            engine,
+            request,
+            TextOutputProcessor(tokenizer, sampling),
+            on_text=take,
+            on_error=over.set_exception,
+            is_first_delivered=is_first_delivered,
+        )
+        await stream.start()
+        await over
+        stream.close()
+        return updates
 
     return asyncio.run(collect())
 
@@ -124,13 +144,43 @@ def test_two_halves_are_one_whole(byte_tokenizer: Tokenizer, answer: str) -> Non
 
 
 def test_leaving_early_ends_the_request(byte_tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(saying("tea"))
+    engine = FakeEngine(saying("tea"), hold_at=1)
+    texts: list[TextUpdate] = []
 
     async def leave() -> None:
         request = EngineRequest("r", tuple(b"prompt"), SamplingParams())
-        async with aclosing(generate_text(engine, byte_tokenizer, request)) as updates:
-            async for _ in updates:
-                break
+        stream = ChoiceStream(
+            engine,
+            request,
+            TextOutputProcessor(byte_tokenizer, request.sampling),
+            on_text=texts.append,
+            on_error=pytest.fail,
+        )
+        await stream.start()
+        await engine.held.wait()
+        stream.close()
+        engine.release.set()
+        await asyncio.sleep(0)
 
     asyncio.run(leave())
+    assert engine.left_early == ["r"]
+    assert text_of(texts) == "t"
+
+
+def test_an_error_behind_the_engine_ends_this_choice_alone(byte_tokenizer: Tokenizer) -> None:
+    """What takes the text fails: the error comes out, and the engine stops the request."""
+    engine = FakeEngine(saying("tea"))
+
+    def take(_: TextUpdate) -> None:
+        raise ValueError("no room for text")
+
+    async def fail() -> Exception:
+        request = EngineRequest("r", tuple(b"prompt"), SamplingParams())
+        processor = TextOutputProcessor(byte_tokenizer, request.sampling)
+        error: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        stream = ChoiceStream(engine, request, processor, on_text=take, on_error=error.set_result)
+        await stream.start()
+        return await error
+
+    assert str(asyncio.run(fail())) == "no room for text"
     assert engine.left_early == ["r"]
