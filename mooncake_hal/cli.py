@@ -42,6 +42,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     devices.add_argument("--json", action="store_true", help="print JSON")
     devices.set_defaults(run=show_devices)
+    collect = commands.add_parser(
+        "collect-env", help="print what a bug report needs: versions, devices, RDMA, limits"
+    )
+    collect.add_argument("--json", action="store_true", help="print JSON")
+    collect.set_defaults(run=lambda options, _: collect_env(as_json=options.json))
     bench = commands.add_parser("bench", help="measure this machine")
     measured = bench.add_subparsers(required=True, metavar="what")
     # its own arguments, --help too, are read when it runs: only then is its module imported
@@ -84,6 +89,20 @@ def show_devices(options: argparse.Namespace, _: list[str]) -> int:
     print(json.dumps(found, indent=2) if options.json else format_tables(found))
     backends = found["backends"]
     return 0 if any(row["status"] == PluginStatus.AVAILABLE.value for row in backends) else 1
+
+
+def collect_env(*, as_json: bool = False) -> int:
+    """Print versions, devices, transports, RDMA, limits and environment; always 0: what does not
+    work is a part of the report."""
+    from mooncake_hal.machine_report import machine_report
+
+    report = machine_report()
+    found = describe(Registry.discover())
+    if as_json:
+        print(json.dumps({**report.sections, **found}, indent=2))
+    else:
+        print(f"{report.text()}\n## Hardware layer\n{format_tables(found)}")
+    return 0
 
 
 def describe(registry: Registry) -> dict[str, list[dict[str, object]]]:

@@ -1,13 +1,21 @@
-"""Shared by our commands: help layout, missing dependencies, exit status."""
+"""Shared by our commands: help layout, log lines, missing dependencies, exit status."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import logging
 import signal
+import sys
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from mooncake_hal.errors import DevelopmentToolsMissing
+
+LOG_FORMATS = ("text", "json")
+_TEXT_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class DefaultsInHelp(argparse.HelpFormatter):
@@ -28,6 +36,52 @@ class DefaultsInHelp(argparse.HelpFormatter):
         else:
             shown = str(default)
         return f"{text} (default: {shown.replace('%', '%%')})"
+
+
+class JsonLogLines(logging.Formatter):
+    """A line of JSON per record, whatever is in its message: ``time`` in seconds since 1970,
+    ``level``, ``logger``, ``message`` and, of an error with a traceback, ``exception``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """How the log of a process looks; a process gives them to those that it starts.
+
+    Args:
+        level: lowest severity, as ``logging`` numbers it.
+        format: one of ``LOG_FORMATS``.
+    """
+
+    level: int = logging.WARNING
+    format: str = "text"
+
+    @classmethod
+    def current(cls) -> LogSettings:
+        """Those of this process."""
+        root = logging.getLogger()
+        is_json = any(isinstance(each.formatter, JsonLogLines) for each in root.handlers)
+        return cls(root.level, "json" if is_json else "text")
+
+    def apply(self) -> None:
+        """Log to standard error in this way from now on, unless this process logs already. Python's
+        own warnings are lines of JSON, too."""
+        handler = logging.StreamHandler(sys.stderr)
+        is_json = self.format == "json"
+        handler.setFormatter(JsonLogLines() if is_json else logging.Formatter(_TEXT_LINE))
+        logging.basicConfig(level=self.level, handlers=[handler])
+        if is_json:
+            logging.captureWarnings(True)
 
 
 def load_development_module(name: str) -> ModuleType:

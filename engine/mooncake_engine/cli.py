@@ -18,11 +18,16 @@ from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.config_file import CONFIG_FILE, with_config
 from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
-from mooncake_engine.process.queued_stderr import LOG_FORMAT, queued_stderr
+from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
-from mooncake_hal.command_line import DefaultsInHelp, load_development_module
+from mooncake_hal.command_line import (
+    LOG_FORMATS,
+    DefaultsInHelp,
+    LogSettings,
+    load_development_module,
+)
 from mooncake_hal.errors import DevelopmentToolsMissing, HalError
 from mooncake_hal.options import (
     Option,
@@ -44,11 +49,18 @@ _LOG_LEVEL = Option(
     choices=("debug", "info", "warning", "error"),
     help="minimum severity of log lines on stderr",
 )
+_LOG_FORMAT = Option(
+    flag="--log-format",
+    default="text",
+    choices=LOG_FORMATS,
+    help="form of log lines on stderr: text, or one JSON object per line, in every process",
+)
+_LOGGING = (_LOG_LEVEL, _LOG_FORMAT)
 _CONNECTOR_OPTIONS = options_of(KVTransferConfig, only=("connector", "transports"))
 _INSTANCE_OPTIONS = (
     *options_of(EngineConfig, without=("role",)),
     *options_of(SpeculativeConfig),
-    _LOG_LEVEL,
+    *_LOGGING,
     *options_of(ServerOptions, without=("api_keys",)),
 )
 """What every instance of a deployment is given alike, unless ``--prefill-args`` or
@@ -115,11 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(exc)
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format=LOG_FORMAT,
-        stream=sys.stderr,
-    )
+    LogSettings(logging.getLevelName(args.log_level.upper()), args.log_format).apply()
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     try:
         if args.run in (_serve, _up):
@@ -337,6 +345,7 @@ def _up(args: argparse.Namespace) -> int:
         shutdown_timeout_s=options.shutdown_timeout_s,
         max_restarts=args.max_restarts,
         kv_pool=config.kv_pool,
+        log_format=args.log_format,
     )
     with queued_stderr():
         up(deployment)
@@ -369,6 +378,12 @@ def _run_batch(args: argparse.Namespace) -> int:
     return 0
 
 
+def _collect_env(args: argparse.Namespace) -> int:
+    from mooncake_hal.cli import main as hal_main
+
+    return hal_main(["collect-env", *(["--json"] if args.json else [])])
+
+
 def _options(args: argparse.Namespace) -> int:
     print(markdown_table(OPTIONS[args.of]), end="")
     return 0
@@ -391,7 +406,7 @@ COMMANDS = (
             *_address_options("API"),
             *options_of(EngineConfig),
             *options_of(SpeculativeConfig),
-            _LOG_LEVEL,
+            *_LOGGING,
             *options_of(ServerOptions),
             *options_of(KVTransferConfig),
             CONFIG_FILE,
@@ -428,7 +443,7 @@ COMMANDS = (
             ),
             *options_of(EngineConfig, without=("role", "served_model_name", "seed")),
             *options_of(SpeculativeConfig),
-            _LOG_LEVEL,
+            *_LOGGING,
         ),
         _add_prompt,
     ),
@@ -528,20 +543,30 @@ COMMANDS = (
                 "is sent until it is taken",
             ),
             replace(_LOG_LEVEL, default="warning"),
+            _LOG_FORMAT,
         ),
     ),
     Command(
         "bench",
         "replay a trace against an OpenAI endpoint",
         _bench,
-        (replace(_LOG_LEVEL, default="warning"),),
+        (replace(_LOG_LEVEL, default="warning"), _LOG_FORMAT),
         _add_replay_options,
+    ),
+    Command(
+        "collect-env",
+        "print what a bug report needs: versions, devices, RDMA, limits",
+        _collect_env,
+        (
+            Option(flag="--json", is_switch=True, default=False, help="print JSON"),
+            *_LOGGING,
+        ),
     ),
     Command(
         "options",
         "print the options of a command as a table in Markdown",
         _options,
-        (_LOG_LEVEL,),
+        _LOGGING,
         _add_command_name,
     ),
 )

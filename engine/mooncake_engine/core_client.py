@@ -11,7 +11,6 @@ which there is one per token, travel as msgpack, at a fifth of the time.
 from __future__ import annotations
 
 import itertools
-import logging
 import mmap
 import os
 import pickle
@@ -39,7 +38,7 @@ from mooncake_engine.execution.rank_launcher import import_path
 from mooncake_engine.execution.weight_loader import LoadProgress, ProgressHandler
 from mooncake_engine.messages import EngineInfo, EngineStats, TokenUpdate
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch
-from mooncake_hal.command_line import describe_exit
+from mooncake_hal.command_line import LogSettings, describe_exit
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
 
@@ -65,11 +64,11 @@ class Start:
 
     Args:
         config: what to load.
-        log_level: of the log, as ``logging`` numbers it; it goes to the same standard error.
+        log: how it looks; it goes to the same standard error.
     """
 
     config: EngineConfig
-    log_level: int
+    log: LogSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class CoreClient:
         self._replies: dict[int, Callable[[bool], None]] = {}
         self._report = Report(EngineStats(), None, None, None)
         self.compiles_grammars = False
-        self._send(Start(config, logging.getLogger().level))
+        self._send(Start(config, LogSettings.current()))
 
     @property
     def pid(self) -> int:

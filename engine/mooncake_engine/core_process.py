@@ -37,7 +37,7 @@ from mooncake_engine.core_client import (
 )
 from mooncake_engine.errors import EngineDead, EngineError
 from mooncake_engine.messages import TokenUpdate
-from mooncake_engine.process.queued_stderr import LOG_FORMAT, queued_stderr
+from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch, StepWatchdog
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def serve(process: CoreProcess, connection: Connection) -> int:
         start: Start = pickle.loads(connection.recv_bytes())
     except (EOFError, OSError):
         return PARENT_GONE
-    logging.basicConfig(level=start.log_level, format=LOG_FORMAT, stream=sys.stderr)
+    start.log.apply()
     try:
         process.run(start)
     except EngineError as exc:  # says itself what to do: the parent shows it

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from mooncake_hal.command_line import DefaultsInHelp
+from mooncake_hal.command_line import LOG_FORMATS, DefaultsInHelp, LogSettings
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.options import (
@@ -127,6 +127,13 @@ class StoreOptions:
             help="what a file system keeps free for others: no file is added that leaves less",
         ),
     )
+    log_format: str = field(
+        default="text",
+        metadata=option(
+            choices=LOG_FORMATS,
+            help="form of log lines on stderr: text, or one JSON object per line",
+        ),
+    )
 
     def store_config(self) -> NodeStoreConfig:
         """The store that is asked for."""
@@ -203,8 +210,8 @@ def show_options(_: argparse.Namespace) -> int:
 
 def run_store(args: argparse.Namespace) -> int:
     """Serve until a signal; prints where it listens once it does."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     options = from_arguments(StoreOptions, args)
+    LogSettings(logging.INFO, options.log_format).apply()
     network = settle_addresses(from_arguments(KVTransferConfig, args))
     secret = network.secret.encode()
     store = NodeStore(options.store_config())

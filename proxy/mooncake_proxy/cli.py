@@ -18,7 +18,7 @@ import uvloop
 from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import AddressTaken, ConfigError
-from mooncake_proxy.ops.background_stderr import background_stderr
+from mooncake_proxy.ops.background_stderr import background_stderr, begin_log
 from mooncake_proxy.ops.proxy_process import ShutdownSignals
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.ops.worker_processes import WorkerSupervisor
@@ -83,9 +83,7 @@ def _run_worker(config: ProxyConfig, link: WorkerLink) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. 2 for a configuration that can't be used, 1 for a port that is taken."""
     args = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    begin_log(args.log_level, args.log_format)
     try:
         config = config_from(args)
         check_can_serve(config)

@@ -22,6 +22,7 @@ from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.ops.background_stderr import LOG_FORMATS
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 
@@ -351,6 +352,12 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         default="info",
         choices=("debug", "info", "warning", "error"),
         help="lowest level of log lines on stderr",
+    )
+    access.add_argument(
+        "--log-format",
+        default="text",
+        choices=LOG_FORMATS,
+        help="form of log lines on stderr: text, or one JSON object per line",
     )
 
 

@@ -9,6 +9,7 @@ from mooncake_engine.execution.parallel_state import RankInfo
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
+from mooncake_hal.command_line import LogSettings
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -21,6 +22,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         stage, pipeline: its groups; see ``ParallelGroups``.
         extension: name of its ExtensionFactory, if any.
         threads: CPU threads to compute with.
+        log: how its log looks.
     """
 
     plan: bytes
@@ -29,6 +31,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     pipeline: GroupSpec
     extension: str | None
     threads: int
+    log: LogSettings = LogSettings()
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 import time
@@ -28,6 +29,7 @@ from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
+from mooncake_hal.command_line import LogSettings
 
 _GROUP_TIMEOUT_S = 60.0
 _STAGE_TIMEOUT_S = 600.0
@@ -158,6 +160,8 @@ class ProcessExecutor(Executor):
     def _start(self, plan: EnginePlan) -> None:
         self._ranks = self._launcher.start()
         tp_size, pp_size = plan.config.tp_size, plan.config.pp_size
+        log = LogSettings.current()
+        log = replace(log, level=max(log.level, logging.WARNING))  # not all from every rank
         for rank in self._ranks:
             info = RankInfo(rank.rank, tp_size, pp_size)
             rank_plan = replace(plan, config=rank.adapt(plan.config))
@@ -178,6 +182,7 @@ class ProcessExecutor(Executor):
                 ),
                 extension=self._options.extension,
                 threads=self._launcher.threads,
+                log=log,
             )
             rank.order(wire.encode(start))
 

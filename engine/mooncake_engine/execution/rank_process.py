@@ -61,6 +61,7 @@ class RankProcess:
         """Serve orders until Stop."""
         start = wire.decode_order(self._orders.recv_bytes())
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
+        start.log.apply()
         worker = self._load(start)
         if worker.steps_in_flight > 1:
             # While a step runs the rank takes the next order; and the executor may be busy giving

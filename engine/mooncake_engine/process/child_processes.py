@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import logging
 import os
 import re
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -131,14 +133,27 @@ class StderrTail:
 
 
 class Child:
-    """One running program. ``ready`` becomes the URL that it prints on standard output."""
+    """One running program. ``ready`` becomes the URL that it prints on standard output.
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: TextIO) -> None:
+    Args:
+        name, process: what it is called, and what runs.
+        log: takes its lines.
+        layout: how they look there, from its name and the line.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        log: TextIO,
+        layout: Callable[[str, str], str],
+    ) -> None:
         self.name = name
         self.process = process
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.ensure_future(self._end())
         self._log = log
+        self._layout = layout
         self._last_words = StderrTail()
 
     def death(self) -> ChildDied:
@@ -186,13 +201,29 @@ class Child:
         async for raw in stream:
             line = raw.decode(errors="replace").rstrip()
             notice(line)
-            self._log.write(f"{self.name:>9} │ {line}\n")
+            self._log.write(f"{self._layout(self.name, line)}\n")
             self._log.flush()
 
     def _announce(self, line: str) -> None:
         url = _URL.search(line)
         if url is not None and not self.ready.done():
             self.ready.set_result(url[0])
+
+
+def text_line(name: str, line: str) -> str:
+    """A child's line among those of others."""
+    return f"{name:>9} │ {line}"
+
+
+def json_line(name: str, line: str) -> str:
+    """The same as JSON: its own object with the child's name, or the line as a message."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        found = {"time": round(time.time(), 3), "level": "INFO", "message": line}
+    return json.dumps({"process": name, **found})
 
 
 class _SupervisedChild:
@@ -214,11 +245,18 @@ class ChildProcesses:
         log_dir: one log file per child there; None relays everything to standard error.
         patience_s: how long a child may take to end.
         max_restarts: how often in a row a child that dies is started again.
+        has_json_lines: what children write is relayed as JSON.
     """
 
     def __init__(
-        self, log_dir: Path | None = None, patience_s: float = 15.0, max_restarts: int = 0
+        self,
+        log_dir: Path | None = None,
+        patience_s: float = 15.0,
+        max_restarts: int = 0,
+        *,
+        has_json_lines: bool = False,
     ) -> None:
+        self._layout = json_line if has_json_lines else text_line
         self._log_dir = log_dir
         self._patience_s = patience_s
         self._max_restarts = max_restarts
@@ -256,7 +294,7 @@ class ChildProcesses:
             limit=_LONGEST_LINE,
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # siblings share cores: don't spin
         )
-        child = Child(supervised.name, process, self._open_log(supervised.name))
+        child = Child(supervised.name, process, self._open_log(supervised.name), self._layout)
         supervised.child, supervised.started_at = child, asyncio.get_running_loop().time()
         child.ended.add_done_callback(lambda _: self._note_end(supervised, child))
         return child

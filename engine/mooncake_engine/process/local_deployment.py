@@ -60,6 +60,7 @@ class LocalDeployment:
         shutdown_timeout_s: how long the proxy's running requests may continue after a stop.
         max_restarts: how often in a row a part that dies is started again, while the others go on;
             0 ends everything with the first one that dies. A pool's store is always started again.
+        log_format: of what the processes log; ``engine_argv`` has it for instances.
     """
 
     host: str
@@ -77,6 +78,7 @@ class LocalDeployment:
     prefill_argv: tuple[str, ...] = ()
     decode_argv: tuple[str, ...] = ()
     kv_pool: KVPoolConfig | None = None
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         for name, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
@@ -103,7 +105,12 @@ def up(deployment: LocalDeployment) -> None:
 
 async def _up(deployment: LocalDeployment) -> None:
     patience_s = deployment.shutdown_timeout_s + _LAST_WORDS_S
-    children = ChildProcesses(deployment.log_dir, patience_s, deployment.max_restarts)
+    children = ChildProcesses(
+        deployment.log_dir,
+        patience_s,
+        deployment.max_restarts,
+        has_json_lines=deployment.log_format == "json",
+    )
     _stop_on_signal(children)
     with tempfile.TemporaryDirectory(prefix="mooncake-") as directory:
         secret_file = _write_secret(Path(directory))
@@ -114,7 +121,7 @@ async def _up(deployment: LocalDeployment) -> None:
 async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_file: Path) -> None:
     """Start everything, send the prompt, then wait for ever."""
     pools: dict[str, list[Child]] = {"prefill": [], "decode": []}
-    pool_argv = await _start_store(deployment.kv_pool, children, secret_file)
+    pool_argv = await _start_store(deployment, children, secret_file)
     for role, count in (("prefill", deployment.num_prefill), ("decode", deployment.num_decode)):
         for index in range(count):
             argv = _instance_argv(deployment, role, secret_file, pool_argv)
@@ -162,19 +169,21 @@ def _instance_argv(
 
 
 async def _start_store(
-    pool: KVPoolConfig | None, children: ChildProcesses, secret_file: Path
+    deployment: LocalDeployment, children: ChildProcesses, secret_file: Path
 ) -> list[str]:
     """One node store for all instances, where they were to have one; what connects them to it.
 
     What decode instances save is what prefill instances load: a store in each would know nothing
     of the others'. Nobody needs it to answer: it may die, and is started again.
     """
+    pool = deployment.kv_pool
     if pool is None:
         return []
     connect = [f"connect={host}:{port}" for host, port in pool.connect]
     if pool.dram_bytes:
         argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]
         argv += ["--port", str(pool.port or 0), "--kv-secret-file", str(secret_file)]
+        argv += ["--log-format", deployment.log_format]
         for directory, nbytes in pool.ssd:
             argv += ["--ssd", f"{directory}:{nbytes}"]
         store = await children.start("kv-store", argv, is_needed=False)
@@ -192,6 +201,7 @@ def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list
         str(deployment.shutdown_timeout_s),
     ]
     argv += ["--flow", find_connector(deployment.connector).mode.value]
+    argv += ["--log-format", deployment.log_format]
     if deployment.otlp_endpoint is not None:
         argv += ["--otlp-endpoint", deployment.otlp_endpoint]
     for role, instances in urls.items():

@@ -14,8 +14,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""Of the log's lines, whichever process writes them."""
 MAX_QUEUED_WRITES = 1024
 MAX_WRITE_CHARACTERS = 16 << 10
 """Longer texts are cut: with the number of writes, a bound on what waits in memory."""

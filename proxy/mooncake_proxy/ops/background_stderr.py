@@ -7,6 +7,7 @@ does not fit, or cannot be written, is dropped and counted.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import sys
@@ -14,10 +15,39 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+LOG_FORMATS = ("text", "json")
+_TEXT_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MAX_QUEUED_BYTES = 1 << 20
 # For what is queued when the process ends.
 DRAIN_S = 1.0
+
+
+class JsonLogLines(logging.Formatter):
+    """A line of JSON per record, with the fields that instances log: `time` in seconds since 1970,
+    `level`, `logger`, `message` and, of an error with a traceback, `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def begin_log(level: str, log_format: str) -> None:
+    """Log to standard error from now on; Python's own warnings are lines of JSON, too."""
+    handler = logging.StreamHandler(sys.stderr)
+    is_json = log_format == "json"
+    handler.setFormatter(JsonLogLines() if is_json else logging.Formatter(_TEXT_LINE))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if is_json:
+        logging.captureWarnings(True)
 
 
 class BackgroundStderr(io.TextIOBase):

@@ -104,3 +104,13 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_collect_env_has_the_machine_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = run(capsys, "collect-env")
+    assert status == 0
+    for title in ("## System", "## Packages", "## RDMA", "## Hardware layer", "Transports"):
+        assert title in text.splitlines()
+    status, text = run(capsys, "collect-env", "--json")
+    assert status == 0
+    assert json.loads(text).keys() > {"System", "Environment", "backends", "transports"}
