@@ -170,6 +170,24 @@ class EngineConfig:
             "dispatch them to experts; smaller ones stay on every rank",
         ),
     )
+    redundant_experts: int = field(
+        default=0,
+        metadata=option(
+            metavar="N",
+            help="with --ep-size: so many more places for experts in each layer, for second and "
+            "further replicas of those with the most tokens; experts and these together are a "
+            "multiple of --ep-size",
+        ),
+    )
+    expert_load: Path | None = field(
+        default=None,
+        metadata=option(
+            metavar="FILE",
+            help="with --ep-size: place experts by the tokens that each got: what "
+            "GET /expert_load of an instance with the same model said",
+            default_text="as if all got the same",
+        ),
+    )
     block_size: int | None = field(
         default=None,
         metadata=option(
@@ -429,6 +447,11 @@ class EngineConfig:
                 f"ep_size {self.ep_size} was asked for with tp_size {self.tp_size}: experts are "
                 "divided over the ranks of a stage; use a divisor of tp_size, or tp_size itself"
             )
+        if self.ep_size == 1 and (self.redundant_experts or self.expert_load):
+            raise ConfigError(
+                "redundant_experts and expert_load place experts that are divided over ranks: they "
+                "need an ep_size above 1"
+            )
         self._check_scheduling()
         if self.memory_utilization is not None and not 0 < self.memory_utilization <= 1:
             raise ConfigError(
@@ -447,8 +470,9 @@ class EngineConfig:
             )
 
     def _check_scheduling(self) -> None:
-        if (self.swap_space_bytes or 0) < 0 or self.scheduler_delay_factor < 0:
-            raise ConfigError("swap_space_bytes and scheduler_delay_factor must not be negative")
+        for name in ("swap_space_bytes", "scheduler_delay_factor", "redundant_experts"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name} must not be negative")
         if self.target_tbt_ms is not None and self.target_tbt_ms <= 0:
             raise ConfigError(f"target_tbt_ms must be above 0, got {self.target_tbt_ms:g}")
         if not 0 <= self.watermark < 1:

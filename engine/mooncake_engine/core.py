@@ -251,6 +251,7 @@ class EngineCore:
             speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
             kv_pool=None if pool is None else pool.stats.snapshot(),
+            experts=self._executor.expert_load,
             pool_home=None if pool is None else pool.home_location,
         )
 

@@ -192,6 +192,26 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """What the experts of an instance got since its start.
+
+    Args:
+        tokens: by layer and expert; of pipeline stages, the last one's layers.
+        imbalance: tokens of the busiest part over the mean, the mean of all layers.
+        num_sent_rows: hidden states that the driver rank sent other ranks' experts.
+    """
+
+    tokens: dict[int, tuple[int, ...]]
+    imbalance: float
+    num_sent_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Choices: each token counts once per expert and layer."""
+        return sum(sum(tokens) for tokens in self.tokens.values())
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot for metrics: counters, but for the gauges of requests by state and KV usage.
 
@@ -209,6 +229,7 @@ class EngineStats:
         kv_transfer: the connector's figures by name, e.g. ``bytes_received``.
         speculation: of speculative decoding; None where it is off.
         kv_pool: of the KVCache pool; None without one.
+        experts: what experts got that are divided over ranks; None without such.
         pool_home: where other instances find what this one saves there; None if they can't.
     """
 
@@ -229,4 +250,5 @@ class EngineStats:
     kv_transfer: dict[str, float] = field(default_factory=dict)
     speculation: SpeculationStats | None = None
     kv_pool: PoolStats | None = None
+    experts: ExpertLoad | None = None
     pool_home: StoreLocation | None = None

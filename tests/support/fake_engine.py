@@ -19,6 +19,7 @@ from mooncake_engine.messages import (
     EngineInfo,
     EngineRequest,
     EngineStats,
+    ExpertLoad,
     FinishReason,
     StepSizes,
     TokenLogprobs,
@@ -77,6 +78,7 @@ class FakeEngine:
     num_leases: int = 0
     known_pairing: CompatibilityReport | None = None
     kv_pool: PoolStats | None = None
+    experts: ExpertLoad | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     seen: list[EngineRequest] = field(default_factory=list)
@@ -136,6 +138,7 @@ class FakeEngine:
             kv_byte_seconds={"running": 30.0, "leased": 2.5},
             kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
             kv_pool=self.kv_pool,
+            experts=self.experts,
         )
 
     def pairing(self) -> CompatibilityReport | None:

@@ -32,6 +32,7 @@ class ScriptedExecutor:
     script: Script = upper_case
     die_at: int | None = None
     compiles_grammars: bool = False
+    expert_load: None = None
     live: dict[str, tuple[NewRequest, list[int]]] = field(default_factory=dict)
     seen: list[NewRequest] = field(default_factory=list)
     is_closed: bool = False

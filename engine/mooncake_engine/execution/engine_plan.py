@@ -12,6 +12,7 @@ import torch
 
 from mooncake_engine.config import KV_CACHE_DTYPES, EngineConfig, Role
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.execution.expert_plan import plan_experts
 from mooncake_engine.execution.graph_plan import NO_GRAPHS, GraphPlan, plan_graphs
 from mooncake_engine.execution.weight_loader import KVScales, read_kv_scales
 from mooncake_engine.kv_cache.kv_pool import (
@@ -66,6 +67,7 @@ class EnginePlan:
         swap_space_bytes: host memory of each rank that preempted groups are swapped to.
         kv_scales, has_native_latents: see ``ParallelContext``.
         graphs: what is captured.
+        expert_slots: see ``ParallelContext``.
     """
 
     config: EngineConfig
@@ -82,6 +84,7 @@ class EnginePlan:
     kv_scales: KVScales = ()
     has_native_latents: bool = False
     graphs: GraphPlan = NO_GRAPHS
+    expert_slots: tuple[tuple[int, ...], ...] = ()
 
     @property
     def models(self) -> tuple[ModelConfig, ...]:
@@ -164,11 +167,11 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
         has_native_latents=kv_dtype is None
         and _keeps_native_latents(config, geometry, capabilities),
         graphs=plan_graphs(config, backend, geometry.layers),
+        expert_slots=plan_experts(config, model),
     )
     for rank in range(config.tp_size):  # refuse more ranks than heads before anything is started
         for shared in plan.models:
             share_heads(shared.num_heads, shared.num_kv_heads, config.tp_size, rank)
-    _require_experts(config, model)
     if plan.has_native_latents:
         logger.info(
             "latents are kept in the form that backend %r reads best; ask for a KV layout by its "
@@ -318,17 +321,6 @@ def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
         raise ConfigError(
             f"the model's latents and rotated rows are {geometry.plane_dims} wide, backend "
             f"{backend.name!r} runs {list(possible)}; use another backend"
-        )
-
-
-def _require_experts(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuse expert parallelism over parts that would have no expert."""
-    experts = model.moe.routing.num_experts if model.moe else 0
-    if config.ep_size > max(experts, 1):
-        found = f"has {experts} experts" if experts else f"({model.architecture}) has no experts"
-        raise ConfigError(
-            f"ep_size {config.ep_size} was asked for, the model {found}: use at most "
-            f"{max(experts, 1)}"
         )
 
 

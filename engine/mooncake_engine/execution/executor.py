@@ -16,6 +16,7 @@ from mooncake_engine.execution.parallel_state import ParallelGroups
 from mooncake_engine.execution.weight_loader import ProgressHandler
 from mooncake_engine.execution.worker import RankHandlers, Worker
 from mooncake_engine.execution.worker_extension import MessageHandler
+from mooncake_engine.messages import ExpertLoad
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
@@ -124,6 +125,12 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step, with no other under way."""
         return self.submit(plan).result()
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """What experts got that are divided over ranks, a second ago or less; None if there are
+        none. Any thread."""
+        return None
 
     @property
     def compiles_grammars(self) -> bool:

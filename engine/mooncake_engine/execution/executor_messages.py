@@ -6,6 +6,7 @@ import msgspec
 
 from mooncake_engine.execution.executor import RankKVInfo
 from mooncake_engine.execution.parallel_state import RankInfo
+from mooncake_engine.messages import ExpertLoad
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
@@ -83,9 +84,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class OrderDone(msgspec.Struct, frozen=True, tag=True):
-    """An order is carried out; the driver rank adds the step's result."""
+    """An order is carried out; the driver rank adds the step's result.
+
+    Args:
+        result: of the step.
+        expert_load: so far, now and then; see ``Worker.expert_load``.
+    """
 
     result: StepResult | None = None
+    expert_load: ExpertLoad | None = None
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):

@@ -26,6 +26,7 @@ from mooncake_engine.execution.model_runner import PendingStep
 from mooncake_engine.execution.parallel_state import RankInfo
 from mooncake_engine.execution.rank_launcher import Launcher, LocalLauncher, Rank
 from mooncake_engine.execution.weight_loader import LoadProgress
+from mooncake_engine.messages import ExpertLoad
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
@@ -68,6 +69,7 @@ class ProcessExecutor(Executor):
         self._ranks: Sequence[Rank] = ()
         self._awaited: dict[Connection, Rank] = {}  # have yet to carry out their oldest order
         self._abandoned: EngineDead | None = None
+        self._expert_load: ExpertLoad | None = None
         self._grammar_numbers = count()
         self._preparing: dict[int, _GrammarOrder] = {}
         self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
@@ -108,6 +110,10 @@ class ProcessExecutor(Executor):
                 said = self._unsaid.get(name, ())
                 self._unsaid[name] = said + tuple(token.token_id for token in tokens)
         return result
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        return self._expert_load
 
     @property
     def compiles_grammars(self) -> bool:
@@ -210,6 +216,7 @@ class ProcessExecutor(Executor):
         for _, report in self._reports():
             if isinstance(report, wire.OrderDone) and report.result is not None:
                 result = report.result
+                self._expert_load = report.expert_load or self._expert_load
         return result
 
     def _reports(self) -> Iterator[tuple[Rank, wire.Report]]:

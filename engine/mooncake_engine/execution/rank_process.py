@@ -13,6 +13,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,8 @@ from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_hal.registry import Registry
 
 logger = logging.getLogger(__name__)
+
+_EXPERT_LOAD_EVERY_S = 1.0
 
 PARENT_GONE = 3
 """Exit status of a rank whose parent died."""
@@ -55,6 +58,7 @@ class RankProcess:
         self._message_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._reporter: ThreadPoolExecutor | None = None
+        self._expert_load_due = 0.0
         self._grammars = ThreadPoolExecutor(1, "grammars")
 
     def run(self) -> None:
@@ -114,9 +118,9 @@ class RankProcess:
         if isinstance(order, wire.Execute):
             launched = worker.launch(order.plan, order.sampled)
             if self._reporter is None:
-                self._conclude(launched, info)
+                self._conclude(worker, launched, info)
             else:
-                self._reporter.submit(self._conclude_later, launched, info)
+                self._reporter.submit(self._conclude_later, worker, launched, info)
         elif isinstance(order, wire.WarmUp):
             worker.warm_up()
             self._report(wire.OrderDone())
@@ -124,14 +128,20 @@ class RankProcess:
             self._grammars.submit(self._prepare_grammar, worker, order)
         return not isinstance(order, wire.Stop)
 
-    def _conclude(self, launched: PendingStep, info: RankInfo) -> None:
+    def _conclude(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
         result = launched.result()
-        self._report(wire.OrderDone(result if info.is_driver else None))
+        if not info.is_driver:
+            self._report(wire.OrderDone())
+            return
+        expert_load, now = None, time.monotonic()
+        if now >= self._expert_load_due:
+            expert_load, self._expert_load_due = worker.expert_load(), now + _EXPERT_LOAD_EVERY_S
+        self._report(wire.OrderDone(result, expert_load))
 
-    def _conclude_later(self, launched: PendingStep, info: RankInfo) -> None:
+    def _conclude_later(self, worker: Worker, launched: PendingStep, info: RankInfo) -> None:
         """Top of the reporting thread; a parent that is gone shows elsewhere."""
         try:
-            self._conclude(launched, info)
+            self._conclude(worker, launched, info)
         except (EOFError, ConnectionError):
             return
         except Exception as exc:

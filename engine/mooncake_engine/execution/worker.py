@@ -34,7 +34,9 @@ from mooncake_engine.execution.worker_extension import (
 )
 from mooncake_engine.kv_cache.block_copier import BlockCopier
 from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, blocks_in
+from mooncake_engine.messages import ExpertLoad
 from mooncake_engine.models.catalog import Model, build_model
+from mooncake_engine.models.expert_placement import imbalance
 from mooncake_engine.models.layers import ParallelContext, Span
 from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.scheduling.step_plan import (
@@ -140,6 +142,7 @@ class Worker:
             plan.has_native_latents,
             plan.config.ep_size,
             plan.config.ep_dispatch_min_tokens,
+            plan.expert_slots,
         )
 
     def _load_draft_model(self, plan: EnginePlan, progress: ProgressHandler | None) -> Model | None:
@@ -293,6 +296,20 @@ class Worker:
             self._runner.learn(sampled)
         layer_done = self.extension.begin_step(plan) if self.extension else None
         return self._runner.launch(plan, layer_done)
+
+    def expert_load(self) -> ExpertLoad | None:
+        """What the experts of this rank's layers got, if they are divided over ranks. Any thread;
+        waits for the device."""
+        if not self._model.expert_counts:
+            return None
+        ep_size, slots = self._plan.config.ep_size, self._plan.expert_slots
+        tokens = {layer: counts.tokens for layer, counts in self._model.expert_counts.items()}
+        balances = [
+            imbalance(loads, slots[layer] if slots else range(len(loads)), ep_size)
+            for layer, loads in tokens.items()
+        ]
+        sent = sum(counts.num_sent_rows for counts in self._model.expert_counts.values())
+        return ExpertLoad(tokens, sum(balances) / len(balances), sent)
 
     def prepare_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar that requests will come with; beside steps, in any thread.

@@ -28,6 +28,7 @@ from mooncake_engine.models.hf_config import (
     read_seed_oss,
 )
 from mooncake_engine.models.layers import ParallelContext, WeightShard
+from mooncake_engine.models.mlp import ExpertCounts
 from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
 from mooncake_engine.models.sparse import (
     MixtralDecoder,
@@ -60,6 +61,11 @@ class Model(Protocol):
 
         Stages of a pipeline hand ``[2, tokens, hidden]`` on: what one returns is the next's entry.
         """
+        ...
+
+    @property
+    def expert_counts(self) -> Mapping[int, ExpertCounts]:
+        """Of layers whose experts are divided over ranks: what these got."""
         ...
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from mooncake_engine.models.gqa_attention import Attention, AttentionNames
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import Head, Norm, ParallelContext, Span, VocabTable, WeightShard
-from mooncake_engine.models.mlp import GatedMlp, MlpNames
+from mooncake_engine.models.mlp import ExpertCounts, GatedMlp, MlpNames
 from mooncake_engine.models.parallel_context import AttentionWidths, ForwardContext, TokenSlots
 from mooncake_engine.models.rope import cos_sin_table
 
@@ -247,6 +247,11 @@ class Decoder:
             attended = self.attend(index, between.rows, context)
             between = self.run_between_attention(index, attended, between.residual, tokens)
         return between.rows
+
+    @property
+    def expert_counts(self) -> Mapping[int, ExpertCounts]:
+        """Of layers whose experts are divided over ranks: what these got."""
+        return {}
 
     @property
     def num_held_layers(self) -> int:

@@ -9,7 +9,7 @@ Small steps, whose time is latency, stay on every rank, which runs the experts t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mooncake_engine.models.decoder import AttentionBlock, DecoderLayer
 from mooncake_engine.models.layers import Norm, ParallelContext, Span, WeightShard, share_of
-from mooncake_engine.models.mlp import Experts, GatedMlp, MlpNames, Router
+from mooncake_engine.models.mlp import ExpertCounts, Experts, GatedMlp, MlpNames, Router
 from mooncake_hal.backend import Communicator, Exchange
 
 
@@ -53,6 +53,31 @@ class SharedTokens:
         return [len(share_of(num_tokens, rank, ranks)) for rank in range(ranks)]
 
 
+class ExpertReplicas:
+    """The slots of a layer: places for an expert on a rank. Where an expert has several, the tokens
+    that choose it take turns.
+
+    Args:
+        slots: the expert in each.
+        num_experts: each has a slot at least.
+        device: where ids are.
+    """
+
+    def __init__(self, slots: Sequence[int], num_experts: int, device: torch.device) -> None:
+        held: list[list[int]] = [[] for _ in range(num_experts)]
+        for slot, expert in enumerate(slots):
+            held[expert].append(slot)
+        most = max(len(slots) for slots in held)
+        rows = [[slots[turn % len(slots)] for turn in range(most)] for slots in held]
+        self._slots = torch.tensor(rows, device=device)
+        self._counts = torch.tensor([len(slots) for slots in held], device=device)
+
+    def choose(self, ids: Tensor) -> Tensor:
+        """From experts to slots, [tokens, chosen]; the same on ranks with the same tokens."""
+        turns = torch.arange(len(ids), device=ids.device).unsqueeze(1) % self._counts[ids]
+        return self._slots[ids, turns]
+
+
 class ExpertDispatch:
     """The way of tokens to the ranks that have experts of their choice, and back.
 
@@ -61,7 +86,7 @@ class ExpertDispatch:
 
     Args:
         group: all ranks of the stage.
-        owners: [experts] int64, which part of the group has each; a part is ``ranks / ep_size``
+        owners: [slots] int64, which part of the group has each; a part is ``ranks / ep_size``
             neighbouring ranks, each with a slice of the part's experts.
         ep_size: parts.
     """
@@ -71,21 +96,28 @@ class ExpertDispatch:
         self._owners = owners
         self._ep_size = ep_size
 
-    def start(self, rows: Tensor, ids: Tensor, weights: Tensor) -> StartedDispatch:
+    def start(
+        self, rows: Tensor, ids: Tensor, weights: Tensor, counts: ExpertCounts, chosen: Tensor
+    ) -> StartedDispatch:
         """Send this rank's rows [tokens, hidden] to whoever has experts of their choice.
 
         Args:
             rows: of tokens, [tokens, hidden].
-            ids, weights: [tokens, chosen], see ``choose_experts``.
+            ids, weights: [tokens, chosen]; ids are of slots.
+            counts: what is counted in.
+            chosen: this rank's tokens by expert, [experts] int64; ranks tell each other.
         """
         ranks = self._group.world_size
         is_wanted = ids.new_zeros(len(rows), self._ep_size, dtype=torch.bool)
         is_wanted.scatter_(1, self._owners[ids], True)
         is_wanted = is_wanted.repeat_interleave(ranks // self._ep_size, dim=1)
-        leaving = is_wanted.sum(0)
-        counts = self._group.all_gather(leaving.unsqueeze(0), dim=0).tolist()  # by sender
-        send = counts[self._group.rank]
-        recv = [of_sender[self._group.rank] for of_sender in counts]
+        told = torch.cat([is_wanted.sum(0), chosen])
+        by_sender = self._group.all_gather(told.unsqueeze(0), dim=0)
+        counts.add(by_sender[:, ranks:].sum(0))
+        leaving = by_sender[:, :ranks].tolist()
+        send = leaving[self._group.rank]
+        recv = [of_sender[self._group.rank] for of_sender in leaving]
+        counts.num_sent_rows += sum(send) - send[self._group.rank]
         tokens = is_wanted.t().nonzero()[:, 1]  # in the order of ranks
         packed = _packed(rows[tokens], ids[tokens], weights[tokens])
         exchange = self._group.start_all_to_all(packed, send, recv)
@@ -146,6 +178,7 @@ class ExpertParallelMixture:
         parallel: where it lives; ``ep_size`` is above 1.
         router: chooses.
         names: of every expert's linears, complete.
+        slots: the expert in each slot of the layer.
         shape: hidden and inner size of an expert.
         shared: names and inner size of what takes every token, if the model has such.
     """
@@ -155,20 +188,25 @@ class ExpertParallelMixture:
         parallel: ParallelContext,
         router: Router,
         names: list[MlpNames],
+        slots: Sequence[int],
         shape: tuple[int, int],
+        *,
         shared: tuple[MlpNames, int] | None,
     ) -> None:
         assert parallel.communicator is not None, "experts are divided over several ranks"
         self._group = group = parallel.communicator
         self._router = router
-        self._held = parallel.expert_share(len(names))
-        self._experts = Experts(parallel, names[self._held.start : self._held.stop], shape)
+        self._replicas = ExpertReplicas(slots, len(names), parallel.device)
+        self.counts = ExpertCounts(len(names), parallel.device)
+        self._held = parallel.expert_share(len(slots))
+        held = slots[self._held.start : self._held.stop]
+        self._experts = Experts(parallel, [names[expert] for expert in held], shape)
         self._shared = None
         if shared is not None:
             whole = replace(parallel, communicator=None, ep_size=1)
             self._shared = GatedMlp(whole, shared[0], (shape[0], shared[1]))
         self.tokens = SharedTokens(group)
-        parts = [share_of(len(names), part, parallel.ep_size) for part in range(parallel.ep_size)]
+        parts = [share_of(len(slots), part, parallel.ep_size) for part in range(parallel.ep_size)]
         owners = [part for part, span in enumerate(parts) for _ in range(len(span))]
         self._dispatch = ExpertDispatch(
             group, torch.tensor(owners, device=parallel.device), parallel.ep_size
@@ -191,7 +229,9 @@ class ExpertParallelMixture:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden], the same on every rank, to [tokens, hidden]: every rank runs the
         experts that it has, and one sum over ranks is all that crosses."""
-        partial = self._run_held(x, *self._router(x))
+        ids, weights = self._router(x)
+        self.counts.add(self.counts.of(ids))
+        partial = self._run_held(x, self._replicas.choose(ids), weights)
         if self._shared is not None:
             own = self.tokens.span(len(x))
             partial[own.start : own.stop] += self._shared(x[own.start : own.stop])
@@ -200,7 +240,10 @@ class ExpertParallelMixture:
     def run_shared_tokens(self, own: Tensor) -> Tensor:
         """This rank's tokens, [tokens, hidden], through experts of all ranks; every rank calls it,
         with tokens or without."""
-        dispatched = self._dispatch.start(own, *self._router(own))
+        ids, weights = self._router(own)
+        chosen = self.counts.of(ids)
+        slots = self._replicas.choose(ids)
+        dispatched = self._dispatch.start(own, slots, weights, self.counts, chosen)
         shared = self._shared(own) if self._shared is not None else None  # while rows are under way
         combined = dispatched.combine(self._run_held(*dispatched.arrived()))
         return combined if shared is None else combined + shared

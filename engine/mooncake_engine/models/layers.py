@@ -33,6 +33,7 @@ class ParallelContext:
             sliced over the part's ranks. 1: every rank has a slice of every expert.
         ep_dispatch_min_tokens: of steps whose tokens are dispatched to experts; smaller ones run on
             every rank.
+        expert_slots: by layer, the expert in each slot; empty: every expert has one, in order.
     """
 
     ops: Ops
@@ -44,6 +45,7 @@ class ParallelContext:
     has_native_latents: bool = False
     ep_size: int = 1
     ep_dispatch_min_tokens: int = 1
+    expert_slots: tuple[tuple[int, ...], ...] = ()
 
     def attention_ops(self, layer: int) -> Ops:
         """The ops for what reads and writes that layer's KV."""
@@ -79,9 +81,9 @@ class ParallelContext:
         """This rank's half-open part of ``range(total)``; sizes differ by at most one."""
         return share_of(total, self.tp_rank, self.tp_size)
 
-    def expert_share(self, num_experts: int) -> Span:
-        """The experts that this rank has, or a slice of."""
-        return share_of(num_experts, self.tp_rank * self.ep_size // self.tp_size, self.ep_size)
+    def expert_share(self, num_slots: int) -> Span:
+        """The slots for experts that this rank has, or a slice of."""
+        return share_of(num_slots, self.tp_rank * self.ep_size // self.tp_size, self.ep_size)
 
     def inner_share(self, inner: int) -> Span:
         """The slice of an expert's inner dimension that this rank has."""

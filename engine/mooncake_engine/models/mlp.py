@@ -228,6 +228,32 @@ class Experts:
         return self._ops.moe(x, self._gate_up, self._down, ids, weights)
 
 
+class ExpertCounts:
+    """What a layer's experts got since the start, as far as this rank knows.
+
+    Args:
+        num_experts: of the layer.
+        device: where they are counted.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self._tokens = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.num_sent_rows = 0
+
+    def of(self, ids: Tensor) -> Tensor:
+        """Tokens by expert, [experts] int64, of those that chose so; not yet added."""
+        return torch.bincount(ids.flatten(), minlength=len(self._tokens))
+
+    def add(self, tokens: Tensor) -> None:
+        """Tokens of all ranks, by expert."""
+        self._tokens += tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of all ranks, by expert; waits for the device."""
+        return tuple(self._tokens.tolist())
+
+
 class MixtureOfExperts:
     """Routed experts, beside them those that every token takes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -17,6 +18,7 @@ from mooncake_engine.models.hf_config import (
 )
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.mlp import (
+    ExpertCounts,
     Experts,
     GatedMlp,
     MixtureOfExperts,
@@ -52,6 +54,7 @@ class SparseDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, parallel: ParallelContext, max_positions: int) -> None:
         self._foreign_experts: set[str] = set()
+        self._divided: dict[int, ExpertParallelMixture] = {}
         super().__init__(config, parallel, max_positions)
 
     def build_mlp(self, parallel: ParallelContext, layer: int) -> MlpBlock:
@@ -63,11 +66,15 @@ class SparseDecoder(Decoder):
         shape = hidden, moe.expert_size
         router = Router(parallel, names.router.format(layer), hidden, moe.routing)
         if parallel.ep_size > 1:
-            held = parallel.expert_share(len(experts))
-            foreign = (*experts[: held.start], *experts[held.stop :])
+            slots = parallel.expert_slots[layer] if parallel.expert_slots else range(len(experts))
+            held = parallel.expert_share(len(slots))
+            own = {experts[expert] for expert in slots[held.start : held.stop]}
+            foreign = (one for one in experts if one not in own)
             self._foreign_experts |= {f"{linear}.weight" for one in foreign for linear in one}
             shared = (names.shared.of(layer), moe.shared_size) if moe.shared_size else None
-            return ExpertParallelMixture(parallel, router, experts, shape, shared)
+            built = ExpertParallelMixture(parallel, router, experts, slots, shape, shared=shared)
+            self._divided[layer] = built
+            return built
         shared_mlp = None
         if moe.shared_size:
             shared_mlp = GatedMlp(parallel, names.shared.of(layer), (hidden, moe.shared_size))
@@ -81,6 +88,11 @@ class SparseDecoder(Decoder):
         norms = built.input_norm, built.mlp_norm
         least = parallel.ep_dispatch_min_tokens
         return ExpertParallelLayer(norms, built.attention, built.mlp, least)
+
+    @property
+    def expert_counts(self) -> Mapping[int, ExpertCounts]:
+        """Of this rank's layers whose experts are divided over ranks."""
+        return {layer: mixture.counts for layer, mixture in self._divided.items()}
 
     def is_ignored(self, name: str) -> bool:
         """Also experts that other ranks have."""

@@ -182,6 +182,7 @@ def _plain_routes(plain: PlainEndpoints) -> list[Route]:
         Route("/ready", plain.health, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/kv/topology", plain.topology, methods=["GET"]),
+        Route("/expert_load", plain.expert_load, methods=["GET"]),
         Route("/abort", plain.abort, methods=["POST"]),
         Route("/reset_prefix_cache", plain.reset_prefix_cache, methods=["POST"]),
         Route("/tokenize", plain.tokenize, methods=["POST"]),
@@ -246,6 +247,15 @@ class PlainEndpoints:
             message = "this instance works alone: it has no KV connector"
             return ApiError(404, message, "not_found_error").response()
         return Response(msgspec.json.encode(topology), media_type="application/json")
+
+    async def expert_load(self, _: Request) -> Response:
+        """``GET /expert_load``: tokens by layer and expert, for ``--expert-load``; 404 where no
+        experts are divided over ranks, or none has got anything yet."""
+        load = self.handler.engine.stats().experts
+        if load is None:
+            message = "no expert has got a token since the start, or --ep-size is 1"
+            return ApiError(404, message, "not_found_error").response()
+        return Response(msgspec.json.encode(load), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
         """``GET /health``, ``GET /ready``: 200 while requests are taken, or 503 with the reason;

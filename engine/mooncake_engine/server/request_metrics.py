@@ -18,7 +18,13 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from mooncake_engine.messages import FinishReason, RequestClass, SpeculationStats, StepSizes
+from mooncake_engine.messages import (
+    ExpertLoad,
+    FinishReason,
+    RequestClass,
+    SpeculationStats,
+    StepSizes,
+)
 from mooncake_engine.server.metric_cells import Counter, Histogram, MetricCells
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
@@ -311,6 +317,8 @@ class _EngineCollector:
             yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
         if stats.kv_pool is not None:
             yield from self._kv_pool(stats.kv_pool)
+        if stats.experts is not None:
+            yield from self._experts(stats.experts)
 
     def _waiting(self, **counts: int) -> Metric:
         family = GaugeMetricFamily(
@@ -373,6 +381,23 @@ class _EngineCollector:
                 yield family(name, words, value)
         words = "Share of loading that computing hid, of what it could hide, 0 to 1."
         yield self._gauge("mooncake:kv_pool_overlap_ratio", words, stats.overlap_ratio)
+
+    def _experts(self, load: ExpertLoad) -> Iterator[Metric]:
+        yield self._counter(
+            "mooncake:expert_tokens",
+            "Tokens that experts got, once per expert and layer.",
+            load.num_tokens,
+        )
+        yield self._counter(
+            "mooncake:expert_rows_sent",
+            "Hidden states that the driver rank sent to experts of other ranks.",
+            load.num_sent_rows,
+        )
+        yield self._gauge(
+            "mooncake:expert_imbalance",
+            "Tokens of the part with most over the mean of parts, since the start.",
+            load.imbalance,
+        )
 
     def _gauge(self, name: str, words: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, words, labels=_LABELS)

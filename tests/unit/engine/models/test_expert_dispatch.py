@@ -7,8 +7,13 @@ import torch
 from support.thread_ranks import CountingGroup, on_ranks
 from torch import Tensor
 
-from mooncake_engine.models.expert_parallel import ExpertDispatch, SharedTokens
+from mooncake_engine.models.expert_parallel import (
+    ExpertDispatch,
+    ExpertReplicas,
+    SharedTokens,
+)
 from mooncake_engine.models.layers import share_of
+from mooncake_engine.models.mlp import ExpertCounts
 
 HIDDEN, CHOSEN = 16, 3
 
@@ -39,13 +44,19 @@ def test_every_token_comes_back_with_the_sum_of_its_experts(
 
     def run(group: CountingGroup) -> tuple[Tensor, Tensor, list[int], int]:
         rows, ids, weights = routed(group.rank, tokens[group.rank], experts)
-        dispatched = ExpertDispatch(group, owners, ep_size).start(rows, ids, weights)
+        counts = ExpertCounts(experts, torch.device("cpu"))
+        dispatched = ExpertDispatch(group, owners, ep_size).start(
+            rows, ids, weights, counts, counts.of(ids)
+        )
+        chosen = sum(tokens[:ranks]) * CHOSEN
+        assert sum(counts.tokens) == chosen  # of all ranks
         span = parts[group.rank // sliced]
         outputs = run_experts(*dispatched.arrived(), range(span.start, span.stop)) / sliced
         wanted = run_experts(rows, ids, weights, range(experts))
         part_of_rank = torch.arange(ranks) // sliced
         visits = (owners[ids].unsqueeze(-1) == part_of_rank).any(1)
         visits[:, group.rank] = False
+        assert counts.num_sent_rows == visits.sum()
         return dispatched.combine(outputs), wanted, group.left, int(visits.sum())
 
     for found, wanted, left, visits in on_ranks(ranks, run):
@@ -60,7 +71,11 @@ def test_no_token_is_dropped_where_all_choose_the_same() -> None:
     def run(group: CountingGroup) -> Tensor:
         rows = torch.full((50, HIDDEN), float(group.rank + 1))
         ids, weights = torch.tensor([[3]]).expand(50, 1), torch.ones(50, 1)
-        dispatched = ExpertDispatch(group, torch.tensor([0, 0, 1, 1]), 2).start(rows, ids, weights)
+        counts = ExpertCounts(4, torch.device("cpu"))
+        dispatched = ExpertDispatch(group, torch.tensor([0, 0, 1, 1]), 2).start(
+            rows, ids, weights, counts, counts.of(ids)
+        )
+        assert counts.tokens == (0, 0, 0, 100)
         arrived = dispatched.arrived()
         assert len(arrived[0]) == (100 if group.rank == 1 else 0)
         return dispatched.combine(run_experts(*arrived, range(2, 4) if group.rank else range(2)))
@@ -84,3 +99,10 @@ def test_shared_out_tokens_are_summed_and_gathered(num_tokens: int) -> None:
     for own, _, (scattered, gathered) in results:
         assert scattered == (num_tokens - len(own)) * 16
         assert gathered == 2 * len(own) * 16
+
+
+def test_tokens_take_turns_on_the_replicas_of_an_expert() -> None:
+    replicas = ExpertReplicas((0, 1, 1, 2, 1, 0), 3, torch.device("cpu"))
+    ids = torch.tensor([[0, 1], [0, 1], [1, 2], [1, 2], [0, 2]])
+    assert replicas.choose(ids).tolist() == [[0, 1], [5, 2], [4, 3], [1, 3], [0, 3]]
+    assert ExpertReplicas(range(4), 4, torch.device("cpu")).choose(ids).tolist() == ids.tolist()

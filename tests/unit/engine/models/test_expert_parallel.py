@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ from support.thread_ranks import on_ranks
 from torch import Tensor
 
 from mooncake_engine.execution.weight_loader import load_weights
-from mooncake_engine.models.catalog import build_model, read_model_config
+from mooncake_engine.models.catalog import Model, build_model, read_model_config
+from mooncake_engine.models.expert_placement import ExpertRanks, place_experts
 from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.parallel_context import ForwardContext, share_heads
@@ -25,7 +26,7 @@ DIVISIONS = [(2, 2, 1), (2, 2, 1000), (3, 3, 1), (4, 4, 1), (4, 2, 1), (4, 2, 10
 """Ranks, parts with experts, and the fewest tokens of a step that is dispatched; with 1, decodes
 are, so that ranks have no tokens; with 10, chunks of prompts are and decodes are not."""
 BLOCK_SIZE = 16
-CPU = torch.device("cpu")
+ALONE = ParallelContext(TorchOps(), torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -87,21 +88,21 @@ def make_kv(config: ModelConfig, tp_size: int, rank: int) -> dict[int, tuple[Ten
     }
 
 
-def logits_of(
-    directory: Path, group: Communicator | None = None, ep_size: int = 1, least: int = 1
-) -> list[Tensor]:
+def run(directory: Path, parallel: ParallelContext) -> tuple[list[Tensor], Model]:
     """What a rank makes of all steps."""
-    parallel = ParallelContext(
-        TorchOps(), CPU, torch.float32, group, ep_size=ep_size, ep_dispatch_min_tokens=least
-    )
     config = read_model_config(directory)
     model = build_model(config, parallel, 64)
     load_weights(model, directory)
     kv = make_kv(config, parallel.tp_size, parallel.tp_rank)
-    return [
+    logits = [
         model.logits(model.forward(ids, positions, ForwardContext(batch, kv)))
         for ids, positions, batch in batches()
     ]
+    return logits, model
+
+
+def divided(group: Communicator, ep_size: int, least: int) -> ParallelContext:
+    return replace(ALONE, communicator=group, ep_size=ep_size, ep_dispatch_min_tokens=least)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -111,14 +112,44 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[Tensor]:
-    return logits_of(checkpoint)
+    return run(checkpoint, ALONE)[0]
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "least"), DIVISIONS)
 def test_every_rank_has_the_logits_of_one_rank(
     tp_size: int, ep_size: int, least: int, checkpoint: Path, expected: list[Tensor]
 ) -> None:
-    for found in on_ranks(tp_size, lambda group: logits_of(checkpoint, group, ep_size, least)):
-        for step, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(step, wanted, atol=2e-4, rtol=2e-4)
-            assert torch.equal(step.argmax(-1), wanted.argmax(-1))
+    def rank(group: Communicator) -> list[Tensor]:
+        return run(checkpoint, divided(group, ep_size, least))[0]
+
+    for found in on_ranks(tp_size, rank):
+        compare(found, expected)
+
+
+def compare(found: list[Tensor], expected: list[Tensor]) -> None:
+    for step, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(step, wanted, atol=2e-4, rtol=2e-4)
+        assert torch.equal(step.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("least", [1, 1000])
+def test_replicas_share_the_tokens_of_busy_experts_and_change_no_logits(
+    least: int, checkpoint: Path, expected: list[Tensor]
+) -> None:
+    config = read_model_config(checkpoint)
+    assert config.moe is not None
+    loads = [7 if expert in (1, 4) else 1 for expert in range(config.moe.routing.num_experts)]
+    num_slots = len(loads) + 4 + len(loads) % 4
+    slots = (place_experts(loads, num_slots, ExpertRanks(4)),) * config.num_layers
+
+    def rank(group: Communicator) -> tuple[list[Tensor], Model]:
+        return run(checkpoint, replace(divided(group, 4, least), expert_slots=slots))
+
+    tokens = sum(len(sequence) for step in STEPS for sequence in step.tokens)
+    for found, model in on_ranks(4, rank):
+        compare(found, expected)
+        sparse = set(range(config.num_layers)) - config.moe.dense_layers
+        assert set(model.expert_counts) == sparse
+        for counts in model.expert_counts.values():
+            assert sum(counts.tokens) == tokens * config.moe.routing.experts_per_token
+            assert (counts.num_sent_rows > 0) == (least == 1)

@@ -11,6 +11,7 @@ from support.asgi import AsgiClient, ManualClient
 from support.fake_engine import EOS, FakeEngine
 
 from mooncake_engine.errors import EngineDead
+from mooncake_engine.messages import ExpertLoad
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -52,6 +53,19 @@ def test_health_says_what_the_pool_had(client: AsgiClient, engine: FakeEngine) -
     engine.kv_pool = PoolStats(num_saved_chunks=7, num_found_chunks={"dram": 3, "remote_ssd": 1})
     found = client.get("/health").json()["kv_pool"]
     assert found == {"saved": 7, "found": {"dram": 3, "remote_ssd": 1}}
+
+
+def test_expert_load_is_what_experts_got(client: AsgiClient, engine: FakeEngine) -> None:
+    assert client.get("/expert_load").status_code == 404
+    engine.experts = ExpertLoad({1: (3, 0, 9)}, 1.5, 4)
+    assert client.get("/expert_load").json()["tokens"] == {"1": [3, 0, 9]}
+    lines = client.get("/metrics").text.splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("mooncake:expert_"))
+    assert {name.partition("{")[0]: float(value) for name, value in found.items()} == {
+        "mooncake:expert_tokens_total": 12.0,
+        "mooncake:expert_rows_sent_total": 4.0,
+        "mooncake:expert_imbalance": 1.5,
+    }
 
 
 def test_health(client: AsgiClient, engine: FakeEngine) -> None:

@@ -1,0 +1,63 @@
+"""Which expert is where, decided before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.messages import ExpertLoad
+from mooncake_engine.models.expert_placement import ExpertRanks, place_experts
+from mooncake_engine.models.hf_config import ModelConfig, MoeConfig
+
+
+def plan_experts(config: EngineConfig, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """By layer, the expert in each slot; empty where every expert has one, in order.
+
+    Raises:
+        ConfigError: the model has too few experts for so many parts, slots can't be divided over
+            them, or the load is of another model.
+    """
+    experts = model.moe.routing.num_experts if model.moe else 0
+    if config.ep_size > max(experts, 1):
+        found = f"has {experts} experts" if experts else f"({model.architecture}) has no experts"
+        raise ConfigError(
+            f"ep_size {config.ep_size} was asked for, the model {found}: use at most "
+            f"{max(experts, 1)}"
+        )
+    if model.moe is None or not (config.redundant_experts or config.expert_load):
+        return ()
+    num_slots = experts + config.redundant_experts
+    if num_slots % config.ep_size:
+        raise ConfigError(
+            f"{experts} experts and {config.redundant_experts} redundant ones can't be placed on "
+            f"{config.ep_size} parts with as many each: use redundant_experts "
+            f"{-experts % config.ep_size}, or that and a multiple of {config.ep_size}"
+        )
+    over = ExpertRanks(config.ep_size, groups=model.moe.routing.groups)
+    load = _read_load(config.expert_load, model.moe, model.num_layers)
+    even = (1,) * experts
+    return tuple(
+        place_experts(load.get(layer, even), num_slots, over) for layer in range(model.num_layers)
+    )
+
+
+def _read_load(path: Path | None, moe: MoeConfig, num_layers: int) -> dict[int, tuple[int, ...]]:
+    if path is None:
+        return {}
+    try:
+        tokens = msgspec.json.decode(path.read_bytes(), type=ExpertLoad).tokens
+    except (OSError, msgspec.DecodeError) as exc:
+        raise ConfigError(
+            f"expert_load {path} can't be read: {exc}; wanted what GET /expert_load says"
+        ) from exc
+    experts = moe.routing.num_experts
+    for layer, counts in tokens.items():
+        if not 0 <= layer < num_layers or len(counts) != experts or min(counts) < 0:
+            raise ConfigError(
+                f"expert_load {path} has {len(counts)} experts in layer {layer}, the model has "
+                f"{num_layers} layers of {experts}: it is of another model"
+            )
+    return tokens

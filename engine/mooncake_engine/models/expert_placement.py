@@ -1,0 +1,92 @@
+"""Which experts have replicas, and which rank has which: balanced by the tokens that each got.
+
+The algorithm of DeepSeek's expert-parallel load balancer (EPLB, described in arXiv 2412.19437,
+3.4.2). A slot is a place for one expert on one rank; with more slots than experts the busiest are
+there several times. Pure: plain numbers in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """What experts are divided over.
+
+    Args:
+        ranks: equal parts that slots are divided into; a multiple of ``nodes``.
+        nodes: hosts that the ranks are on, as many on each.
+        groups: of consecutive experts, of equal size, of which a token chooses some (DeepSeek-V3);
+            where they can be divided over nodes, a group stays within one.
+    """
+
+    ranks: int
+    nodes: int = 1
+    groups: int = 1
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Whether groups are divided over nodes first; else all experts over all ranks at once."""
+        return self.groups % self.nodes == 0
+
+
+def place_experts(loads: Sequence[float], num_slots: int, over: ExpertRanks) -> tuple[int, ...]:
+    """The expert in each slot of a layer; slots of a rank lie together, in rank order.
+
+    Args:
+        loads: tokens of each expert.
+        num_slots: at least as many as experts, a multiple of ``ranks``.
+        over: see ``ExpertRanks``.
+    """
+    nodes = over.nodes if over.is_hierarchical else 1
+    groups = over.groups if over.is_hierarchical else 1
+    size = len(loads) // groups
+    group_loads = [sum(loads[group * size : (group + 1) * size]) for group in range(groups)]
+    slots: list[int] = []
+    for packed in pack_evenly(group_loads, nodes):
+        experts = [group * size + index for group in packed for index in range(size)]
+        replicas = replicate([loads[expert] for expert in experts], num_slots // nodes)
+        counts = [replicas.count(index) for index in range(len(experts))]
+        shares = [loads[experts[index]] / counts[index] for index in replicas]
+        for pack in pack_evenly(shares, over.ranks // nodes):
+            slots += [experts[replicas[item]] for item in pack]
+    return tuple(slots)
+
+
+def pack_evenly(weights: Sequence[float], num_packs: int) -> list[list[int]]:
+    """Items in packs of equal number, the heaviest first into the lightest pack that has room."""
+    size = len(weights) // num_packs
+    if size == 1:
+        return [[item] for item in range(len(weights))]
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    totals = [0.0] * num_packs
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        open_packs = (pack for pack in range(num_packs) if len(packs[pack]) < size)
+        lightest = min(open_packs, key=totals.__getitem__)
+        packs[lightest].append(item)
+        totals[lightest] += weights[item]
+    return packs
+
+
+def replicate(loads: Sequence[float], num_slots: int) -> list[int]:
+    """Every expert once, and again whichever has the most load per replica by then."""
+    slots, counts = list(range(len(loads))), [1] * len(loads)
+    while len(slots) < num_slots:
+        busiest = max(range(len(loads)), key=lambda expert: loads[expert] / counts[expert])
+        slots.append(busiest)
+        counts[busiest] += 1
+    return slots
+
+
+def imbalance(loads: Sequence[float], slots: Sequence[int], num_ranks: int) -> float:
+    """Tokens of the busiest rank over the mean of all, 1.0 at best, where an expert's replicas
+    share its tokens evenly; 1.0 without tokens."""
+    size = len(slots) // num_ranks
+    per_rank = [
+        sum(loads[expert] / slots.count(expert) for expert in slots[first : first + size])
+        for first in range(0, len(slots), size)
+    ]
+    total = sum(per_rank)
+    return max(per_rank) * num_ranks / total if total else 1.0
