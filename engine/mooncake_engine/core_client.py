@@ -14,6 +14,7 @@ import itertools
 import mmap
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -141,6 +142,8 @@ class CoreClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self._connection, theirs = Pipe()
+        self._readable = select.poll()  # the connection's own makes a selector each time
+        self._readable.register(self._connection.fileno(), select.POLLIN)
         state = os.memfd_create("mooncake-step-watch")
         os.ftruncate(state, STATE_BYTES)
         self.watch = StepWatch(
@@ -189,7 +192,7 @@ class CoreClient:
         Raises:
             EngineDead: the core died.
         """
-        if not self._connection.poll(_PATIENCE_S):
+        if not self._readable.poll(_PATIENCE_S * 1e3):
             return []
         message = self._receive()
         if isinstance(message, list):

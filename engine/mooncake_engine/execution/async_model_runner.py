@@ -42,31 +42,41 @@ class SampledTokenBuffer:
         self.depth = depth
         self._device = device
         self._newest = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._stored: Sequence[CachedRequest] = ()
+        self._stored_rows = self._newest[:0]
 
     def store(self, states: Sequence[CachedRequest], token_ids: Tensor) -> None:
         """Keep what was sampled: [states] int64."""
-        rows = [state.row for state in states]
-        missing = max(rows) + 1 - len(self._newest)
-        if missing > 0:
-            self._newest = torch.cat((self._newest, self._newest.new_zeros(missing)))
-        self._newest.index_copy_(0, self._on_device(rows), token_ids)
+        if self._stored != states:  # mostly the requests of the step before
+            rows = [state.row for state in states]
+            missing = max(rows) + 1 - len(self._newest)
+            if missing > 0:
+                self._newest = torch.cat((self._newest, self._newest.new_zeros(missing)))
+            self._stored, self._stored_rows = states, self._on_device(rows)
+        self._newest.index_copy_(0, self._stored_rows, token_ids)
 
     def fill(self, token_ids: Tensor, at: Sequence[int], states: Sequence[CachedRequest]) -> None:
         """Put the newest tokens of some requests into a step's tokens, in place.
 
         Args:
             token_ids: [tokens] int64, all of the step's.
-            at: where each of the requests' tokens belongs.
+            at: where each of the requests' tokens belongs; rising.
             states: the requests.
         """
-        newest = self._newest.index_select(0, self._on_device([state.row for state in states]))
-        token_ids.index_copy_(0, self._on_device(at), newest)
+        rows = self._stored_rows
+        if self._stored != states:
+            rows = self._on_device([state.row for state in states])
+        newest = self._newest.index_select(0, rows)
+        if at[-1] == len(at) - 1:  # the first tokens of the step, all of them
+            token_ids[: len(at)] = newest
+        else:
+            token_ids.index_copy_(0, self._on_device(at), newest)
 
     def _on_device(self, indexes: Sequence[int]) -> Tensor:
         return torch.tensor(indexes, dtype=torch.int64).to(self._device, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class EnqueuedStep:
     """A step that the device runs.
 
@@ -83,25 +93,32 @@ class EnqueuedStep:
     token_ids: Tensor
     sampled: Event
     is_copying: bool
+    _known: list[int] | None = None
 
     def result(self) -> StepResult:
-        known = dict(zip((state.request_id for state in self.states), self._known(), strict=True))
-        return StepResult(
-            self.step,
-            {name: (SampledToken(token_id),) for name, token_id in known.items()},
-            failed={name: NO_FINITE_LOGIT for name, token in known.items() if token == NO_TOKEN},
-            is_copying=self.is_copying,
-        )
+        known = self._wait()
+        pairs = zip(self.states, known, strict=True)
+        tokens: dict[str, tuple[SampledToken, ...]] = {
+            state.request_id: (SampledToken(token_id),) for state, token_id in pairs
+        }
+        failed: dict[str, str] = {}
+        if NO_TOKEN in known:
+            pairs = zip(self.states, known, strict=True)
+            failed = {state.request_id: NO_FINITE_LOGIT for state, token in pairs if token < 0}
+        return StepResult(self.step, tokens, failed=failed, is_copying=self.is_copying)
 
     def complete(self) -> None:
         """Fill the requests' placeholders; in the thread that runs steps."""
-        for state, token_id in zip(self.states, self._known(), strict=True):
+        for state, token_id in zip(self.states, self._wait(), strict=True):
             state.fill_placeholder(max(token_id, 0))  # of a request that fails: any token
 
-    def _known(self) -> list[int]:
-        self.sampled.synchronize()
-        token_ids: list[int] = self.token_ids.tolist()
-        return token_ids
+    def _wait(self) -> list[int]:
+        """The tokens; two threads ask, each of which may be the first."""
+        known = self._known
+        if known is None:
+            self.sampled.synchronize()
+            self._known = known = self.token_ids.tolist()
+        return known
 
 
 class AsyncModelRunner(ModelRunner):
@@ -138,7 +155,8 @@ class AsyncModelRunner(ModelRunner):
     def _conclude(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor
     ) -> PendingStep:
-        if any(state.is_host_bound for state in (*batch.states, *inputs.sampling)):
+        states = (*batch.states, *inputs.sampling) if self._requests.num_host_bound else ()
+        if any(state.is_host_bound for state in states):
             self._complete(0)
             return super()._conclude(plan, batch, inputs, hidden)
         if not inputs.sampling:

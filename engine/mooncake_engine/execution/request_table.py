@@ -292,6 +292,8 @@ class RequestTable:
         self._find_vocabulary = find_vocabulary
         self._is_sampling = is_sampling
         self._states: dict[str, CachedRequest] = {}
+        self.num_host_bound = 0
+        """How many of them are; see ``CachedRequest.is_host_bound``."""
 
     def __getitem__(self, request_id: str) -> CachedRequest:
         return self._states[request_id]
@@ -308,6 +310,7 @@ class RequestTable:
                 new_request, row, self._counts(new_request), self._grammar(new_request)
             )
             self._states[new_request.request_id] = state
+            self.num_host_bound += state.is_host_bound
 
     def append(self, request_id: str, token_ids: Iterable[int]) -> None:
         """Learn tokens that were sampled elsewhere; a request that is gone needs none."""
@@ -322,6 +325,7 @@ class RequestTable:
             state = self._states.pop(request_id, None)
             if state is not None:
                 self.tables.free_row(state.row)
+                self.num_host_bound -= state.is_host_bound
 
     def _grammar(self, new_request: NewRequest) -> GrammarState | None:
         if new_request.sampling.grammar is None or not self._is_sampling:

@@ -154,15 +154,14 @@ class Sampler:
         return draft_tokens
 
     def _modified(self, states: Sequence[SamplingState]) -> list[int]:
-        return [row for row, state in enumerate(states) if self._is_modified(state)]
-
-    def _is_modified(self, state: SamplingState) -> bool:
-        sampling = state.sampling
-        has_rules = state.counts is not None or state.grammar is not None
-        return has_rules or bool(sampling.logit_bias) or self._is_end_masked(state)
-
-    def _is_end_masked(self, state: SamplingState) -> bool:
-        return state.num_output_tokens < state.sampling.min_tokens
+        return [
+            row
+            for row, state in enumerate(states)
+            if state.counts is not None
+            or state.grammar is not None
+            or state.sampling.logit_bias
+            or _is_end_masked(state)
+        ]
 
     def _modify(self, logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
         """Apply bias, penalties, end masking and grammars to some rows, in place."""
@@ -174,11 +173,16 @@ class Sampler:
                 logits[row, list(ids)] += logits.new_tensor(values)
         _penalise(logits, [row for row in rows if states[row].counts is not None], states)
         for row in rows:
-            if self._is_end_masked(states[row]):
+            if _is_end_masked(states[row]):
                 sampling = states[row].sampling
                 eos = () if sampling.ignore_eos else self._eos_token_ids
                 logits[row, [*eos, *sampling.stop_token_ids]] = -math.inf
         mask_logits(logits, states)
+
+
+def _is_end_masked(state: SamplingState) -> bool:
+    min_tokens = state.sampling.min_tokens
+    return min_tokens > 0 and state.num_output_tokens < min_tokens
 
 
 def _penalise(logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> None:
