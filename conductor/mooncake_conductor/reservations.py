@@ -86,6 +86,10 @@ class ReservationBook:
     def __len__(self) -> int:
         return len(self._live)
 
+    def of_owner(self, owner: str) -> list[Reservation]:
+        """All that one has reserved."""
+        return [made for made in self._live.values() if made.request.owner == owner]
+
     def get(self, request_id: str) -> Reservation | None:
         """A live one."""
         return self._live.get(request_id)

@@ -8,12 +8,17 @@ or with its owner, once that is gone.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from msgspec import Struct
 
 from mooncake_conductor.policies.situation import Plan, PrefillChoice, RoutingRequest
-from mooncake_conductor.reservations import Reservation, ReservationBook, ReservationEvent
+from mooncake_conductor.reservations import (
+    Reservation,
+    ReservationBook,
+    ReservationEvent,
+    Stage,
+)
 
 
 class Reserved(Struct, tag="reserved", frozen=True):
@@ -83,34 +88,62 @@ class ReservationExchange:
         """Tell every change from now on."""
         self._publish = publish
 
+    def snapshot(self, now: float) -> list[ReservationChange]:
+        """All that this conductor has reserved, and how far it has come."""
+        told: list[ReservationChange] = []
+        for made in self._book.of_owner(self._owner):
+            told.append(self._reserved(made, now))
+            if made.stage is not Stage.PREFILLING:
+                is_decoding = made.stage is Stage.DECODING
+                event = ReservationEvent.JOINED if is_decoding else ReservationEvent.PREFILLED
+                told.append(self._moved(event, made))
+        return told
+
     def follow(
-        self, owner: str, changes: Iterable[ReservationChange], now: float
+        self,
+        owner: str,
+        changes: Iterable[ReservationChange],
+        now: float,
+        *,
+        is_snapshot: bool = False,
     ) -> list[tuple[Reservation, ReservationEvent]]:
         """Apply what another conductor has told; returns whose prefill, or decoding, has begun or
-        ended, for who believes instances to hold what they worked on."""
+        ended, for who believes instances to hold what they worked on. Of a snapshot much is known
+        already."""
         applied = []
         for change in changes:
-            if isinstance(change, Reserved):
-                self._reserve(owner, change, now)
-                continue
             made = self._book.get(change.request_id)
-            if made is not None and made.request.owner == owner:
+            if made is not None and made.request.owner != owner:
+                continue
+            if isinstance(change, Reserved):
+                if made is None or not is_snapshot:
+                    self._reserve(owner, change, now)
+            elif made is not None and not (is_snapshot and _has_come_to(made, change.event)):
                 applied.append((made, change.event))
                 self._move(change, now)
         return applied
 
+    def retain(self, owner: str, request_ids: Collection[str], now: float) -> None:
+        """Another conductor has reserved this, and nothing else."""
+        for made in self._book.of_owner(owner):
+            if made.request.request_id not in request_ids:
+                self._book.release(made.request.request_id, now)
+
     def _tell(self, event: ReservationEvent, made: Reservation, now: float) -> None:
         if self._publish is None or made.request.owner != self._owner:
             return
+        is_new = event is ReservationEvent.RESERVED
+        self._publish(self._reserved(made, now) if is_new else self._moved(event, made))
+
+    def _moved(self, event: ReservationEvent, made: Reservation) -> Moved:
+        return Moved(made.request.request_id, event, self._names.get(made.decode_slot, ""))
+
+    def _reserved(self, made: Reservation, now: float) -> Reserved:
         request, choice = made.request, made.choice
-        decode = self._names.get(made.decode_slot, "")
-        if event is not ReservationEvent.RESERVED:
-            self._publish(Moved(request.request_id, event, decode))
-            return
-        told = Reserved(
+        return Reserved(
             request.request_id,
             self._names.get(choice.slot, ""),
-            decode,
+            self._names.get(made.decode_slot, ""),
             request.num_tokens,
             choice.num_reused,
             request.num_output_tokens,
@@ -122,7 +155,6 @@ class ReservationExchange:
             choice.compute,
             made.deadline - now,
         )
-        self._publish(told)
 
     def _reserve(self, owner: str, told: Reserved, now: float) -> None:
         prefill, decode = self._slot_of(told.prefill), self._slot_of(told.decode)
@@ -163,3 +195,10 @@ class ReservationExchange:
             book.finished(request_id, now)
         else:
             book.release(request_id, now)
+
+
+def _has_come_to(made: Reservation, event: ReservationEvent) -> bool:
+    """Whether a reservation is where an event of a snapshot would bring it, or further."""
+    if event is ReservationEvent.JOINED:
+        return made.stage is Stage.DECODING
+    return made.stage is not Stage.PREFILLING

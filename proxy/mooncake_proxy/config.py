@@ -94,6 +94,10 @@ class ConductorConfig:
     max_batch: int = 256
     # Whether idle instances change sides where one is short: off, propose (in the log), allow.
     role_changes: str = "off"
+    # URLs of proxies on other hosts that serve the same instances, under the same names, and the
+    # secret that all of them share.
+    peers: tuple[str, ...] = ()
+    peer_secret: str = ""
 
     def of_model(self, model: str) -> ConductorConfig:
         """What a conductor of one model's instances is told."""
@@ -242,6 +246,11 @@ class ProxyConfig:
                 raise ConfigError(
                     f"--role-changes {self.conductor.role_changes}: wanted --slo-ttft in "
                     "milliseconds, which the load of prefill instances is measured by"
+                )
+            if bool(self.conductor.peers) is not bool(self.conductor.peer_secret):
+                raise ConfigError(
+                    "--peer-proxy and --peer-secret-file go together: who is told of reservations, "
+                    "and the secret that all these proxies share"
                 )
             if self.conductor.policy not in ADMITTING_POLICIES:
                 raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from mooncake_proxy import __version__
 from mooncake_proxy.api.api_keys import KeyFile, read_key_file, read_keys
@@ -237,6 +238,19 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
         "instance should change its role, or drain and change it",
     )
     add(
+        "--peer-proxy",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a proxy on another host, at its --admin-port if it has one, that serves the same "
+        "instances by the same URLs: they tell each other what they reserve; repeat for each",
+    )
+    add(
+        "--peer-secret-file",
+        metavar="FILE",
+        help="the secret that these proxies share: what they tell each other is signed with it",
+    )
+    add(
         "--kv-events-port",
         type=int,
         metavar="PORT",
@@ -445,7 +459,11 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
     policy = args.prefill_policy or args.policy
     if policy not in CONDUCTOR_POLICIES and args.admission == "none":
         role_changes = args.role_changes != "off"
-        needing = (("--request-class", args.request_class), ("--role-changes", role_changes))
+        needing = (
+            ("--request-class", args.request_class),
+            ("--role-changes", role_changes),
+            ("--peer-proxy", args.peer_proxy),
+        )
         for flag, given in (*needing, *_multiples(args)):
             if given:
                 raise ConfigError(f"{flag}: wanted --admission or a policy of the conductor")
@@ -463,7 +481,22 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
         kv_tokens=args.kv_tokens,
         max_batch=args.max_batch,
         role_changes=args.role_changes,
+        peers=tuple(str(Origin.parse(url)) for url in args.peer_proxy),
+        peer_secret=_read_secret(args.peer_secret_file),
     )
+
+
+def _read_secret(path: str | None) -> str:
+    """Of a file, empty for none; ConfigError where there is nothing in it."""
+    if path is None:
+        return ""
+    try:
+        secret = Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--peer-secret-file {path}: {exc}") from exc
+    if not secret:
+        raise ConfigError(f"--peer-secret-file {path} is empty: wanted the proxies' secret")
+    return secret
 
 
 def _classes(given: list[str], key_file: KeyFile) -> tuple[RequestClass, ...]:

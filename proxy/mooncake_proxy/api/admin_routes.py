@@ -40,7 +40,9 @@ MODEL_PATH = "/v1/models/"
 INSTANCES_PATH = "/instances"
 # What --admin-port takes off the public port.
 EXPLAIN_PATH = "/conductor/explain"
-ADMIN_PATHS = frozenset({"/", "/view", "/metrics", INSTANCES_PATH, EXPLAIN_PATH})
+# Where proxies on other hosts tell what they have reserved.
+RESERVATIONS_PATH = "/conductor/reservations"
+ADMIN_PATHS = frozenset({"/", "/view", "/metrics", INSTANCES_PATH, EXPLAIN_PATH, RESERVATIONS_PATH})
 _GENERATING = (*(endpoint.path for endpoint in OpenAIEndpoint), *API_FORMATS)
 # Whose requests have bodies of any length, for clients with an API key.
 BODY_PATHS = frozenset({*_GENERATING, COUNT_TOKENS_PATH, "/tokenize", "/detokenize"})

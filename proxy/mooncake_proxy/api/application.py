@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 
@@ -61,6 +61,9 @@ from mooncake_proxy.pool.kubernetes import KubernetesConfig, KubernetesWatch
 from mooncake_proxy.pool.pool_file import PoolFileWatch
 from mooncake_proxy.routing.router import RequestRouter
 
+if TYPE_CHECKING:
+    from mooncake_proxy.routing.peer_proxies import PeerProxies
+
 logger = logging.getLogger(__name__)
 Flow = Callable[[RequestRouter, RequestContext], Awaitable[None]]
 FLOWS: dict[str, Flow] = {"pull": pull, "push": push, "sglang": sglang}
@@ -106,6 +109,8 @@ class ProxyApplication:
         # with early pulls from when there are instances that can do them.
         self._own_listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        # Proxies on other hosts, where there are any.
+        self.peers: PeerProxies | None = None
         self.admin_routes = admin_routes.routes(self.process, self.handle)
 
     # ------------------------------------------------ life
@@ -119,6 +124,7 @@ class ProxyApplication:
         if self._link is not None:
             self._link.open(self.routers, self.admission, self.process.tenants.limits)
             self._tasks.append(loop.create_task(self._link.run()))
+        self._meet_peers(loop)
         if self.config.health.interval_s > 0:
             await self.checker.check_all()
             self._tasks.append(loop.create_task(self.checker.run()))
@@ -130,6 +136,22 @@ class ProxyApplication:
             self._admin_listener = await self._listen(admin, config.admin_port)
         if self._link is None or config.flow == "push":
             await self._open_metaserver()
+
+    def _meet_peers(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Exchange reservations with proxies on other hosts."""
+        conductor = self.config.conductor
+        sharing = self.routers.share_reservations() if conductor and conductor.peers else None
+        if conductor is None or sharing is None:
+            return
+        from mooncake_proxy.routing.peer_proxies import PeerProxies  # needs numpy
+
+        self.peers = peers = PeerProxies(
+            conductor.peers, conductor.peer_secret, sharing, self.client
+        )
+        if self._link is not None:
+            peers.forward = self._link.send_peer_news
+            self._link.on_peer_news = peers.take
+        self._tasks.append(loop.create_task(peers.run()))
 
     async def _open_metaserver(self) -> None:
         """Have decode instances post to this process: until then nothing is pulled early."""
@@ -277,6 +299,9 @@ class ProxyApplication:
             return longest if self.router.metaserver.is_open(path) else 0
         if path == admin_routes.INSTANCES_PATH:
             return longest if holds_key(request.headers, self.config.admin_keys) else 0
+        if path == admin_routes.RESERVATIONS_PATH:
+            is_peer = self.peers is not None and self.peers.is_peer(request.headers)
+            return longest if is_peer else 0
         if path not in admin_routes.BODY_PATHS:
             return min(longest, SHORT_BODY_BYTES)
         return longest if not keys or holds_key(request.headers, keys) else 0
@@ -432,6 +457,9 @@ class ProxyApplication:
         if path.startswith(METASERVER_PATH):
             await self.router.metaserver.receive(request)
             return
+        if path == admin_routes.RESERVATIONS_PATH:
+            self._follow_peer(request)
+            return
         methods = self.admin_routes.get(admin_routes.route_of(path))
         if methods is None:
             raise NotFound(f"no such path: {path}")
@@ -439,6 +467,15 @@ class ProxyApplication:
         if handler is None:
             raise MethodNotAllowed(f"{request.method} {path}: wanted {', '.join(methods)}")
         await handler(request)
+
+    def _follow_peer(self, request: HttpRequest) -> None:
+        """POST /conductor/reservations: what a proxy on another host has reserved."""
+        if self.peers is None:
+            raise NotFound("this proxy has no peers: start it with --peer-proxy")
+        if request.method != "POST":
+            raise MethodNotAllowed(f"{request.method} {request.path}: wanted POST")
+        self.peers.receive(request.headers, request.body)
+        request.respond(200, b"{}", "application/json")
 
 
 def _answer_cut_off(request: HttpRequest) -> None:

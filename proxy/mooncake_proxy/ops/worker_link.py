@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -97,6 +97,12 @@ class ReservationMessage(Struct, tag="reservations"):
     news: Raw
 
 
+class PeerNews(Struct, tag="peer"):
+    """What a proxy on another host has told one worker of its reservations, unread."""
+
+    body: Raw
+
+
 class WorkerGone(Struct, tag="gone"):
     """A worker ended: its load is gone, its counters stay."""
 
@@ -111,10 +117,15 @@ WorkerMessage = (
     | LossMessage
     | UsageMessage
     | ReservationMessage
+    | PeerNews
     | WorkerGone
 )
 decode_message = msgspec.json.Decoder(WorkerMessage).decode
 encode_message = msgspec.json.Encoder().encode
+
+
+def _ignore(body: bytes) -> None:
+    """There are no proxies on other hosts."""
 
 
 class WorkerLink:
@@ -128,6 +139,8 @@ class WorkerLink:
         self._admission: AdmissionQueue | None = None
         self._limits: RateLimits | None = None
         self._sharing: ReservationSharing | None = None
+        # Takes what other workers were told by proxies on other hosts.
+        self.on_peer_news: Callable[[bytes], None] = _ignore
         # Of the other workers' reservations.
         self._owners: dict[int, str] = {}
         self._suspects: SuspectBodies | None = None
@@ -146,11 +159,9 @@ class WorkerLink:
         self._admission = admission
         self._limits = limits
         routers.first.suspects.publish = self._publish_loss
-        if routers.first.conductor is not None:  # needs numpy
-            from mooncake_proxy.routing.reservation_sharing import ReservationSharing
-
-            loop = asyncio.get_running_loop()
-            self._sharing = ReservationSharing(routers, loop, self._send_news)
+        self._sharing = routers.share_reservations()
+        if self._sharing is not None:
+            self._sharing.tell(self._send_news)
         self._link.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
         self._read()  # what was changed before this worker started
@@ -174,6 +185,10 @@ class WorkerLink:
 
     def _send_news(self, news: ReservationNews) -> None:
         self._send(ReservationMessage(self.worker, news.owner, Raw(encode_message(news))))
+
+    def send_peer_news(self, body: bytes) -> None:
+        """Have the other workers take what a proxy on another host has told this one."""
+        self._send(PeerNews(Raw(body)))
 
     def _check_parent(self) -> None:
         """A worker that nothing starts again, and that hears no other one, must not serve on."""
@@ -255,7 +270,7 @@ class WorkerLink:
         else:
             self._share(message)
 
-    def _share(self, message: LossMessage | UsageMessage | ReservationMessage) -> None:
+    def _share(self, message: LossMessage | UsageMessage | ReservationMessage | PeerNews) -> None:
         """What requests of another worker mean for those of this one."""
         if isinstance(message, LossMessage):
             assert self._suspects is not None
@@ -263,6 +278,8 @@ class WorkerLink:
         elif isinstance(message, UsageMessage):
             assert self._limits is not None
             self._limits.spent_elsewhere(message.usage)
+        elif isinstance(message, PeerNews):
+            self.on_peer_news(bytes(message.body))
         elif self._sharing is not None:
             self._owners[message.worker] = message.owner
             self._sharing.take(message.news)

@@ -290,10 +290,17 @@ class ConductorFleet:
         """It failed, was refused, or its client left."""
         self.conductor.ended(routed.request.request_id, now)
 
-    def follow(self, owner: str, changes: Sequence[ReservationChange], now: float) -> None:
+    def follow(
+        self,
+        owner: str,
+        changes: Sequence[ReservationChange],
+        now: float,
+        *,
+        is_snapshot: bool = False,
+    ) -> None:
         """What another proxy process on the same instances has reserved, and what came of it."""
         self.follow_pool(now)
-        for made, event in self.exchange.follow(owner, changes, now):
+        for made, event in self.exchange.follow(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
                 self._remember(made.choice.slot, made.request.keys)
             elif event is ReservationEvent.JOINED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -146,9 +146,28 @@ class ConductorRouting:
         self.pairs.exchange.start(partial(publish, False))
         self.whole.exchange.start(partial(publish, True))
 
-    def follow(self, owner: str, is_whole: bool, changes: Sequence[ReservationChange]) -> None:
-        """What another proxy process has reserved."""
-        (self.whole if is_whole else self.pairs).follow(owner, changes, self._now())
+    def follow(
+        self,
+        owner: str,
+        is_whole: bool,
+        changes: Sequence[ReservationChange],
+        *,
+        is_snapshot: bool = False,
+    ) -> None:
+        """What another proxy process has reserved; of a snapshot much is known already."""
+        fleet = self.whole if is_whole else self.pairs
+        fleet.follow(owner, changes, self._now(), is_snapshot=is_snapshot)
+
+    def snapshot(self) -> list[tuple[bool, list[ReservationChange]]]:
+        """All that this process has reserved; the flag says whether it is of whole requests."""
+        now = self._now()
+        fleets = ((False, self.pairs), (True, self.whole))
+        return [(is_whole, fleet.exchange.snapshot(now)) for is_whole, fleet in fleets]
+
+    def retain(self, owner: str, request_ids: Collection[str]) -> None:
+        """Another proxy process has reserved this, and nothing else."""
+        for fleet in (self.pairs, self.whole):
+            fleet.exchange.retain(owner, request_ids, self._now())
 
     def forget(self, owner: str) -> None:
         """Another proxy process is gone: so is what it had reserved."""

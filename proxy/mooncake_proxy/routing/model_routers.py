@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import NotFound
@@ -11,6 +11,9 @@ from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.instances import Instance, InstancePool
 from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.routing.router import RequestRouter
+
+if TYPE_CHECKING:
+    from mooncake_proxy.routing.reservation_sharing import ReservationSharing
 
 
 class ModelRouters:
@@ -22,6 +25,7 @@ class ModelRouters:
         self.first = RequestRouter(config, client, self.pools.unnamed, seed=seed)
         self._routers: dict[InstancePool, RequestRouter] = {self.pools.unnamed: self.first}
         self._listeners: list[Callable[[RequestRouter], None]] = []
+        self._sharing: ReservationSharing | None = None
 
     def __iter__(self) -> Iterator[RequestRouter]:
         return iter(tuple(self._routers.values()))
@@ -31,6 +35,15 @@ class ModelRouters:
         self._listeners.append(listen)
         for router in self:
             listen(router)
+
+    def share_reservations(self) -> ReservationSharing | None:
+        """What the conductors reserve, for whoever tells it to other processes; None without
+        conductors."""
+        if self._sharing is None and self.first.conductor is not None:
+            from mooncake_proxy.routing.reservation_sharing import ReservationSharing  # needs numpy
+
+            self._sharing = ReservationSharing(self, self.first.client.loop)
+        return self._sharing
 
     def of_model(self, model: str | None) -> RequestRouter:
         """Who routes requests for a model of that name: ModelNotFound, BadRequest as ModelPools."""

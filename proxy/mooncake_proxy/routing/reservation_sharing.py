@@ -6,16 +6,19 @@ Imported only where there is a conductor: it needs numpy.
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Raw, Struct
 
 from mooncake_conductor.shared_reservations import ReservationChange
 from mooncake_proxy.routing.conductor_fleet import OWNER
-from mooncake_proxy.routing.model_routers import ModelRouters
 from mooncake_proxy.routing.router import RequestRouter
+
+if TYPE_CHECKING:
+    from mooncake_proxy.routing.model_routers import ModelRouters
 
 # Of one message: with the keys of the longest prompts two of them still fit into a datagram.
 MAX_PART_BYTES = 60_000
@@ -37,32 +40,47 @@ _decoder = msgspec.json.Decoder(list[ReservationChange])
 
 
 class ReservationSharing:
-    """Collects what the conductors of all models reserve, and sends it with the loop's next turn.
+    """Collects what the conductors of all models reserve, to be told with the loop's next turn."""
 
-    `send` takes a message for all others.
-    """
-
-    def __init__(
-        self,
-        routers: ModelRouters,
-        loop: AbstractEventLoop,
-        send: Callable[[ReservationNews], None],
-    ) -> None:
+    def __init__(self, routers: ModelRouters, loop: AbstractEventLoop) -> None:
         self._routers = routers
         self._loop = loop
-        self._send = send
+        self._listeners: list[Callable[[ReservationNews], None]] = []
         self._pending: dict[tuple[str, bool], list[ReservationChange]] = {}
         routers.on_router(self._join)
+
+    def tell(self, send: Callable[[ReservationNews], None]) -> None:
+        """One more that takes messages for others."""
+        self._listeners.append(send)
 
     def take(self, message: Raw) -> None:
         """What another process has sent."""
         self.follow(_news_decoder.decode(message))
 
-    def follow(self, news: ReservationNews) -> None:
-        """What another process has reserved. Of a model without instances here, nothing is kept."""
+    def follow(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
+        """What another process has reserved; the requests' ids. Of a model without instances here,
+        nothing is kept."""
+        changes = _decoder.decode(news.changes)
         for router in self._routers:
             if router.model == news.model and router.conductor is not None:
-                router.conductor.follow(news.owner, news.is_whole, _decoder.decode(news.changes))
+                router.conductor.follow(news.owner, news.is_whole, changes, is_snapshot=is_snapshot)
+        return {change.request_id for change in changes}
+
+    def snapshot(self) -> list[ReservationNews]:
+        """All that this process has reserved."""
+        return [
+            news
+            for router in self._routers
+            if router.conductor is not None
+            for is_whole, changes in router.conductor.snapshot()
+            for news in _in_parts(router.model, is_whole, changes)
+        ]
+
+    def retain(self, owner: str, request_ids: Collection[str]) -> None:
+        """Another process has reserved this, and nothing else."""
+        for router in self._routers:
+            if router.conductor is not None:
+                router.conductor.retain(owner, request_ids)
 
     def forget(self, owner: str) -> None:
         """Another process is gone."""
@@ -82,15 +100,24 @@ class ReservationSharing:
     def _flush(self) -> None:
         pending, self._pending = self._pending, {}
         for (model, is_whole), changes in pending.items():
-            part: list[bytes] = []
-            size = 0
-            for each in map(_encode, changes):
-                if part and size + len(each) > MAX_PART_BYTES:
-                    self._send(_news(model, is_whole, part))
-                    part, size = [], 0
-                part.append(each)
-                size += len(each)
-            self._send(_news(model, is_whole, part))
+            for news in _in_parts(model, is_whole, changes):
+                for send in self._listeners:
+                    send(news)
+
+
+def _in_parts(
+    model: str, is_whole: bool, changes: Sequence[ReservationChange]
+) -> Iterator[ReservationNews]:
+    part: list[bytes] = []
+    size = 0
+    for each in map(_encode, changes):
+        if part and size + len(each) > MAX_PART_BYTES:
+            yield _news(model, is_whole, part)
+            part, size = [], 0
+        part.append(each)
+        size += len(each)
+    if part:
+        yield _news(model, is_whole, part)
 
 
 def _news(model: str, is_whole: bool, part: list[bytes]) -> ReservationNews:

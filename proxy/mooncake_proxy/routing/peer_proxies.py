@@ -1,0 +1,250 @@
+"""Proxies on other hosts that serve the same instances: each tells the others what it has reserved.
+
+Every process posts to every peer what its conductors reserve and what becomes of it, one message at
+a time and in order; after a failure, and now and then, all that is reserved. A peer that is not
+heard of for a while has nothing reserved any more. Messages are signed with a secret that these
+proxies share. Imported only where there are peers: reservations need numpy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import msgspec
+from msgspec import Struct
+
+from mooncake_proxy.api.admin_routes import RESERVATIONS_PATH
+from mooncake_proxy.errors import BadRequest, Forbidden, UpstreamError
+from mooncake_proxy.http1.connection_pool import ConnectionPool
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.routing.conductor_fleet import OWNER
+from mooncake_proxy.routing.reservation_sharing import ReservationNews, ReservationSharing
+
+logger = logging.getLogger(__name__)
+# `OWNER.NUMBER.SHA256-OF-BODY.HMAC`, all but the owner as hex.
+HEADER = b"x-mooncake-peer"
+HEARTBEAT_S = 1.0
+SNAPSHOT_S = 10.0
+POST_TIMEOUT_S = 2.0
+# Of a peer that is silent, nothing counts any more.
+EXPIRE_S = 5.0
+MAX_PENDING = 4096
+MAX_MESSAGE_BYTES = 120_000
+# Processes whose last number is known: an old message is not taken twice.
+MAX_OWNERS = 4096
+
+
+class PeerMessage(Struct):
+    """What one process tells, `number` by number. A snapshot may take several messages; what is not
+    in it has ended."""
+
+    owner: str
+    number: int
+    begins_snapshot: bool = False
+    ends_snapshot: bool = False
+    news: list[ReservationNews] = []
+
+
+_encode = msgspec.json.Encoder().encode
+_decoder = msgspec.json.Decoder(PeerMessage)
+
+
+@dataclass(slots=True)
+class _Owner:
+    """A process of another proxy."""
+
+    number: int = -1
+    heard_at: float = 0.0
+    is_gone: bool = False
+    # Of the snapshot that it is sending.
+    named: set[str] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A proxy that is told."""
+
+    origin: Origin
+    connections: ConnectionPool
+    pending: list[ReservationNews] = field(default_factory=list)
+    # Set when there is something to tell.
+    wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    wants_snapshot: bool = True
+    is_reached: bool = True
+    told_at: float = 0.0
+    number: int = 0
+
+
+class PeerProxies:
+    """Tells peers, and takes what they tell."""
+
+    def __init__(
+        self,
+        urls: tuple[str, ...],
+        secret: str,
+        sharing: ReservationSharing,
+        client: ClientContext,
+    ) -> None:
+        self._secret = secret.encode()
+        self._sharing = sharing
+        self._now = client.loop.time
+        # Gets every message that was taken, for the other workers of this proxy.
+        self.forward: Callable[[bytes], None] = _ignore
+        origins = [Origin.parse(url) for url in urls]
+        self._peers = [_Peer(origin, ConnectionPool(origin, client)) for origin in origins]
+        self._owners: OrderedDict[str, _Owner] = OrderedDict()
+        sharing.tell(self._add)
+
+    # ------------------------------------------------ telling
+
+    async def run(self) -> None:
+        """Tell all peers, and forget those that are silent, until cancelled."""
+        telling = [asyncio.ensure_future(self._tell(peer)) for peer in self._peers]
+        try:
+            await asyncio.gather(self._expire(), *telling)
+        finally:
+            for task in telling:
+                task.cancel()
+            for peer in self._peers:
+                peer.connections.close()
+
+    def _add(self, news: ReservationNews) -> None:
+        for peer in self._peers:
+            if len(peer.pending) >= MAX_PENDING:
+                peer.pending.clear()
+                peer.wants_snapshot = True
+            peer.pending.append(news)
+            peer.wakes.set()
+
+    async def _tell(self, peer: _Peer) -> None:
+        while True:
+            with suppress(asyncio.TimeoutError):  # it hears that this process lives
+                await asyncio.wait_for(peer.wakes.wait(), HEARTBEAT_S)
+            peer.wakes.clear()
+            for message in self._messages(peer):
+                if not await self._post(peer, message):
+                    peer.wants_snapshot = True
+                    await asyncio.sleep(HEARTBEAT_S)
+                    break
+
+    def _messages(self, peer: _Peer) -> Iterator[PeerMessage]:
+        pending, peer.pending = peer.pending, []
+        is_snapshot = peer.wants_snapshot or self._now() - peer.told_at > SNAPSHOT_S
+        if is_snapshot:  # which has what was pending
+            peer.wants_snapshot, peer.told_at = False, self._now()
+            pending = self._sharing.snapshot()
+        parts = list(_in_parts(pending))
+        for position, part in enumerate(parts):
+            message = PeerMessage(OWNER, peer.number, news=part)
+            message.begins_snapshot = is_snapshot and position == 0
+            message.ends_snapshot = is_snapshot and position == len(parts) - 1
+            peer.number += 1
+            yield message
+
+    async def _post(self, peer: _Peer, message: PeerMessage) -> bool:
+        body = _encode(message)
+        origin, signed = peer.origin, self._sign(message.owner, message.number, body)
+        head = (
+            f"POST {origin.prefix}{RESERVATIONS_PATH} HTTP/1.1\r\nhost: {origin.authority}\r\n"
+            f"content-type: application/json\r\n{HEADER.decode()}: {signed}\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        try:
+            await peer.connections.fetch(
+                head.encode("latin-1") + body, self._now() + POST_TIMEOUT_S
+            )
+        except UpstreamError as exc:
+            if peer.is_reached:
+                logger.warning("proxy %s is not told of reservations: %s", origin, exc)
+            peer.is_reached = False
+            return False
+        if not peer.is_reached:
+            logger.info("proxy %s is told of reservations again", origin)
+        peer.is_reached = True
+        return True
+
+    # ------------------------------------------------ being told
+
+    def is_peer(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether a request's head is one of a peer: only then its body is read."""
+        return self._signed_digest(headers) is not None
+
+    def receive(self, headers: dict[bytes, bytes], body: bytes) -> None:
+        """Take a peer's message. Forbidden for strangers, BadRequest for what can't be read."""
+        digest = self._signed_digest(headers)
+        if digest is None or not hmac.compare_digest(digest, sha256(body).hexdigest()):
+            raise Forbidden("not signed with this proxy's --peer-secret-file")
+        self.take(body)
+        self.forward(body)
+
+    def take(self, body: bytes) -> None:
+        """The same of a message that another worker has checked."""
+        try:
+            message = _decoder.decode(body)
+        except msgspec.DecodeError as exc:
+            raise BadRequest(f"reservations: {exc}") from exc
+        owner = self._owners.setdefault(message.owner, _Owner())
+        if message.owner == OWNER or message.number <= owner.number:
+            return  # its own, or one that was taken before
+        owner.number, owner.heard_at, owner.is_gone = message.number, self._now(), False
+        self._owners.move_to_end(message.owner)
+        while len(self._owners) > MAX_OWNERS:
+            self._sharing.forget(self._owners.popitem(last=False)[0])
+        if message.begins_snapshot:
+            owner.named = set()
+        for news in message.news:
+            if news.owner == message.owner:
+                named = self._sharing.follow(news, is_snapshot=owner.named is not None)
+                if owner.named is not None:
+                    owner.named |= named
+        if message.ends_snapshot and owner.named is not None:
+            self._sharing.retain(message.owner, owner.named)
+            owner.named = None
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for name, owner in self._owners.items():
+                if not owner.is_gone and self._now() - owner.heard_at > EXPIRE_S:
+                    owner.is_gone, owner.named = True, None
+                    logger.warning("a process of another proxy is silent: what it reserved is free")
+                    self._sharing.forget(name)
+
+    # ------------------------------------------------ signatures
+
+    def _sign(self, owner: str, number: int, body: bytes) -> str:
+        text = f"{owner}.{number:x}.{sha256(body).hexdigest()}"
+        return f"{text}.{hmac.digest(self._secret, text.encode(), 'sha256').hex()}"
+
+    def _signed_digest(self, headers: dict[bytes, bytes]) -> str | None:
+        """The digest of the body that the head is signed for; None where it is not."""
+        text, _, signature = headers.get(HEADER, b"").rpartition(b".")
+        wanted = hmac.digest(self._secret, text, "sha256").hex().encode()
+        if not hmac.compare_digest(wanted, signature):
+            return None
+        return text.rpartition(b".")[2].decode("latin-1")
+
+
+def _ignore(body: bytes) -> None:
+    """There are no other workers."""
+
+
+def _in_parts(news: list[ReservationNews]) -> Iterator[list[ReservationNews]]:
+    """As messages can take them; one that is empty where there is nothing to tell."""
+    part: list[ReservationNews] = []
+    size = 0
+    for each in news:
+        if part and size + len(each.changes) > MAX_MESSAGE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(each)
+        size += len(each.changes)
+    yield part

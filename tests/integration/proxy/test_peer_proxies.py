@@ -1,0 +1,294 @@
+"""Proxies on several hosts over the same instances tell each other what they have reserved."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import uvloop
+from support.ports import free_range
+from support.proxy_conductor import conductor_of, settings
+from support.proxy_fakes import Stand, stand
+from support.proxy_fakes_client import BODY, post
+
+from mooncake_conductor.policies.situation import Plan
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.ops.worker_link import PeerNews, WorkerLink, decode_message, encode_message
+from mooncake_proxy.proxy_options import build_parser, config_from
+from mooncake_proxy.routing import peer_proxies
+from mooncake_proxy.routing.conductor_fleet import OWNER
+from mooncake_proxy.routing.peer_proxies import HEADER, PeerMessage, PeerProxies
+
+SECRET = "what these proxies share"
+PATIENCE_S = 60.0
+NOBODY = "http://127.0.0.1:1"
+STREAM = BODY | {"prompt": list(range(640)), "stream": True}
+
+
+def peered(url: str) -> dict[str, object]:
+    """Of a proxy that tells another one."""
+    return settings("cost", peers=(url,), peer_secret=SECRET)
+
+
+def peers_of(s: Stand) -> PeerProxies:
+    assert s.app.peers is not None
+    return s.app.peers
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(int(PATIENCE_S / 0.02)):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("it does not come about")
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    return path
+
+
+@asynccontextmanager
+async def other_proxy(
+    s: Stand, port: int, secret: Path
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A proxy process over the same instances, which tells the stand's and is told by it."""
+    flags = [part for fake in s.prefills for part in ("--prefill", fake.url)]
+    flags += [part for fake in s.decodes for part in ("--decode", fake.url)]
+    flags += ["--policy", "cost", "--peer-proxy", s.url, "--peer-secret-file", str(secret)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "mooncake_proxy", "--port", str(port), *flags),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@pytest.mark.timeout(120)
+def test_each_counts_what_the_other_has_placed_until_that_ends(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_proxies, "EXPIRE_S", 2.0)
+
+    async def main() -> None:
+        port = free_range(1).first
+        url = f"http://127.0.0.1:{port}"
+        async with stand(2, 1, **peered(url)) as s, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            book = conductor_of(s).pairs.conductor.book
+            for fake in s.prefills:
+                fake.behaviour.hangs = True
+            async with other_proxy(s, port, secret) as process:
+                asked = asyncio.ensure_future(client.post(f"{url}/v1/completions", json=STREAM))
+                await until(lambda: len(book) == 1)
+                [made] = book._live.values()
+                assert made.request.owner != OWNER
+                # The same prompt waits for the prefix that is computed for the other proxy.
+                own = asyncio.ensure_future(post(s, STREAM))
+                await until(lambda: len(book) == 2)
+                [first, second] = book._live.values()
+                assert second.choice.plan is Plan.JOIN
+                assert second.choice.slot == first.choice.slot
+                for fake in s.prefills:
+                    fake.behaviour.hangs = False
+                process.send_signal(signal.SIGKILL)
+                with pytest.raises(httpx.TransportError):
+                    await asked
+                own.cancel()
+                await until(lambda: len(book) == 0)
+
+    uvloop.run(main())
+
+
+@pytest.mark.timeout(120)
+def test_what_is_told_late_is_told_whole(secret: Path) -> None:
+    """A peer that comes later gets all that is reserved."""
+
+    async def main() -> None:
+        port = free_range(1).first
+        url = f"http://127.0.0.1:{port}"
+        async with stand(1, 1, **peered(url)) as s, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            s.prefill.behaviour.hangs = True
+            own = asyncio.ensure_future(post(s, STREAM))
+            [peer] = peers_of(s)._peers
+            await until(lambda: not peer.is_reached)
+            async with other_proxy(s, port, secret):
+                await until(lambda: peer.is_reached)
+                headers = {"x-request-id": "probe"}
+                probe = client.post(f"{url}/v1/completions", json=STREAM, headers=headers)
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(probe, 0.5)
+                answer = await client.get(f"{url}/conductor/explain?request=probe")
+                assert answer.json()["prefill"]["plan"] == "join"
+            own.cancel()
+
+    uvloop.run(main())
+
+
+async def _told(s: Stand) -> PeerMessage:
+    """A message of another process that has reserved what this one has."""
+    sharing = s.app.routers.share_reservations()
+    assert sharing is not None
+    [news] = sharing.snapshot()
+    changes = bytes(news.changes).replace(OWNER.encode(), b"another")
+    told = type(news)("another", news.model, news.is_whole, msgspec.Raw(changes))
+    return PeerMessage("another", 0, news=[told])
+
+
+async def _send(s: Stand, message: PeerMessage, *, secret: str = SECRET, body: bytes = b"") -> int:
+    peers = peers_of(s)
+    encoded = msgspec.json.encode(message)
+    peers._secret, own = secret.encode(), peers._secret
+    signed = peers._sign(message.owner, message.number, encoded)
+    peers._secret = own
+    async with httpx.AsyncClient(base_url=s.url) as client:
+        headers = {HEADER.decode(): signed}
+        answer = await client.post(
+            "/conductor/reservations", content=body or encoded, headers=headers
+        )
+    return answer.status_code
+
+
+def test_strangers_changed_messages_and_old_ones_change_nothing() -> None:
+    async def main() -> None:
+        async with stand(1, 1, **peered(NOBODY)) as s:
+            s.prefill.behaviour.hangs = True
+            own = asyncio.ensure_future(post(s, STREAM))
+            book = conductor_of(s).pairs.conductor.book
+            await until(lambda: len(book) == 1)
+            told = await _told(s)
+            assert await _send(s, told, secret="another secret") == 403
+            assert await _send(s, told, body=msgspec.json.encode(told) + b" ") == 403
+            async with httpx.AsyncClient(base_url=s.url) as client:
+                answer = await client.post("/conductor/reservations", json={})
+                assert answer.status_code == 403
+                assert "--peer-secret-file" in answer.json()["error"]["message"]
+                assert (await client.get("/conductor/reservations")).status_code == 405
+            assert len(book) == 1
+            told.number = 5
+            assert await _send(s, told) == 200
+            assert len(book) == 2
+            ended = PeerMessage("another", 6, begins_snapshot=True, ends_snapshot=True)
+            assert await _send(s, ended) == 200
+            assert len(book) == 1
+            assert await _send(s, told) == 200, "an old message is no error"
+            assert len(book) == 1
+            own.cancel()
+
+    uvloop.run(main())
+
+
+def test_a_snapshot_keeps_what_is_in_it_and_ends_the_rest() -> None:
+    async def main() -> None:
+        async with stand(1, 1, **peered(NOBODY)) as s:
+            s.prefill.behaviour.hangs = True
+            own = asyncio.ensure_future(post(s, STREAM))
+            book = conductor_of(s).pairs.conductor.book
+            await until(lambda: len(book) == 1)
+            told, peers = await _told(s), peers_of(s)
+            peers.take(msgspec.json.encode(told))
+            [kept] = [made for made in book._live.values() if made.request.owner == "another"]
+            news = told.news[0]
+            more = bytes(news.changes).replace(b"another-", b"another-more-")
+            second = type(news)("another", news.model, news.is_whole, msgspec.Raw(more))
+            peers.take(msgspec.json.encode(PeerMessage("another", 1, news=[second])))
+            assert len(book) == 3
+            whole = PeerMessage("another", 2, begins_snapshot=True, news=[news])
+            peers.take(msgspec.json.encode(whole))
+            assert len(book) == 3, "the snapshot is not over"
+            peers.take(msgspec.json.encode(PeerMessage("another", 3, ends_snapshot=True)))
+            assert len(book) == 2
+            assert book.get(kept.request.request_id) is kept, "it was not made anew"
+            own.cancel()
+
+    uvloop.run(main())
+
+
+def test_a_silent_peer_has_nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXPIRE_S", "HEARTBEAT_S"):
+        monkeypatch.setattr(peer_proxies, name, 0.1)
+
+    async def main() -> None:
+        async with stand(1, 1, **peered(NOBODY)) as s:
+            s.prefill.behaviour.hangs = True
+            own = asyncio.ensure_future(post(s, STREAM))
+            book = conductor_of(s).pairs.conductor.book
+            await until(lambda: len(book) == 1)
+            peers_of(s).take(msgspec.json.encode(await _told(s)))
+            assert len(book) == 2
+            await until(lambda: len(book) == 1)
+            own.cancel()
+
+    uvloop.run(main())
+
+
+PAIR = ["--prefill", "http://p:1", "--decode", "http://d:1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--policy", "cost", "--peer-proxy", "http://b:8000"], "go together"),
+        (["--peer-proxy", "http://b:8000"], "wanted --admission or a policy of the conductor"),
+    ],
+)
+def test_peers_need_a_conductor_and_a_secret(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config_from(build_parser().parse_args([*PAIR, *flags]))
+
+
+def test_an_empty_secret_is_none(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("\n")
+    flags = ["--policy", "cost", "--peer-proxy", "http://b:8000"]
+    flags += ["--peer-secret-file", str(tmp_path / "secret")]
+    with pytest.raises(ConfigError, match="is empty"):
+        config_from(build_parser().parse_args([*PAIR, *flags]))
+
+
+def test_workers_pass_on_what_one_of_them_was_told() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        ours.setblocking(False)
+        async with AsyncExitStack() as stack:
+            s = await stack.enter_async_context(stand(1, 1, **peered(NOBODY)))
+            link = WorkerLink(0, theirs)
+            link.open(s.app.routers, s.app.admission, s.app.process.tenants.limits)
+            stack.callback(ours.close)
+            stack.callback(link.close)
+            s.app._link = link
+            stack.callback(setattr, s.app, "_link", None)
+            s.app._meet_peers(asyncio.get_running_loop())
+            s.prefill.behaviour.hangs = True
+            own = asyncio.ensure_future(post(s, STREAM))
+            book = conductor_of(s).pairs.conductor.book
+            await until(lambda: len(book) == 1)
+            told = await _told(s)
+            with suppress(BlockingIOError):  # its own reservation, which workers tell each other
+                while ours.recv(1 << 20):
+                    pass
+            assert await _send(s, told) == 200
+            await until(lambda: len(book) == 2)
+            passed_on = decode_message(ours.recv(1 << 20))
+            assert isinstance(passed_on, PeerNews)
+            again = msgspec.json.decode(bytes(passed_on.body), type=PeerMessage)
+            again.number, again.begins_snapshot, again.ends_snapshot, again.news = 9, True, True, []
+            ours.send(encode_message(PeerNews(msgspec.Raw(msgspec.json.encode(again)))))
+            await until(lambda: len(book) == 1)
+            own.cancel()
+
+    uvloop.run(main())
