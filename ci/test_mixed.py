@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
-from support.emulated_devices import KINDS  # noqa: E402  # the path is set above
+from support.emulated_devices import ALL_KINDS, KINDS  # noqa: E402  # the path is set above
 from support.mixed_deployment import check_deployment  # noqa: E402
 from support.mixed_fleet import (  # noqa: E402
     CONNECTORS,
@@ -38,6 +38,7 @@ from support.mixed_fleet import (  # noqa: E402
     check_cell,
     left_in_shared_memory,
     make_cases,
+    start_all,
     start_one,
     write_mixed_model,
 )
@@ -47,7 +48,7 @@ from support.mixed_instances import (  # noqa: E402
     Sides,
     in_sharing_order,
 )
-from support.mixed_kills import check_kills  # noqa: E402
+from support.mixed_kills import CONTEXT, check_kills  # noqa: E402
 from support.mixed_wire import (  # noqa: E402
     LIMIT,
     bytes_by_kv,
@@ -64,6 +65,8 @@ from mooncake_engine.errors import EngineError  # noqa: E402
 RATIOS = ("2:3", "2:1", "1:1", "1:2", "4:2")
 """Each has a side in common with the next one, whose instance stays."""
 BLOCKS = ("128:16", "16:128")
+GENERATION_PAIRS, SAME_BLOCKS = (("npu", "a3"), ("a3", "npu")), ("128:128",)
+"""Between an NPU's generations hccs does not go; each takes blocks of 128 tokens only."""
 CELL_TIMEOUT_S = 600.0
 FAILURES = (AssertionError, EngineError, asyncio.TimeoutError, OSError, httpx.HTTPError)
 
@@ -106,7 +109,7 @@ def parse_args() -> argparse.Namespace:
     add("--wire", action="store_true", help="only what crosses, in a network of its own")
     add("--family", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
     add("--how", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
-    add("--pair", nargs="+", metavar="P:D", help=f"kinds, of {', '.join(KINDS)}; default: all")
+    add("--pair", nargs="+", metavar="P:D", help=f"kinds, of {', '.join(ALL_KINDS)}; default: all")
     add("--tp", nargs="+", metavar="P:D", choices=RATIOS, default=RATIOS)
     add("--kills", choices=("yes", "no", "only"), default="yes")
     add("--ranks", type=int, default=MOST_RANKS, help="that run at once; one takes 0.4 GB")
@@ -119,11 +122,12 @@ def own_command() -> list[str]:
 
 
 def sides_of(pairs: Sequence[str] | None) -> Iterator[Sides]:
-    """All ordered pairs of different kinds, with the block sizes that both take."""
-    for p, d in itertools.permutations(KINDS, 2):
-        for blocks in BLOCKS:
+    """All ordered pairs of different kinds, and of an NPU's generations, with the block sizes that
+    both take."""
+    for p, d in (*itertools.permutations(KINDS, 2), *GENERATION_PAIRS):
+        for blocks in BLOCKS if {p, d} <= {*KINDS} else SAME_BLOCKS:
             first, second = (int(size) for size in blocks.split(":"))
-            is_taken = first in KINDS[p].block_sizes and second in KINDS[d].block_sizes
+            is_taken = first in ALL_KINDS[p].block_sizes and second in ALL_KINDS[d].block_sizes
             if is_taken and (pairs is None or f"{p}:{d}" in pairs):
                 yield Side(p, first), Side(d, second)
 
@@ -161,9 +165,13 @@ async def run_table(cells: Sequence[Sides], pool: InstancePool, check: Check) ->
 async def run_grid(args: argparse.Namespace, family: str, model: Path) -> list[str]:
     """The tables of one model; what was wrong."""
     problems: list[str] = []
-    async with cpu(model) as on_cpu:
-        cases = await make_cases(on_cpu)
     cells = cells_of(args)
+    kinds = dict.fromkeys(side.kind for cell in cells for side in cell)
+    with ExitStack() as stack:
+        alone = [("decode", Side(kind, ALL_KINDS[kind].block_sizes[-1])) for kind in kinds]
+        devices = start_all(stack, model, "pull", alone)
+        async with cpu(model) as on_cpu:
+            cases = await make_cases(on_cpu, devices)
     for how in args.how:
 
         async def check(number: int, prefill: Served, decode: Served, how: str = how) -> str:
@@ -183,7 +191,7 @@ async def run_grid(args: argparse.Namespace, family: str, model: Path) -> list[s
 
 async def run_kills(args: argparse.Namespace, folder: Path) -> list[str]:
     """Each side killed in each state, one pair of each two kinds; what was wrong."""
-    model = write_mixed_model(folder / "kills", "llama")
+    model = write_mixed_model(folder / "kills", "llama", max_position_embeddings=CONTEXT)
     async with cpu(model) as on_cpu:
         cases = await make_cases(on_cpu)
     pairs = {(p.kind, d.kind): (p, d) for p, d in sides_of(args.pair)}
@@ -191,7 +199,8 @@ async def run_kills(args: argparse.Namespace, folder: Path) -> list[str]:
     async def run_line(how: str, sides: Sides) -> list[str]:
         row, problems = f"{sides[0]!s:>8} → {sides[1]!s:<8} {how}", []
         async for name, problem in check_kills(model, how, sides, cases):
-            print(f"{row}  {name:<16}{'ok' if problem is None else 'FAIL'}", flush=True)
+            verdict = "ok" if problem is None else f"FAIL {problem}"
+            print(f"{row}  {name:<16}{verdict}", flush=True)
             if problem is not None:
                 problems.append(f"{row.strip()}, killed: {name}: {problem}")
         return problems

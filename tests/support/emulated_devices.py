@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
@@ -65,6 +65,13 @@ KINDS: dict[str, DeviceKind] = {
     ),
 }
 """By the names that tables use."""
+GENERATIONS = {
+    "a3": replace(
+        KINDS["npu"], variables={**KINDS["npu"].variables, "NPU_EMULATION_GENERATION": "A3"}
+    ),
+}
+"""Others of a vendor: ``npu`` is an A2."""
+ALL_KINDS = KINDS | GENERATIONS
 
 
 def mychip(folder: Path) -> DeviceKind:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support.emulated_devices import KINDS, DeviceKind
+from support.emulated_devices import ALL_KINDS, DeviceKind
 from support.metaserver import metaserver
-from support.npu import FEW, LATENT, Case, clear_cases, clear_continuation
+from support.npu import FEW, LATENT, Case, Say, clear_cases, clear_continuation
 from support.pd import Instance, write_model
 from support.pd_grid import PULL
 from support.pd_processes import Served, body_of
@@ -52,7 +52,7 @@ class Side:
     """One instance.
 
     Args:
-        kind: of KINDS.
+        kind: of ALL_KINDS.
         block_size: tokens per block.
         tp_size: ranks.
     """
@@ -65,15 +65,15 @@ class Side:
         return f"{self.kind}/{self.block_size}"
 
 
-def write_mixed_model(folder: Path, family: str) -> Path:
+def write_mixed_model(folder: Path, family: str, **overrides: Any) -> Path:
     """One of FAMILIES, in bfloat16, which all kinds take."""
     name, shape = FAMILIES[family]
-    return write_model(folder / family, name, dtype="bfloat16", **shape)
+    return write_model(folder / family, name, dtype="bfloat16", **{**shape, **overrides})
 
 
 def start_one(model: Path, how: str, role: str, side: Side, *options: str) -> Program:
-    """An instance of KINDS, not waited for."""
-    kind = KINDS[side.kind]
+    """An instance of ALL_KINDS, not waited for."""
+    kind = ALL_KINDS[side.kind]
     argv = [*serve_argv(model, role, how, side, kind), *options]
     return Program(argv, environment=kind.environment)
 
@@ -94,7 +94,7 @@ def start_all(
     model: Path,
     how: str,
     wanted: Sequence[tuple[str, Side]],
-    kinds: dict[str, DeviceKind] = KINDS,
+    kinds: dict[str, DeviceKind] = ALL_KINDS,
     options: Sequence[str] = (),
 ) -> list[Served]:
     """Instances of these roles and sides, started side by side; the stack ends them."""
@@ -140,10 +140,19 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
     return tokens
 
 
-async def make_cases(on_cpu: Instance) -> list[Case]:
-    """Prompts with what the CPU says to them; the last begins as the one before it."""
-    cases = await clear_cases(on_cpu, LENGTHS)
-    return [*cases, await clear_continuation(on_cpu, cases[-1].prompt, 40)]
+async def make_cases(on_cpu: Instance, alone: Sequence[Served] = ()) -> list[Case]:
+    """Prompts with what the CPU, and each of these alone, says to them; the last begins as the one
+    before it."""
+
+    def saying(served: Served) -> Say:
+        async def say(prompt: Sequence[int]) -> list[int]:
+            return tokens_of(await served.complete(body_of(prompt, FEW)))
+
+        return say
+
+    others = [saying(served) for served in alone]
+    cases = await clear_cases(on_cpu, LENGTHS, others)
+    return [*cases, await clear_continuation(on_cpu, cases[-1].prompt, 40, others)]
 
 
 async def check_cell(

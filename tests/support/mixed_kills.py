@@ -37,7 +37,9 @@ IN_FLIGHT_S = 1.0
 KILL_TIMEOUT_S = 300.0
 _LOADS = "mooncake:kv_transfer_loads_total"
 OPTIONS = ("--transfer-timeout-seconds", "20")
-ENDLESS = replace(FEW, max_tokens=150)
+CONTEXT = 4096
+"""Of the model: an answer outlasts whoever looks for it on a busy machine."""
+ENDLESS = replace(FEW, max_tokens=3000)
 
 
 @dataclass(frozen=True)

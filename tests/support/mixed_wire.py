@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from support.emulated_devices import KINDS
+from support.emulated_devices import ALL_KINDS
 from support.mixed_fleet import Side, ask_across, check_idle, serve_argv
 from support.pd import prompt_of, write_model
 from support.pd_processes import Served
@@ -69,7 +69,7 @@ def other_network() -> Iterator[tuple[str, ...]]:
 
 def start_apart(model: Path, how: str, role: str, side: Side, through: tuple[str, ...]) -> Program:
     """P in the other network, D in ours, where what P is to be asked for comes from."""
-    kind = KINDS[side.kind]
+    kind = ALL_KINDS[side.kind]
     host = _THERE if role == "prefill" else _HERE
     argv = [*serve_argv(model, role, how, side, kind), "--host", host]
     argv += ["--kv-host", host, "--kv-allow-no-secret"]

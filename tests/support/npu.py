@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,9 @@ LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 """The widths of DeepSeek's models, which are the ones that the attention op takes."""
 _CLEAR = 0.1
 """Logprobs between the two likeliest tokens; bfloat16 rounds logits of a few units by 0.03."""
+_MOST_TRIES = 50
+Say = Callable[[Sequence[int]], Awaitable[list[int]]]
+"""Answers a prompt as FEW asks; the tokens."""
 
 
 @dataclass
@@ -54,19 +56,36 @@ async def cpu(model: Path) -> AsyncIterator[Instance]:
         yield running
 
 
-async def clear_cases(on_cpu: Instance, lengths: Sequence[int] = LENGTHS) -> list[Case]:
-    """A prompt of each length whose answer hangs on no near tie, which rounding may decide."""
-    return [await clear_continuation(on_cpu, (), length) for length in lengths]
+async def clear_cases(
+    on_cpu: Instance, lengths: Sequence[int] = LENGTHS, others: Sequence[Say] = ()
+) -> list[Case]:
+    """A prompt of each length whose answer hangs on no near tie, which rounding may decide.
+
+    Args:
+        on_cpu: says what the answers are.
+        lengths: of the prompts.
+        others: have to say the same. Where tokens choose experts, rounding decides near ties that
+            no answer shows.
+    """
+    return [await clear_continuation(on_cpu, (), length, others) for length in lengths]
 
 
-async def clear_continuation(on_cpu: Instance, prompt: tuple[int, ...], length: int) -> Case:
-    """The same for a prompt that begins so, and goes on for that many tokens."""
-    for seed in count():
+async def clear_continuation(
+    on_cpu: Instance, prompt: tuple[int, ...], length: int, others: Sequence[Say] = ()
+) -> Case:
+    """The same for a prompt that begins so, and goes on for that many tokens.
+
+    Raises:
+        AssertionError: there is none among many, so that somebody does not only round otherwise.
+    """
+    for seed in range(_MOST_TRIES):
         longer = (*prompt, *prompt_of(length, seed))
         answer = await ask(on_cpu, longer, replace(FEW, logprobs=2))
-        if _least_gap(answer) >= _CLEAR:
+        if _least_gap(answer) < _CLEAR:
+            continue
+        if all([await say(longer) == answer.tokens for say in others]):
             return Case(longer, answer.tokens)
-    raise AssertionError("unreachable")
+    raise AssertionError(f"{_MOST_TRIES} prompts of {length} tokens have no answer that all give")
 
 
 def _least_gap(answer: Answer) -> float:

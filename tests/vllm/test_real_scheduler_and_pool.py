@@ -7,6 +7,7 @@ order: no step reads KV of other tokens, every request ends, and every block is 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +35,7 @@ NUM_BLOCKS = 24
 CHUNK = 2 * BLOCK_SIZE
 STEM = [*range(7, 31)]
 PROMPTS = [STEM[:5], STEM[:8], STEM[:9], STEM, [*STEM, *range(50, 60)], [*range(60, 90)]]
+SAVED_S = 30.0
 MANY, FEW = 64, 4
 """Chunks that the store has room for."""
 
@@ -111,6 +113,18 @@ def pooled(store: StoreService, *, is_async: bool) -> object:
     return vllm_instance(config, NUM_BLOCKS)
 
 
+def wait_for_saved(instance: VllmInstance, wanted: int) -> None:
+    """The store has so many chunks of it: it takes them after vLLM has its blocks back.
+
+    Raises:
+        AssertionError: it never does.
+    """
+    deadline = time.monotonic() + SAVED_S
+    while (saved := instance.figures()["pool_num_saved_chunks"]) != wanted:
+        assert time.monotonic() < deadline, f"{saved:g} chunks are saved, wanted {wanted}"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 def test_one_instance_loads_what_another_has_computed(store: StoreService, is_async: bool) -> None:
@@ -118,8 +132,7 @@ def test_one_instance_loads_what_another_has_computed(store: StoreService, is_as
         pair = Pair((first, second))
         pair.do("ask", 4, 0)
         pair.do("settle", 0, 0)
-        saved = first.figures()["pool_num_saved_chunks"]
-        assert saved == (len(PROMPTS[4]) + 8) // CHUNK
+        wait_for_saved(first, (len(PROMPTS[4]) + 8) // CHUNK)
         pair.do("ask", 4, 1)
         pair.check()
         assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
