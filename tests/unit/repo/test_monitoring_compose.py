@@ -1,0 +1,75 @@
+"""Prometheus and Grafana beside the compose deployment: what they mount and scrape is there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from support.deploy import DEPLOY, compose, compose_commands, parse, read_yaml
+
+MONITORING = DEPLOY / "monitoring"
+[ADDED] = read_yaml(DEPLOY / "docker" / "compose.monitoring.yaml")
+SERVICES: dict[str, dict[str, Any]] = ADDED["services"]
+
+
+def mounts(service: str) -> dict[str, str]:
+    """What a container finds at which path."""
+    binds = [volume for volume in SERVICES[service]["volumes"] if isinstance(volume, dict)]
+    return {volume["target"]: volume["source"] for volume in binds}
+
+
+def test_it_adds_to_the_deployment_and_changes_nothing_of_it() -> None:
+    assert ADDED["name"] == compose()["name"]
+    assert not SERVICES.keys() & compose()["services"].keys()
+    for service in SERVICES.values():
+        assert service["networks"] == list(compose()["networks"])
+        [published] = service["ports"]
+        assert published.startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_what_is_mounted_exists_and_is_read_only(service: str) -> None:
+    for source in mounts(service).values():
+        assert (DEPLOY / "docker" / source).resolve().is_file()
+    for volume in SERVICES[service]["volumes"]:
+        assert isinstance(volume, str) or volume["read_only"] is True
+        assert not isinstance(volume, str) or volume.split(":")[0] in ADDED["volumes"]
+
+
+def test_every_process_is_scraped_where_it_listens() -> None:
+    [config] = read_yaml(MONITORING / "prometheus.yaml")
+    groups = [group for job in config["scrape_configs"] for group in job["static_configs"]]
+    scraped = {target: group.get("labels") for group in groups for target in group["targets"]}
+    listening = {f"{name}:{parse(line).port}" for name, line in compose_commands().items()}
+    assert scraped.keys() == listening
+    for target, labels in scraped.items():
+        role = target.split("-")[0]
+        assert labels == ({"role": role} if "-" in target else None)
+
+
+def test_prometheus_reads_what_is_mounted() -> None:
+    [config] = read_yaml(MONITORING / "prometheus.yaml")
+    [argument] = [a for a in SERVICES["prometheus"]["command"] if a.startswith("--config.file=")]
+    where = argument.split("=")[1]
+    found = mounts("prometheus")
+    assert found[where] == "../monitoring/prometheus.yaml"
+    for name in config["rule_files"]:
+        assert found[where.rpartition("/")[0] + f"/{name}"] == f"../monitoring/{name}"
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    [source] = read_yaml(MONITORING / "grafana-datasource.yaml")[0]["datasources"]
+    url = urlsplit(source["url"])
+    assert url.hostname in SERVICES
+    assert SERVICES[str(url.hostname)]["ports"] == [f"127.0.0.1:{url.port}:{url.port}"]
+    assert source["isDefault"] is True  # the dashboard's panels name none
+    [provider] = read_yaml(MONITORING / "grafana-provider.yaml")[0]["providers"]
+    [path] = [target for target in mounts("grafana") if target.endswith(".json")]
+    assert path.startswith(provider["options"]["path"] + "/")
+    environment = SERVICES["grafana"]["environment"]
+    assert environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == path
+    dashboard = json.loads((DEPLOY / "docker" / mounts("grafana")[path]).resolve().read_text())
+    kinds = {variable["query"] for variable in dashboard["templating"]["list"]}
+    assert kinds == {source["type"]}
