@@ -87,6 +87,7 @@ class MessagesRequest(Struct, kw_only=True):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     cache_control: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -108,8 +109,9 @@ def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
     request, others = read_request(body, MessagesRequest, _INSTEAD)
     chat: Json = {**others, **_sampling(request), **_tools(request)}
     chat["messages"] = _conversation(request.system, request.messages)
-    if (variables := _template_variables(request.thinking)) is not None:
-        chat["chat_template_kwargs"] = variables | (others.get("chat_template_kwargs") or {})
+    variables = (_template_variables(request.thinking) or {}) | (request.chat_template_kwargs or {})
+    if variables:
+        chat["chat_template_kwargs"] = variables
     if request.thinking is not None and request.thinking.display == "omitted":
         chat["include_reasoning"] = False
     if request.stream:

@@ -202,7 +202,7 @@ def _chosen(tools: list[Json], choice: Json) -> tuple[list[Json], str | Json]:
         )
     listed = choice.get("tools")
     entries = listed if isinstance(listed, list) else []
-    allowed = {entry.get("name") for entry in entries if isinstance(entry, dict)}
+    allowed = [entry.get("name") for entry in entries if isinstance(entry, dict)]
     kept = [tool for tool in tools if tool["function"].get("name") in allowed]
     return kept, str(choice.get("mode", "auto"))
 

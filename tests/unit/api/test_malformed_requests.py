@@ -1,0 +1,141 @@
+"""Whatever a request holds in any place: it is refused, or it is a chat request."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import Any
+
+import pytest
+
+from mooncake_api import API_FORMATS, RequestRefused, count_tokens_request
+
+Json = dict[str, Any]
+TEXT: Json = {"type": "text", "text": "te"}
+BODIES: dict[str, Json] = {
+    "/v1/responses": {
+        "model": "m",
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "te"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]},
+            {"type": "message", "role": "assistant", "content": "At once."},
+            {"type": "function_call", "call_id": "c", "name": "brew", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "done"},
+        ],
+        "tools": [{"type": "function", "name": "brew", "parameters": {"type": "object"}}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "brew"}]},
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
+        "reasoning": {"effort": "low"},
+        "include": ["message.output_text.logprobs"],
+        "stream": True,
+        "metadata": {"a": "b"},
+    },
+    "/v1/messages": {
+        "model": "m",
+        "max_tokens": 9,
+        "system": [TEXT],
+        "messages": [
+            {"role": "user", "content": [TEXT]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                    TEXT,
+                    {"type": "tool_use", "id": "c", "name": "brew", "input": {"cups": 2}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": [TEXT]}],
+            },
+        ],
+        "tools": [{"name": "brew", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "low"},
+        "chat_template_kwargs": {"a": 1},
+        "stream": True,
+    },
+}
+ODD: list[Any] = [None, True, 0, -1.5, 10**30, "", "x", "\ud83c", [], [[]], [1], {}, {"type": []}]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place within a value, but the whole of it."""
+    children = value.items() if isinstance(value, dict) else enumerate(value)
+    found = []
+    for key, child in children:
+        found.append((*path, key))
+        if isinstance(child, dict | list):
+            found += places(child, (*path, key))
+    return found
+
+
+def replaced(body: Json, place: tuple[Any, ...], value: Any) -> Json:
+    changed = copy.deepcopy(body)
+    holder: Any = changed
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_any_value_in_any_place(path: str) -> None:
+    num_taken = 0
+    for place in places(BODIES[path]):
+        for value in ODD:
+            body = json.dumps(replaced(BODIES[path], place, value)).encode()
+            try:
+                translation = API_FORMATS[path].translate(body)
+            except RequestRefused:
+                continue
+            num_taken += 1
+            assert isinstance(json.loads(translation.chat_body)["messages"], list)
+            translation.events(b'data: {"choices":[],"id":"chatcmpl-1"}\n\ndata: [DONE]\n\n')
+    assert num_taken > 50
+
+
+def test_any_value_in_what_is_counted() -> None:
+    body = {name: BODIES["/v1/messages"][name] for name in ("messages", "system", "tools")}
+    for place in places(body):
+        for value in ODD:
+            try:
+                counted = count_tokens_request(json.dumps(replaced(body, place, value)).encode())
+            except RequestRefused:
+                continue
+            assert isinstance(json.loads(counted)["messages"], list)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("depth", [100, 400, 900, 990, 1000, 5000])
+def test_depth_is_refused_and_ends_nothing(path: str, depth: int) -> None:
+    body = json.dumps(BODIES[path] | {"tools": []})
+    deep = "[" * depth + "]" * depth
+    tool = '{"type":"function","name":"a","parameters":{"a":%s}}' % deep  # noqa: UP031
+    if path == "/v1/messages":
+        tool = '{"name":"a","input_schema":{"a":%s}}' % deep  # noqa: UP031
+    data = body.replace('"tools": []', f'"tools": [{tool}]').encode()
+    try:
+        translation = API_FORMATS[path].translate(data)
+    except RequestRefused:
+        assert depth > 400
+    else:
+        assert translation.chat_body
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_any_chunk_of_a_stream(path: str) -> None:
+    """An instance may send what it likes: an error event, or nothing, but no exception."""
+    call = {"index": 0, "id": "c", "function": {"name": "a", "arguments": "{"}}
+    delta = {"content": "te", "reasoning": "Hm", "tool_calls": [call]}
+    chunk: Json = {"id": "x", "choices": [{"delta": delta, "finish_reason": "stop"}]}
+    drawn = random.Random(1)
+    for place in places(chunk):
+        for value in ODD:
+            data = b"data: " + json.dumps(replaced(chunk, place, value)).encode() + b"\n\n"
+            stream = data * drawn.choice((1, 2)) + b"data: [DONE]\n\n"
+            translation = API_FORMATS[path].translate(json.dumps(BODIES[path]).encode())
+            assert translation.events(stream)
