@@ -184,12 +184,15 @@ class ChunkIndex:
         numbers: list[int] = self._table.find(as_keys(keys)).tolist() if len(keys) else []
         runs = self._runs(numbers)
         trusted = ~self._unhealthy
+        expected = self._predictions.masks(keys, now)
+        if len(runs) == 1 and expected is None and not self._unhealthy:
+            return self._match_of_one(*runs[0])
         hinted = self._lengths([(held.union, length) for held, length in runs])
         local = hinted
         if self._unhealthy:
             local = self._lengths([(held.union & trusted, length) for held, length in runs])
         device, host = self._upper_tiers(runs, trusted, local)
-        predicted, ready_at = self._with_predictions(keys, numbers, local, now)
+        predicted, ready_at = self._with_predictions(keys, numbers, local, expected)
         pool_runs = _pool(runs, trusted)
         return PrefixMatches(
             len(keys),
@@ -203,6 +206,19 @@ class ChunkIndex:
             sum(length for length, _ in pool_runs),
             pool_runs,
             hinted,
+        )
+
+    def _match_of_one(self, held: HolderSet, length: int) -> PrefixMatches:
+        """Of a prompt all of whose chunks have the same holders, or none."""
+        union, (device_mask, host_mask, disk_mask) = held.union, held.masks
+        local = self._lengths(((union, length),))
+        host = self._lengths(((device_mask | host_mask, length),)) if disk_mask else local
+        device = self._lengths(((device_mask, length),)) if host_mask or disk_mask else local
+        found = ((length, union),) if union else ()
+        ready_at = np.zeros(self.num_slots)
+        in_pool = length if union else 0
+        return PrefixMatches(
+            length, device, host, local, local, ready_at, local, in_pool, found, local
         )
 
     def _by_holders(self, once: KeyArray) -> list[tuple[HolderSet, KeyArray]]:
@@ -286,11 +302,14 @@ class ChunkIndex:
         return held
 
     def _with_predictions(
-        self, keys: Sequence[int], numbers: list[int], local: Counts, now: float
+        self,
+        keys: Sequence[int],
+        numbers: list[int],
+        local: Counts,
+        expected: list[int] | None,
     ) -> tuple[Counts, NDArray[np.float64]]:
         """``local`` with the chunks that are under way, and when those will be there."""
         ready_at = np.zeros(self.num_slots)
-        expected = self._predictions.masks(keys, now)
         if expected is None:
             return local, ready_at
         trusted, sets = ~self._unhealthy, self._sets.by_number

@@ -46,18 +46,39 @@ class _Buckets:
         self.keys: NDArray[np.uint64] = np.zeros((num_buckets, _WIDTH), np.uint64)
         self.flat = self.keys.reshape(-1)
         self.numbers: Numbers = np.zeros(num_buckets * _WIDTH, np.int32)
+        self._by_bucket = self.numbers.reshape(num_buckets, _WIDTH)
         self.shift = np.uint64(64 - (num_buckets.bit_length() - 1))
         # Places that are not empty: of keys, and of those that were removed.
         self.num_used = 0
 
+    def find(self, mixed: KeyArray) -> Numbers:
+        """The number of each key; 0 where it does not lie."""
+        homes, rows, hits = self._look(mixed)
+        if len(hits) == len(mixed):
+            return self._by_bucket.take(homes, axis=0).reshape(-1).take(hits)
+        at = self._beyond(mixed, homes, rows, hits)
+        numbers = self.numbers.take(at)
+        numbers[at < 0] = 0
+        return numbers
+
     def locate(self, mixed: KeyArray) -> Positions:
         """Where each key lies; -1 where it does not."""
-        homes = (mixed >> self.shift).view(np.int64)
-        rows = self.keys.take(homes, axis=0)
-        hits = (rows == mixed[:, None]).reshape(-1).nonzero()[0]
+        homes, rows, hits = self._look(mixed)
         if len(hits) == len(mixed):
             places: Positions = hits + (homes - _ramp(len(mixed))) * _WIDTH
             return places
+        return self._beyond(mixed, homes, rows, hits)
+
+    def _look(self, mixed: KeyArray) -> tuple[Positions, KeyArray, Positions]:
+        """Each key's own bucket, what lies there, and which of it are these keys, in order."""
+        homes = (mixed >> self.shift).view(np.int64)
+        rows = self.keys.take(homes, axis=0)
+        return homes, rows, (rows == mixed[:, None]).reshape(-1).nonzero()[0]
+
+    def _beyond(
+        self, mixed: KeyArray, homes: Positions, rows: KeyArray, hits: Positions
+    ) -> Positions:
+        """Where each key lies, when not all lie in their own buckets."""
         found = np.full(len(mixed), -1, np.int64)
         if len(hits):
             at = hits // _WIDTH
@@ -152,17 +173,10 @@ class KeyTable:
     def find(self, keys: KeyArray) -> Numbers:
         """The number of each key."""
         mixed = _mix(keys)
-        at = self._buckets.locate(mixed)
-        is_missing = at < 0
-        numbers = self._buckets.numbers.take(at)
-        if not is_missing.any():
-            return numbers
-        numbers[is_missing] = 0
-        if self._old is not None:
-            missing = np.flatnonzero(is_missing)
-            old_at = self._old.locate(mixed[missing])
-            is_old = old_at >= 0
-            numbers[missing[is_old]] = self._old.numbers[old_at[is_old]]
+        numbers = self._buckets.find(mixed)
+        if self._old is not None and not numbers.all():
+            missing = np.flatnonzero(numbers == 0)
+            numbers[missing] = self._old.find(mixed[missing])
         return numbers
 
     def add_new(self, keys: KeyArray, number: int) -> bool:
