@@ -52,6 +52,19 @@ LOG = ROOT / ".cache" / "test-grid.log"
 PAIR_TIMEOUT_S = 300.0
 CONNECTORS = {"pull": PULL, "push": LAYERWISE}
 BLOCK_SIZES = {"16/16": (16, 16), "128/16": (128, 16)}
+PLAIN_GRID = {
+    "prefill": (*SIZES, *PIPELINES),
+    "decode": SIZES,
+    "model": tuple(name for name in MODELS if name not in EXPERT_MODELS),
+    "blocks": tuple(BLOCK_SIZES),
+}
+EXPERT_GRID = {
+    "prefill": EXPERT_SIZES,
+    "decode": EXPERT_SIZES,
+    "model": EXPERT_MODELS,
+    "blocks": ("16/16",),
+}
+"""What is tried unless options say else."""
 FAILURES = (AssertionError, EngineError, asyncio.TimeoutError)
 
 
@@ -102,19 +115,16 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--prefill", type=checked_size, nargs="+", default=(*SIZES, *PIPELINES), help="sizes")
-    add("--decode", type=checked_size, nargs="+", default=SIZES, help="sizes")
+    add("--experts", action="store_true", help="models with experts, divided unlike at P and D")
+    add("--prefill", type=checked_size, nargs="+", help="sizes")
+    add("--decode", type=checked_size, nargs="+", help="sizes")
     add("--connector", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
-    plain = tuple(name for name in MODELS if name not in EXPERT_MODELS)
-    add("--model", nargs="+", choices=tuple(MODELS), default=plain)
-    add("--blocks", nargs="+", choices=tuple(BLOCK_SIZES), default=tuple(BLOCK_SIZES))
-    add(
-        "--experts", action="store_true", help="models with experts, divided differently at P and D"
-    )
+    add("--model", nargs="+", choices=tuple(MODELS))
+    add("--blocks", nargs="+", choices=tuple(BLOCK_SIZES))
     args = parser.parse_args()
-    if args.experts:
-        args.model, args.blocks = EXPERT_MODELS, ("16/16",)
-        args.prefill = args.decode = EXPERT_SIZES
+    for name, default in (EXPERT_GRID if args.experts else PLAIN_GRID).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     return args
 
 

@@ -22,11 +22,16 @@ SIDES: list[tuple[Options, Options]] = [
     ({"tp_size": 1, "block_size": 64}, {"tp_size": 2, "block_size": 16}),
     ({"tp_size": 2}, {"tp_size": 3}),
 ]
-"""All pairs of sizes are in ``make test-grid``."""
+EXPERT_SIDES: tuple[Options, Options] = (
+    {"tp_size": 2, "ep_size": 2, "ep_dispatch_min_tokens": 16},
+    {"tp_size": 4, "ep_size": 2, "ep_dispatch_min_tokens": 1},
+)
+"""All pairs of sizes are in ``make test-grid``, of these with ``--experts``."""
 
 CASES = [
     *(("deepseek_v3", sides) for sides in SIDES),
     *((family, SIDES[3]) for family in ("deepseek_v2", "mixtral")),
+    ("deepseek_v2", EXPERT_SIDES),
 ]
 
 
