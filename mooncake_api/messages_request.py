@@ -13,7 +13,6 @@ _INSTEAD = {
     **NOT_HERE,
     "container": "only text is served",
     "mcp_servers": "call their tools yourself",
-    "context_management": "shorten the messages yourself",
     "diagnostics": "leave it out",
     "input": "use messages",
     "instructions": "use system",
@@ -44,6 +43,19 @@ class OutputConfig(Struct):
 
     effort: str | None = None
     format: OutputFormat | None = None
+
+
+class ContextEdit(Struct):
+    """What a server may take out of the messages; nothing is taken out here."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(Struct):
+    """Served as long as it asks to keep all."""
+
+    edits: list[ContextEdit] = []  # msgspec copies list defaults
 
 
 class Thinking(Struct):
@@ -87,6 +99,7 @@ class MessagesRequest(Struct, kw_only=True):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -107,6 +120,13 @@ def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
         RequestRefused: what can't be said as a chat request, by name.
     """
     request, others = read_request(body, MessagesRequest, _INSTEAD)
+    for edit in request.context_management.edits if request.context_management else ():
+        if not edit.type.startswith("clear_thinking") or edit.keep != "all":
+            raise RequestRefused(
+                f"context_management: {edit.type!r} is not served here, as nothing is taken out of "
+                "messages: shorten them yourself",
+                param="context_management",
+            )
     chat: Json = {**others, **_sampling(request), **_tools(request)}
     chat["messages"] = _conversation(request.system, request.messages)
     variables = (_template_variables(request.thinking) or {}) | (request.chat_template_kwargs or {})

@@ -15,7 +15,12 @@ from mooncake_api.chat_answers import (
     read_answer,
     write_text,
 )
-from mooncake_api.responses_request import ResponsesRequest, read_responses_request, wants_logprobs
+from mooncake_api.responses_request import (
+    ResponsesRequest,
+    namespaces,
+    read_responses_request,
+    wants_logprobs,
+)
 from mooncake_api.translation import ApiFormat, Json, encode, event
 
 _NO_ANSWER = b'{"error":{"message":"the instance gave no chat completion","type":"server_error"}}'
@@ -60,6 +65,7 @@ class _ResponseWriter:
     def __init__(self, request: ResponsesRequest) -> None:
         self.response = _empty_response(request)
         self._shows_logprobs = wants_logprobs(request)
+        self._namespaces = namespaces(request)
         self._num_events = 0
         self._suffix = ""
         self._has_open_item = False
@@ -101,6 +107,8 @@ class _ResponseWriter:
             call_id = piece.id or self._item_id("call")
             item: Json = {"id": self._item_id("fc"), "type": "function_call", "call_id": call_id}
             item |= {"name": piece.function.name, "arguments": "", "status": "in_progress"}
+            if piece.function.name in self._namespaces:
+                item["namespace"], item["name"] = self._namespaces[piece.function.name]
             written = self._close() + self._open(item)
         arguments = piece.function.arguments
         if arguments and self._is_open("function_call"):

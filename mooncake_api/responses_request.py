@@ -166,7 +166,9 @@ def _response_format(wanted: TextFormat) -> Json | None:
 
 def _tools(request: ResponsesRequest) -> Json:
     chat: Json = {}
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())]
+    tools = []
+    for i, tool in enumerate(request.tools or ()):
+        tools += _offered(tool, f"tools[{i}]")
     choice = request.tool_choice
     if isinstance(choice, dict):
         tools, choice = _chosen(tools, choice)
@@ -177,6 +179,40 @@ def _tools(request: ResponsesRequest) -> Json:
     if request.parallel_tool_calls is not None:
         chat["parallel_tool_calls"] = request.parallel_tool_calls
     return chat
+
+
+def _offered(tool: Json, path: str) -> list[Json]:
+    """The functions of a tool. A search of the web, which agents offer by default, is none: the
+    model answers without it, as it may."""
+    kind, inner = tool.get("type"), tool.get("tools")
+    if isinstance(kind, str) and kind.startswith("web_search"):
+        return []
+    if kind != "namespace":
+        return [_tool(tool, path)]
+    if not isinstance(inner, list) or not isinstance(tool.get("name"), str):
+        raise RequestRefused(f"{path}: wanted a name and a list of tools", param=path)
+    found = []
+    for i, each in enumerate(inner):
+        where = f"{path}.tools[{i}]"
+        shown = _tool(each if isinstance(each, dict) else {}, where)
+        shown["function"]["name"] = flat_name(tool["name"], _word(each, "name", where))
+        found.append(shown)
+    return found
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """How the chat request calls a function of a namespace."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and name of every function in one, by its name in the chat request."""
+    return {
+        flat_name(tool["name"], each["name"]): (tool["name"], each["name"])
+        for tool in request.tools or ()
+        if tool.get("type") == "namespace"
+        for each in tool["tools"]
+    }
 
 
 def _tool(tool: Json, path: str) -> Json:
@@ -272,6 +308,8 @@ class _Turns:
 
     def _add_call(self, item: Json, path: str) -> None:
         function = {name: _word(item, name, path) for name in ("name", "arguments")}
+        if item.get("namespace") is not None:
+            function["name"] = flat_name(_word(item, "namespace", path), function["name"])
         call = {"id": _word(item, "call_id", path), "type": "function", "function": function}
         self._model_turn().setdefault("tool_calls", []).append(call)
 

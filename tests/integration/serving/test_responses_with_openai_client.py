@@ -132,7 +132,7 @@ def test_log_probabilities(client: OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id"),
         ({"store": True}, openai.BadRequestError, "store"),
-        ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "web_search"),
+        ({"tools": [{"type": "code_interpreter"}]}, openai.BadRequestError, "code_interpreter"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "temprature"),
         ({"model": "other"}, openai.NotFoundError, "other"),

@@ -239,3 +239,13 @@ def test_log_probabilities_are_shown_where_they_were_asked_for() -> None:
         assert delta["logprobs"] == expected
         message = events[-1][1]["response"]["output"][0]
         assert message["content"][0]["logprobs"] == expected
+
+
+def test_a_call_in_a_namespace_has_its_own_name() -> None:
+    spawn = {"type": "function", "name": "spawn"}
+    tools = [{"type": "namespace", "name": "agents", "description": "", "tools": [spawn]}]
+    function = {"name": "agents__spawn", "arguments": "{}"}
+    stream = chunk({"tool_calls": [BREW | {"function": function}]}) + ending("tool_calls")
+    events = read(translation_of("/v1/responses", tools=tools).events(stream))
+    [item] = events[-1][1]["response"]["output"]
+    assert (item["namespace"], item["name"]) == ("agents", "spawn")

@@ -24,7 +24,10 @@ BODIES: dict[str, Json] = {
             {"type": "function_call", "call_id": "c", "name": "brew", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": "done"},
         ],
-        "tools": [{"type": "function", "name": "brew", "parameters": {"type": "object"}}],
+        "tools": [
+            {"type": "function", "name": "brew", "parameters": {"type": "object"}},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "pour"}]},
+        ],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "brew"}]},
         "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
         "reasoning": {"effort": "low"},
@@ -56,6 +59,7 @@ BODIES: dict[str, Json] = {
         "thinking": {"type": "adaptive"},
         "output_config": {"effort": "low"},
         "chat_template_kwargs": {"a": 1},
+        "context_management": {"edits": [{"type": "clear_thinking_1", "keep": "all"}]},
         "stream": True,
     },
 }

@@ -36,6 +36,7 @@ def test_fields_have_their_other_names() -> None:
         output_config={"effort": "low", "format": {"type": "json_schema", "schema": {}}},
         metadata={"user_id": "u"},
         service_tier="auto",
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         top_k=3,
     )
     del chat["messages"]
@@ -140,7 +141,11 @@ def test_what_is_counted_is_the_same_conversation() -> None:
         ({"max_tokens": None}, "max_tokens", "expected"),
         ({"container": "c"}, "container", "only text"),
         ({"mcp_servers": [{}]}, "mcp_servers", "yourself"),
-        ({"context_management": {}}, "context_management", "shorten"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management",
+            "shorten",
+        ),
         ({"stop": ["a"]}, "stop", "stop_sequences"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]", "bash_20250124"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "'tool'"),

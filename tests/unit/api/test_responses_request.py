@@ -122,7 +122,9 @@ def test_tools_and_their_choice() -> None:
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"n": 2}, "n", "several times"),
         ({"kv_transfer_params": {}}, "kv_transfer_params", "chat request"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search"),
+        ({"tools": [{"type": "mcp"}]}, "tools[0]", "mcp"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
+        ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0]", "list of tools"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "mcp"),
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input[0]", "item_reference"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call"),
@@ -153,3 +155,16 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
 
 def test_null_is_the_default() -> None:
     assert chat_of(previous_response_id=None, n=None, tools=None, store=None) == chat_of()
+
+
+def test_functions_in_a_namespace_and_a_search_that_may_be_left_out() -> None:
+    spawn = {"type": "function", "name": "spawn"}
+    agents = {"type": "namespace", "name": "agents", "description": "", "tools": [spawn]}
+    call = {"type": "function_call", "call_id": "c", "arguments": "{}", "name": "spawn"}
+    chat = chat_of(
+        tools=[agents, {"type": "web_search"}], input=[call | {"namespace": "agents"}, call]
+    )
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["agents__spawn"]
+    [message] = chat["messages"]
+    names = [called["function"]["name"] for called in message["tool_calls"]]
+    assert names == ["agents__spawn", "spawn"]
