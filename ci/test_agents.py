@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Claude Code and Codex against our servers: each asks, calls a tool of its own, and ends its turn.
+
+The agents are those of npm, in the versions below. A proxy stands in front of an instance whose
+engine is scripted, because it is their requests and our streams that are checked, and no model.
+They get a home of their own and no network but this machine's proxy. Exits 0 only if both ran the
+tool and said what came of it, 77 where there is no npm or it fetches nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.asgi_server import serving_app  # noqa: E402  # the path is set above
+from support.byte_tokenizer import write_byte_tokenizer  # noqa: E402
+from support.fake_engine import EOS, FakeEngine  # noqa: E402
+from support.programs import running  # noqa: E402
+
+from mooncake_engine.messages import EngineRequest  # noqa: E402
+from mooncake_engine.server.app import create_app  # noqa: E402
+from mooncake_engine.text.tokenizer import Tokenizer  # noqa: E402
+
+AGENTS = ("@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.169.0")
+FOLDER = ROOT / ".cache" / "agents"
+SAID = "tea-is-ready"
+COMMAND = f"echo {SAID}"
+TIMEOUT_S = 120.0
+FETCH_TIMEOUT_S = 600.0
+TEMPLATE = (
+    "{% if tools %}# Tools: <tool_call>{% for tool in tools %}{{ tool.function.name }} "
+    "{% endfor %}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|end|>"
+)
+CALLS = {
+    "exec_command": f'{{"name": "exec_command", "arguments": {{"cmd": "{COMMAND}"}}}}',
+    "Bash": f'{{"name": "Bash", "arguments": {{"command": "{COMMAND}", "description": "tea"}}}}',
+}
+CODEX_CONFIG = """
+model = "agents-model"
+model_provider = "here"
+[model_providers.here]
+name = "here"
+base_url = "{url}/v1"
+wire_api = "responses"
+"""
+
+
+def script(request: EngineRequest) -> list[int]:
+    """Calls the shell of the agent that asks, then says what it said."""
+    prompt = bytes(request.prompt_token_ids).decode(errors="replace")
+    _, found, result = prompt.rpartition("<|tool|>")
+    if found:
+        text = f"The tool said: {result.removesuffix('<|end|>')}"
+    else:
+        call = next(call for name, call in CALLS.items() if name in prompt)
+        text = f"At once.\n<tool_call>\n{call}\n</tool_call>"
+    return [*text.encode(), EOS]
+
+
+def fetch() -> bool:
+    """Install the agents, once; False where that can't be."""
+    wanted = FOLDER / ".installed"
+    if wanted.is_file() and wanted.read_text() == "\n".join(AGENTS):
+        return True
+    npm = shutil.which("npm")
+    if npm is None:
+        print("skipped: no npm")
+        return False
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    print(f"fetching {', '.join(AGENTS)} (some 600 MB, once)", flush=True)
+    install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(FOLDER), *AGENTS]
+    try:
+        subprocess.run(install, check=True, stdout=subprocess.DEVNULL, timeout=FETCH_TIMEOUT_S)
+        native = FOLDER / "node_modules" / "@anthropic-ai" / "claude-code" / "install.cjs"
+        subprocess.run(["node", str(native)], check=True, timeout=FETCH_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as exc:
+        print(f"skipped: the agents can't be fetched: {exc}")
+        return False
+    wanted.write_text("\n".join(AGENTS))
+    return True
+
+
+def turn(name: str, arguments: Sequence[str], home: Path, variables: Mapping[str, str]) -> bool:
+    """Whether an agent ran the tool and said what came of it."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), **variables}
+    try:
+        ran = subprocess.run(
+            [str(FOLDER / "node_modules" / ".bin" / name), *arguments],
+            cwd=home,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        print(f"{name}: did not end within {TIMEOUT_S:g} s: {exc.stdout!r}")
+        return False
+    is_good = ran.returncode == 0 and "The tool said: " in ran.stdout and SAID in ran.stdout
+    print(f"{name}: {'ran a tool and ended its turn' if is_good else ran.stdout}", flush=True)
+    return is_good
+
+
+def main() -> int:
+    """Run one turn of each; the exit status."""
+    if not fetch():
+        return 77
+    with tempfile.TemporaryDirectory() as directory:
+        home = Path(directory)
+        tokenizer = Tokenizer.load(write_byte_tokenizer(home, chat_template=TEMPLATE))
+        engine = FakeEngine(script, info=replace(FakeEngine().info, max_model_len=4_000_000))
+        with (
+            serving_app(create_app(engine, tokenizer)) as instance,
+            running("mooncake_proxy", "--port", "0", "--backend-url", instance) as proxy,
+        ):
+            url = proxy.wait_for("http://").split()[-1]
+            model = engine.config.model_name
+            (home / ".codex").mkdir()
+            config = CODEX_CONFIG.format(url=url).replace("agents-model", model)
+            (home / ".codex" / "config.toml").write_text(config)
+            claude = {
+                "ANTHROPIC_BASE_URL": url,
+                "ANTHROPIC_API_KEY": "none",
+                "ANTHROPIC_MODEL": model,
+                "ANTHROPIC_SMALL_FAST_MODEL": model,
+                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+                "DISABLE_TELEMETRY": "1",
+            }
+            results = [
+                turn("claude", ["-p", "Make tea.", "--allowedTools", "Bash(echo:*)"], home, claude),
+                turn("codex", ["exec", "--skip-git-repo-check", "Make tea."], home, {}),
+            ]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
