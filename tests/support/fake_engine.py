@@ -98,7 +98,8 @@ class FakeEngine:
         self.seen.append(request)
         if self.refusal is not None:
             raise self.refusal
-        self._live[request.request_id] = asyncio.create_task(self._say(request, on_update))
+        saying = self._say(self._updates(request), on_update)  # a script may refuse, too
+        self._live[request.request_id] = asyncio.create_task(saying)
         return request.request_id
 
     def leave(self, name: str) -> None:
@@ -107,12 +108,12 @@ class FakeEngine:
             self.left_early.append(name)
             saying.cancel()
 
-    async def _say(self, request: EngineRequest, on_update: OnUpdate) -> None:
+    async def _say(self, updates: Sequence[TokenUpdate], on_update: OnUpdate) -> None:
         try:
-            for position, update in enumerate(self._updates(request)):
-                await self._interfere(request.request_id, position)
+            for position, update in enumerate(updates):
+                await self._interfere(update.request_id, position)
                 if update.finish is not None:
-                    del self._live[request.request_id]
+                    del self._live[update.request_id]
                 on_update(update)
         except EngineDead as exc:
             on_update(exc)

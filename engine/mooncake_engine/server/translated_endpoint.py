@@ -49,6 +49,8 @@ class TranslatedEndpoint:
             await translated_error(self.api_format, exc)(scope, receive, send)
             return
         body_message: Message = {"type": "http.request", "body": translation.chat_body}
+        # Without the connection's short way for bytes of a body: all of them are translated.
+        scope = {**scope, "extensions": {}}
         await self.chat(
             scope, _Replayed(body_message, receive), _TranslatingSend(translation, send)
         )
