@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -24,10 +25,10 @@ from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, POLICIES
 from mooncake_conductor.replication import ReplicationRule
 from mooncake_conductor.role_balance import RoleRule
 from mooncake_conductor.simulator.report_page import Chart, Series, page, run_charts, svg_file
-from mooncake_conductor.simulator.results import RunSummary, summarise, table, write_csv
+from mooncake_conductor.simulator.results import RunSummary, summarise, swing, table, write_csv
 from mooncake_conductor.simulator.simulation import Cluster, Simulation, SimulationResult
 from mooncake_conductor.simulator.systems import SYSTEMS, serve
-from mooncake_conductor.simulator.trace_file import TraceRequest, read_trace, scaled
+from mooncake_conductor.simulator.trace_file import TraceRequest, at_random, read_trace, scaled
 from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives, objective
 
 _BAR = 30
@@ -50,6 +51,7 @@ def simulate(options: argparse.Namespace) -> int:
     result = _run(options, scaled(requests, options.load), Bar(options.policy))
     rows = [(options.policy, summarise(result, _objective(options)))]
     print(table(rows))
+    print(swing(result).text)
     if options.csv is not None:
         write_csv(options.csv, result.records)
     if options.html is not None:
@@ -176,7 +178,10 @@ def _latency(options: argparse.Namespace) -> LatencyModel:
 
 def _requests(options: argparse.Namespace) -> list[TraceRequest]:
     found = read_trace(options.trace, chunk_tokens=options.chunk_tokens, is_delta=options.delta)
-    return found[: options.limit]
+    found = found[: options.limit]
+    if options.poisson is not None:
+        return at_random(found, options.poisson, random.Random(options.seed))
+    return found
 
 
 def _objective(options: argparse.Namespace) -> Objective:
@@ -309,6 +314,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--delta", action="store_true", help="later turns of a session carry only what is new")
     add("--replicate", action="store_true", help="copy hot chunks before they are asked for")
     add("--role-changes", action="store_true", help="idle nodes change sides when load shifts")
+    add("--poisson", type=_positive, metavar="RATE", help="come at random times, so many per s")
     add("--limit", type=_count, help="only the first requests of the trace")
     add("--seed", type=int, default=0, help="of what is left to chance (0)")
     add("--html", type=Path, metavar="FILE", help="write one page with charts")

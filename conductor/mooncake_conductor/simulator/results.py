@@ -102,6 +102,15 @@ class Swing:
     decode_mean: float
     correlation: float
 
+    @property
+    def text(self) -> str:
+        """A line to show."""
+        return (
+            f"load: prefill queue {self.prefill_mean:.3g} s, swings by {self.prefill_sd:.3g}; "
+            f"decode batch {self.decode_mean:.3g}, swings by {self.decode_sd:.3g}; correlation "
+            f"{self.correlation:.2f}"
+        )
+
 
 def swing(result: SimulationResult) -> Swing:
     """The swing of a run, without its first and last tenth."""

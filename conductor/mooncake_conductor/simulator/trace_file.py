@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,6 +84,18 @@ def read_trace(
 def scaled(requests: Sequence[TraceRequest], load: float) -> list[TraceRequest]:
     """The same requests at ``load`` times their rate."""
     return [replace(request, at_s=request.at_s / load) for request in requests]
+
+
+def at_random(
+    requests: Sequence[TraceRequest], per_s: float, rng: random.Random
+) -> list[TraceRequest]:
+    """The same requests in their order, at random times: so many per second on average (Poisson),
+    where a trace has bursts of its own and rounded times."""
+    found, at_s = [], 0.0
+    for request in requests:
+        at_s += rng.expovariate(per_s)
+        found.append(replace(request, at_s=at_s))
+    return found
 
 
 def _request(path: Path, number: int, line: bytes, chunk_tokens: int) -> TraceRequest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from mooncake_conductor.cost.latency_model import cold_start
 from mooncake_conductor.errors import InvalidTrace
 from mooncake_conductor.simulator.results import is_within, summarise, swing
 from mooncake_conductor.simulator.simulation import Cluster, Simulation
-from mooncake_conductor.simulator.trace_file import TraceRequest, read_trace, scaled
+from mooncake_conductor.simulator.trace_file import TraceRequest, at_random, read_trace, scaled
 from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objectives
 
 A800 = cold_start("llama-3-70b", "A800", 8)
@@ -154,3 +155,16 @@ def test_the_swing_is_that_of_the_samples(trace: Path) -> None:
     found = swing(result)
     assert found.prefill_sd >= 0
     assert -1.001 <= found.correlation <= 1.001
+
+
+def test_requests_come_at_random_where_that_is_asked_for(trace: Path, capsys) -> None:
+    asked = read_trace(trace)
+    spread = at_random(asked * 20, 5.0, random.Random(1))
+    assert [(each.keys, each.num_output) for each in spread] == [
+        (each.keys, each.num_output) for each in asked * 20
+    ]
+    times = [each.at_s for each in spread]
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(len(spread) / 5.0, rel=0.1)
+    assert main(["simulate", str(trace), "--poisson", "5", "--limit", "50"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("load: prefill queue ")
