@@ -30,7 +30,7 @@ LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 """The widths of DeepSeek's models, which are the ones that the attention op takes."""
 _CLEAR = 0.1
 """Logprobs between the two likeliest tokens; bfloat16 rounds logits of a few units by 0.03."""
-_MOST_TRIES = 50
+_MOST_TRIES = 500
 Say = Callable[[Sequence[int]], Awaitable[list[int]]]
 """Answers a prompt as FEW asks; the tokens."""
 
