@@ -11,13 +11,16 @@ from typing import Any
 import uvicorn
 
 from mooncake_engine.server.api_server import bind
+from mooncake_engine.server.guarded_connection import GuardedConnection
 
 
 @contextmanager
 def serving_app(app: Any) -> Iterator[str]:
     """Serve it on a thread; where."""
     listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, loop="uvloop", http="httptools", log_config=None))
+    server = uvicorn.Server(
+        uvicorn.Config(app, loop="uvloop", http=GuardedConnection, ws="none", log_config=None)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     deadline = time.monotonic() + 10
