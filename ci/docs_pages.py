@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 MARK = "<!-- below this line: written by ci/docs_pages.py -->\n"
 PRODUCT = [
-    "mooncake_api",
+    "api/mooncake_api",
     "mooncake_hal",
     "backends",
     "kv",
