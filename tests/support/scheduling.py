@@ -109,9 +109,8 @@ class Worker:
                 self._slots[block] = list(self._host[host])
 
     def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:
-        """A peer's KV comes in, from token ``start`` on; what lies before must be here."""
-        if not self.is_turning:  # else it is here, and may have to be turned
-            self.check(block_ids, tokens[:start])
+        """A peer's KV comes in, from token ``start`` on. What lies before is here, or comes with a
+        step in flight: whoever reads it checks it."""
         self._write(block_ids, tokens, start, is_foreign=self.is_turning)
 
     def check(self, block_ids: Sequence[int], tokens: Sequence[int]) -> None:
