@@ -33,23 +33,30 @@ class StepTimes:
         self._most_tokens = first_tokens
         self._decodes_s: float | None = None
         self._token_s: float | None = None
+        self._deviation_s: float | None = None  # of steps with both, from what was expected
 
     def learn(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         """Take in what a step of so many decodes and prompt tokens took."""
         if not num_prompt_tokens:
             self._decodes_s = _mean(self._decodes_s, seconds)
         elif num_decodes:
+            if self._token_s is not None:
+                expected = (self._decodes_s or 0.0) + self._token_s * num_prompt_tokens
+                self._deviation_s = _mean(self._deviation_s, abs(seconds - expected))
             self._token_s = _mean(self._token_s, self._beside_decodes(seconds) / num_prompt_tokens)
             self._most_tokens = max(self._most_tokens, 2 * num_prompt_tokens)
         elif self._token_s is None:  # more than it costs beside decodes: a safe place to begin
             self._token_s = seconds / num_prompt_tokens
 
     def prompt_tokens_within(self, seconds: float) -> int:
-        """How many prompt tokens a step with decodes has time for. At most twice as many as were
-        ever tried: a step that happened to be short promises little."""
+        """How many prompt tokens a step with decodes has time for, with room for two of the mean
+        deviations that steps have (as TCP's retransmission timer has room for four): who waits
+        for tokens sees the long steps. At most twice as many as were ever tried: a step that
+        happened to be short promises little."""
         if self._token_s is None:
             return self._most_tokens
-        room = int(self._beside_decodes(seconds) / max(self._token_s, 1e-9))
+        left = self._beside_decodes(seconds - 2.0 * (self._deviation_s or 0.0))
+        room = int(left / max(self._token_s, 1e-9))
         return min(room, self._most_tokens)
 
     def _beside_decodes(self, seconds: float) -> float:

@@ -201,6 +201,17 @@ def test_steps_with_decodes_get_as_many_prompt_tokens_as_the_target_has_time_for
     assert times.prompt_tokens_within(0.05) == pytest.approx(150, rel=0.05)
 
 
+def test_steps_that_swing_get_fewer_prompt_tokens_than_even_ones() -> None:
+    even, swinging = StepTimes(first_tokens=64), StepTimes(first_tokens=64)
+    for number in range(200):
+        swing = 0.004 if number % 2 else -0.004
+        for times, seconds in ((even, 0.020), (swinging, 0.020 + swing)):
+            times.learn(32, 0, 0.010)
+            times.learn(32, 50, seconds)
+    assert even.prompt_tokens_within(0.020) == 50
+    assert swinging.prompt_tokens_within(0.020) < 25, "two deviations of 4 of the 10 ms"
+
+
 def test_a_short_step_does_not_promise_more_than_twice_its_tokens() -> None:
     times = StepTimes(first_tokens=10)
     times.learn(4, 0, 0.010)
