@@ -1,4 +1,4 @@
-"""The proxy installs into an empty environment without torch, and the conductor with it only."""
+"""The proxy installs into an empty environment without torch, and only with what it imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = [str(ROOT / "conductor"), str(ROOT / "proxy")]
+PACKAGES = [str(ROOT / name) for name in ("api", "conductor", "proxy")]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_the_proxy_brings_no_torch_and_no_sibling_but_the_conductor(
+def test_the_proxy_brings_no_torch_and_no_sibling_but_those_it_imports(
     empty_environment: Path,
 ) -> None:
     listed = subprocess.run(
@@ -41,7 +41,7 @@ def test_the_proxy_brings_no_torch_and_no_sibling_but_the_conductor(
     assert "mooncake-proxy" in names
     assert not names & {"torch", "transformers"}
     siblings = {name for name in names if name.startswith("mooncake-")}
-    assert siblings == {"mooncake-proxy", "mooncake-conductor"}
+    assert siblings == {"mooncake-proxy", "mooncake-conductor", "mooncake-api"}
 
 
 @pytest.mark.timeout(300)
