@@ -26,7 +26,7 @@ from mooncake_engine.core import (
     Wake,
 )
 from mooncake_engine.core_client import CoreClient
-from mooncake_engine.errors import EngineDead, EngineStalled, Overloaded
+from mooncake_engine.errors import EngineDead, EngineStalled, InvalidRequest, Overloaded
 from mooncake_engine.execution.weight_loader import LoadProgress
 from mooncake_engine.kv_connector import find_connector
 from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
@@ -226,12 +226,22 @@ class AsyncEngine:
                 self._asked.discard(answer)
 
     def check_room(self, num_requests: int) -> None:
-        """Raise Overloaded unless so many may run or wait beside those that do. Any thread.
+        """Check that so many may run or wait beside those that do. Any thread.
 
         A client that asks for many answers at once asks this first: what has no room whole must not
         take the room of others until its last part is refused.
+
+        Raises:
+            InvalidRequest: they are more than there is ever room for.
+            Overloaded: there is no room now.
         """
         limit = self.config.max_num_seqs + self.config.max_queued_requests
+        if num_requests > limit:
+            raise InvalidRequest(
+                f"{num_requests} answers at once, of all prompts together, are more than the "
+                f"{limit} that may run and wait here (--max-num-seqs, --max-queued-requests): "
+                "ask for fewer"
+            )
         if len(self._streams) + num_requests > limit:
             raise Overloaded(f"{len(self._streams)} requests run or wait already; try again later")
 

@@ -67,7 +67,8 @@ class EngineClient(Protocol):
         """
 
     def check_room(self, num_requests: int) -> None:
-        """Raises Overloaded unless so many may run or wait beside those that do."""
+        """Raises Overloaded unless so many may run or wait beside those that do, and InvalidRequest
+        for more than there is ever room for."""
 
     def abort(self, request_id: str) -> None:
         """End a live request, or release the KV that a finished prefill holds for a peer.

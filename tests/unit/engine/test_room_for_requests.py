@@ -1,0 +1,36 @@
+"""How many requests an engine takes at once, and what it says to more."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.scripted_core import ScriptedExecutor, scripted_engine
+
+from mooncake_engine.async_engine import AsyncEngine
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import InvalidRequest, Overloaded
+from mooncake_engine.messages import EngineRequest
+from mooncake_engine.sampling_params import SamplingParams
+
+
+def test_more_than_there_is_ever_room_for_is_no_overload() -> None:
+    config = EngineConfig(Path("model"), max_num_seqs=2, max_queued_requests=3)
+    request = EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=4))
+
+    async def check(engine: AsyncEngine) -> None:
+        engine.check_room(5)
+        with pytest.raises(InvalidRequest, match=r"6 answers at once.* more than the 5"):
+            engine.check_room(6)
+        name = await engine.submit(request, lambda _: None)
+        with pytest.raises(Overloaded, match="1 requests run or wait already"):
+            engine.check_room(5)
+        engine.leave(name)
+
+    built = scripted_engine(ScriptedExecutor())
+    engine = AsyncEngine(built.core, built.info, config)
+    try:
+        asyncio.run(check(engine))
+    finally:
+        engine.close()
