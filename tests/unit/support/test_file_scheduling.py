@@ -31,7 +31,7 @@ def test_a_test_that_ends_its_worker_ends_nothing_else(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
     assert f"1 failed, {1 + 2 * num_others} passed" in done.stdout, done.stdout
