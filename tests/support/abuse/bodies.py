@@ -181,7 +181,7 @@ def _attack(name: str, requests: Requests, allowed: frozenset[int], **facts: Any
 ATTACKS = (
     _attack("extreme-sampling", extreme_sampling, SERVED_OR_REFUSED, connectors=("pull", "push")),
     _attack("many-tools", many_tools, SERVED_OR_REFUSED, bounds=Bounds(growth_mib=128)),
-    _attack("huge-prompts", huge_prompts, REFUSED, bounds=Bounds(growth_mib=512, silence_s=8.0)),
+    _attack("huge-prompts", huge_prompts, REFUSED, bounds=Bounds(growth_mib=768, silence_s=8.0)),
     _attack("many-messages", many_messages, REFUSED, bounds=Bounds(growth_mib=128)),
     _attack("huge-stops", huge_stops, REFUSED, bounds=Bounds(growth_mib=128)),
     _attack("long-ids", long_ids, SERVED_OR_REFUSED | REFUSED, bounds=Bounds(growth_mib=128)),
