@@ -115,15 +115,6 @@ _answers = msgspec.json.Decoder(ChatAnswer)
 _errors = msgspec.json.Decoder(_ErrorBody)
 
 
-def read_answer(body: bytes) -> ChatAnswer | None:
-    """A complete answer; None for what is none."""
-    try:
-        answer = _answers.decode(body)
-    except msgspec.DecodeError:
-        return None
-    return answer if answer.choices and answer.choices[0].message is not None else None
-
-
 def read_error(body: bytes) -> ChatError:
     """What an error says; its text, where it has another form."""
     try:
@@ -207,11 +198,26 @@ class ChatStreamReader:
             if choice.finish_reason is not None:
                 self._reason, self._stop = choice.finish_reason, choice.stop_reason
             if choice.delta is not None:
-                written += write_text(self._writer, choice.delta, choice.logprobs)
+                written += _write_text(self._writer, choice.delta, choice.logprobs)
         return written
 
 
-def write_text(writer: AnswerWriter, text: ChatText, logprobs: ChatLogprobs | None) -> bytes:
+def write_answer(writer: AnswerWriter, body: bytes) -> bool:
+    """Tell a writer of a complete answer; False, and nothing told, for a body that is none."""
+    try:
+        answer = _answers.decode(body)
+    except msgspec.DecodeError:
+        return False
+    for choice in answer.choices[:1]:
+        if choice.message is not None:
+            writer.begin(answer)
+            _write_text(writer, choice.message, choice.logprobs)
+            writer.finish(choice.finish_reason, choice.stop_reason, answer.usage or ChatUsage())
+            return True
+    return False
+
+
+def _write_text(writer: AnswerWriter, text: ChatText, logprobs: ChatLogprobs | None) -> bytes:
     """Tell a writer of a message, or of what a chunk adds to one."""
     written = b""
     if text.thought:

@@ -12,9 +12,8 @@ from mooncake_api.chat_answers import (
     ChatStreamReader,
     ChatUsage,
     ToolCall,
-    read_answer,
     read_error,
-    write_text,
+    write_answer,
 )
 from mooncake_api.messages_request import MessagesRequest, read_messages_request
 from mooncake_api.translation import ApiFormat, Json, encode, event
@@ -60,14 +59,8 @@ class MessagesTranslation:
     def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
         if status != 200:
             return status, messages_error(status, body)
-        answer = read_answer(body)
-        if answer is None:
+        if not write_answer(self._writer, body):
             return 502, encode(_error(502, ChatError("the instance gave no chat completion")))
-        [choice, *_] = answer.choices
-        assert choice.message is not None
-        self._writer.begin(answer)
-        write_text(self._writer, choice.message, None)
-        self._writer.finish(choice.finish_reason, choice.stop_reason, answer.usage or ChatUsage())
         return 200, encode(self._writer.whole())
 
     def events(self, data: bytes) -> bytes:

@@ -12,8 +12,7 @@ from mooncake_api.chat_answers import (
     ChatStreamReader,
     ChatUsage,
     ToolCall,
-    read_answer,
-    write_text,
+    write_answer,
 )
 from mooncake_api.responses_request import (
     ResponsesRequest,
@@ -35,21 +34,15 @@ class ResponsesTranslation:
     """One request: see ``Translation``."""
 
     def __init__(self, body: bytes) -> None:
-        self._request, self.chat_body = read_responses_request(body)
-        self._writer = _ResponseWriter(self._request)
+        request, self.chat_body = read_responses_request(body)
+        self._writer = _ResponseWriter(request)
         self._reader = ChatStreamReader(self._writer)
 
     def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
         if status != 200:
             return status, body
-        answer = read_answer(body)
-        if answer is None:
+        if not write_answer(self._writer, body):
             return 502, _NO_ANSWER
-        [choice, *_] = answer.choices
-        assert choice.message is not None
-        self._writer.begin(answer)
-        write_text(self._writer, choice.message, choice.logprobs)
-        self._writer.finish(choice.finish_reason, choice.stop_reason, answer.usage or ChatUsage())
         return 200, encode(self._writer.response)
 
     def events(self, data: bytes) -> bytes:

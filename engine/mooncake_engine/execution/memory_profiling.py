@@ -71,7 +71,7 @@ def _largest_prompts(plan: EnginePlan) -> StepPlan:
 
 def _largest_decodes(plan: EnginePlan) -> StepPlan:
     lengths = [length + 1 for length in _prompt_lengths(plan)]
-    lengths[0] = max(1, plan.max_model_len - _tokens_ahead(plan.config))
+    lengths[0] = _longest_prompt(plan)
     return StepPlan(
         1,
         new_requests=_requests(plan, lengths),
@@ -84,7 +84,7 @@ def _largest_decodes(plan: EnginePlan) -> StepPlan:
 
 def _largest_chunk(plan: EnginePlan) -> StepPlan:
     """As much of one prompt as a step takes, behind the longest context."""
-    length = max(1, plan.max_model_len - _tokens_ahead(plan.config))
+    length = _longest_prompt(plan)
     num_tokens = min(length, plan.config.max_num_batched_tokens)
     return StepPlan(
         2,
@@ -124,8 +124,12 @@ def _prompt_lengths(plan: EnginePlan) -> list[int]:
     config = plan.config
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     share, rest = divmod(config.max_num_batched_tokens, num_seqs)
-    longest = max(1, plan.max_model_len - _tokens_ahead(config))
+    longest = _longest_prompt(plan)
     return [min(share + (index < rest), longest) for index in range(num_seqs)]
+
+
+def _longest_prompt(plan: EnginePlan) -> int:
+    return max(1, plan.max_model_len - _tokens_ahead(plan.config))
 
 
 def _tokens_ahead(config: EngineConfig) -> int:

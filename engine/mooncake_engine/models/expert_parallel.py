@@ -9,15 +9,22 @@ Small steps, whose time is latency, stay on every rank, which runs the experts t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mooncake_engine.models.decoder import AttentionBlock, DecoderLayer
-from mooncake_engine.models.layers import Norm, ParallelContext, Span, WeightShard, share_of
-from mooncake_engine.models.mlp import ExpertCounts, Experts, GatedMlp, MlpNames, Router
+from mooncake_engine.models.layers import Norm, ParallelContext, Span, share_of
+from mooncake_engine.models.mlp import (
+    ExpertCounts,
+    Experts,
+    GatedMlp,
+    MixtureOfExperts,
+    MlpNames,
+    Router,
+)
 from mooncake_hal.backend import Communicator, Exchange
 
 
@@ -170,7 +177,7 @@ def _packed(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
-class ExpertParallelMixture:
+class ExpertParallelMixture(MixtureOfExperts):
     """Routed experts of which each rank has some, beside them those that every token takes, which
     every rank has whole and applies to its share of the tokens.
 
@@ -195,36 +202,20 @@ class ExpertParallelMixture:
     ) -> None:
         assert parallel.communicator is not None, "experts are divided over several ranks"
         self._group = group = parallel.communicator
-        self._router = router
-        self._replicas = ExpertReplicas(slots, len(names), parallel.device)
-        self.counts = ExpertCounts(len(names), parallel.device)
         self._held = parallel.expert_share(len(slots))
         held = slots[self._held.start : self._held.stop]
-        self._experts = Experts(parallel, [names[expert] for expert in held], shape)
-        self._shared = None
-        if shared is not None:
-            whole = replace(parallel, communicator=None, ep_size=1)
-            self._shared = GatedMlp(whole, shared[0], (shape[0], shared[1]))
+        experts = Experts(parallel, [names[expert] for expert in held], shape)
+        whole = replace(parallel, communicator=None, ep_size=1)
+        of_all = GatedMlp(whole, shared[0], (shape[0], shared[1])) if shared is not None else None
+        super().__init__(parallel, router, experts, of_all)
+        self._replicas = ExpertReplicas(slots, len(names), parallel.device)
+        self.counts = ExpertCounts(len(names), parallel.device)
         self.tokens = SharedTokens(group)
         parts = [share_of(len(slots), part, parallel.ep_size) for part in range(parallel.ep_size)]
         owners = [part for part, span in enumerate(parts) for _ in range(len(span))]
         self._dispatch = ExpertDispatch(
             group, torch.tensor(owners, device=parallel.device), parallel.ep_size
         )
-
-    def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
-        yield from self._router.weight_shards()
-        yield from self._experts.weight_shards()
-        if self._shared is not None:
-            yield from self._shared.weight_shards()
-
-    def process_weights_after_loading(self) -> None:
-        """Bring the loaded weights into the backend's form."""
-        self._router.process_weights_after_loading()
-        self._experts.process_weights_after_loading()
-        if self._shared is not None:
-            self._shared.process_weights_after_loading()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden], the same on every rank, to [tokens, hidden]: every rank runs the
