@@ -7,14 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from support.proxy_fakes import Behaviour, FakeInstance, Seen, Stand
+from support.proxy_fakes import Behaviour, FakeInstance, Seen, Stand, stand_of
 
 from mooncake_conductor.cost.latency_model import LatencyModel
-from mooncake_proxy.api.application import ProxyApplication
-from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.http1.http_wire import Origin
-from mooncake_proxy.pool.health_checks import HealthConfig
-from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 class ModelledInstance(FakeInstance):
@@ -58,23 +53,5 @@ async def modelled_stand(
     """A proxy in front of modelled instances."""
     prefills = [ModelledInstance(f"p{number}", latency) for number in range(num_prefills)]
     decodes = [ModelledInstance(f"d{number}", latency) for number in range(num_decodes)]
-    specs = []
-    for fake in (*prefills, *decodes):
-        await fake.start()
-        role = Role.PREFILL if fake in prefills else Role.DECODE
-        specs.append(InstanceSpec(Origin.parse(fake.url), role))
-    settings: dict[str, Any] = {
-        "port": 0,
-        "instances": tuple(specs),
-        "health": HealthConfig(interval_s=0),
-        "access_log": "off",
-        "shutdown_timeout_s": 1.0,
-    }
-    app = ProxyApplication(ProxyConfig(**(settings | config)))
-    await app.start()
-    try:
-        yield Stand(app, list(prefills), list(decodes))
-    finally:
-        await app.close()
-        for fake in (*prefills, *decodes):
-            await fake.kill()
+    async with stand_of(prefills, decodes, **config) as running:
+        yield running

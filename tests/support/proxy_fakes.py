@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -573,17 +573,32 @@ async def stand(
     """Start fakes and a proxy in front of them; health checks only where the test asks."""
     prefills = [FakeInstance(f"p{i}") for i in range(num_prefills)]
     decodes = [FakeInstance(f"d{i}") for i in range(num_decodes + num_both)]
-    emits = config.pop("emits_first_token", False)
-    recomputes = config.pop("recomputes", False)
-    for fake in (*prefills, *decodes):
-        fake.behaviour.emits_first_token = emits
-        await fake.start()
-    specs = [InstanceSpec(Origin.parse(fake.url), Role.PREFILL) for fake in prefills]
-    for position, fake in enumerate(decodes):
-        role = Role.DECODE if position < num_decodes else Role.BOTH
-        specs.append(InstanceSpec(Origin.parse(fake.url), role, emits, recomputes))
     for prefill in prefills:
         prefill.peers = {decode.name: decode for decode in decodes}
+    async with stand_of(prefills, decodes, num_both=num_both, **config) as running:
+        yield running
+
+
+@asynccontextmanager
+async def stand_of(
+    prefills: Sequence[FakeInstance],
+    decodes: Sequence[FakeInstance],
+    *,
+    num_both: int = 0,
+    emits_first_token: bool = False,
+    recomputes: bool = False,
+    **config: Any,
+) -> AsyncIterator[Stand]:
+    """Start these fakes, of whose decodes the last ``num_both`` prefill, too, and a proxy."""
+    specs = []
+    for position, fake in enumerate((*prefills, *decodes)):
+        fake.behaviour.emits_first_token = emits_first_token
+        await fake.start()
+        if position < len(prefills):
+            specs.append(InstanceSpec(Origin.parse(fake.url), Role.PREFILL))
+            continue
+        role = Role.DECODE if position < len(prefills) + len(decodes) - num_both else Role.BOTH
+        specs.append(InstanceSpec(Origin.parse(fake.url), role, emits_first_token, recomputes))
     settings: Json = {
         "port": 0,
         "instances": tuple(specs),
@@ -594,7 +609,7 @@ async def stand(
     app = ProxyApplication(ProxyConfig(**(settings | config)))
     await app.start()
     try:
-        yield Stand(app, prefills, decodes)
+        yield Stand(app, list(prefills), list(decodes))
     finally:
         await app.close()
         for fake in (*prefills, *decodes):

@@ -9,7 +9,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from support.proxy_fakes import STREAM_HEAD, Behaviour, FakeInstance, Json, Seen, Stand, _respond
+from support.proxy_fakes import (
+    STREAM_HEAD,
+    Behaviour,
+    FakeInstance,
+    Json,
+    Seen,
+    Stand,
+    _respond,
+    stand_of,
+)
 
 from mooncake_conductor.cost.link_calendar import LinkCalendar
 from mooncake_conductor.index.prompt_keys import token_keys
@@ -20,11 +29,6 @@ from mooncake_conductor.simulator.engine_models import (
     PrefillNode,
 )
 from mooncake_conductor.simulator.simulation import Cluster
-from mooncake_proxy.api.application import ProxyApplication
-from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.http1.http_wire import Origin
-from mooncake_proxy.pool.health_checks import HealthConfig
-from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 class _SimulatedInstance(FakeInstance):
@@ -154,25 +158,5 @@ async def simulated_stand(cluster: Cluster, **config: Any) -> AsyncIterator[Stan
         SimulatedDecode(f"d{index}", cluster.num_prefill + index, cluster, links)
         for index in range(cluster.num_decode)
     ]
-    specs = []
-    for fake in (*prefills, *decodes):
-        await fake.start()
-        role = Role.PREFILL if fake in prefills else Role.DECODE
-        specs.append(InstanceSpec(Origin.parse(fake.url), role))
-    app = ProxyApplication(
-        ProxyConfig(
-            port=0,
-            instances=tuple(specs),
-            health=HealthConfig(interval_s=0),
-            access_log="off",
-            shutdown_timeout_s=1.0,
-            **config,
-        )
-    )
-    await app.start()
-    try:
-        yield Stand(app, list(prefills), list(decodes))
-    finally:
-        await app.close()
-        for fake in (*prefills, *decodes):
-            await fake.kill()
+    async with stand_of(prefills, decodes, **config) as running:
+        yield running
