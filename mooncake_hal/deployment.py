@@ -7,6 +7,7 @@ hand can't disagree unnoticed. Every refusal names what was wanted, what was fou
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -137,6 +138,13 @@ class DeploymentPlan:
         if found:
             raise DeploymentRefused(found)
 
+    def pairs(self) -> Iterator[tuple[InstancePlan, InstancePlan]]:
+        """Prefill with decode instances, each with each, where the hardware of both is known."""
+        known = [instance for instance in self.instances if instance.info is not None]
+        prefills = [instance for instance in known if instance.role == "prefill"]
+        decodes = [instance for instance in known if instance.role == "decode"]
+        return itertools.product(prefills, decodes)
+
     def _role_problems(self) -> Iterator[str]:
         counts = Counter(instance.role for instance in self.instances)
         for instance in self.instances:
@@ -187,16 +195,11 @@ class DeploymentPlan:
                     yield f"{instance.name}: {problem}"
 
     def _pair_problems(self) -> Iterator[str]:
-        sides: dict[str, list[InstancePlan]] = {"prefill": [], "decode": []}
-        for instance in self.instances:
-            if instance.role in sides and instance.info is not None:
-                sides[instance.role].append(instance)
-        for prefill in sides["prefill"]:
-            for decode in sides["decode"]:
-                assert prefill.info is not None
-                assert decode.info is not None
-                for problem in find_incompatibilities(prefill.info, decode.info):
-                    yield f"{prefill.name} and {decode.name}: {problem}"
+        for prefill, decode in self.pairs():
+            assert prefill.info is not None
+            assert decode.info is not None
+            for problem in find_incompatibilities(prefill.info, decode.info):
+                yield f"{prefill.name} and {decode.name}: {problem}"
 
 
 def check_compatibility(prefill: InstanceInfo, decode: InstanceInfo) -> tuple[str, ...]:
@@ -224,19 +227,21 @@ def find_incompatibilities(prefill: InstanceInfo, decode: InstanceInfo) -> list[
         return []
     return [
         f"{name}: {problem}"
-        for name in _by_name(prefill, decode)
-        for problem in _transport_problems(name, prefill, decode)
+        for name, problems in transport_problems(prefill, decode).items()
+        for problem in problems
     ]
 
 
 def usable_transports(prefill: InstanceInfo, decode: InstanceInfo) -> tuple[str, ...]:
     """Names of the transports that both have, and whose constraints the pair meets."""
-    names = _by_name(prefill, decode)
-    return tuple(name for name in names if not _transport_problems(name, prefill, decode))
+    found = transport_problems(prefill, decode)
+    return tuple(name for name, problems in found.items() if not problems)
 
 
-def _by_name(prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:
-    return sorted(set(prefill.transports) | set(decode.transports))
+def transport_problems(prefill: InstanceInfo, decode: InstanceInfo) -> dict[str, list[str]]:
+    """Why each transport that either has can't serve the pair; empty lists for those that can."""
+    names = sorted(set(prefill.transports) | set(decode.transports))
+    return {name: _transport_problems(name, prefill, decode) for name in names}
 
 
 def _transport_problems(name: str, prefill: InstanceInfo, decode: InstanceInfo) -> list[str]:

@@ -24,6 +24,7 @@ from mooncake_hal.deployment import (
     Hardware,
     InstanceInfo,
     InstancePlan,
+    transport_problems,
     usual_block_size,
 )
 from mooncake_hal.errors import BackendNotFound, BackendUnavailable, DeploymentRefused, HalError
@@ -114,7 +115,24 @@ def examine_plan(registry: Registry, plans: list[dict[str, Any]]) -> list[Check]
             for why in absent
         ),
         Check(f"deployment of {names}: roles, connectors, ports, sizes, hardware"),
+        *(Check(_way_of_kv(registry, *pair)) for pair in deployment.pairs()),
     ]
+
+
+def _way_of_kv(registry: Registry, prefill: InstancePlan, decode: InstancePlan) -> str:
+    """By which transports KV may go between two that fit, best first; why not by those that both
+    have. Which of them it is, the handshake finds out."""
+    assert prefill.info is not None
+    assert decode.info is not None
+    specs = registry.transports
+    shared = sorted(
+        {*prefill.info.transports} & {*decode.info.transports},
+        key=lambda name: -specs[name][0].priority if name in specs else 0,
+    )
+    found = transport_problems(prefill.info, decode.info)
+    usable = " or ".join(name for name in shared if not found[name])
+    refused = [f"not by {name}: {'; '.join(found[name])}" for name in shared if found[name]]
+    return "; ".join([f"{prefill.name} to {decode.name}: KV goes by {usable}", *refused])
 
 
 def examine_transport(registry: Registry, name: str) -> list[Check]:

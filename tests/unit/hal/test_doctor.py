@@ -95,6 +95,23 @@ def test_a_plan_of_hardware_that_is_not_here_is_checked_by_what_is_known_of_it(
     assert "cuda is not on this machine" in said
     assert "A2 is meant, as no generation was given" in said
     assert "ok    deployment of p (prefill), d (decode), c (decode)" in said
+    assert "ok    p to d: KV goes by staged\n" in said
+
+
+def test_a_plan_says_by_which_transports_kv_may_go(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = plan(
+        capsys,
+        "role=prefill,name=p,backend=ascend,generation=A2,tp=4",
+        "role=decode,name=d,backend=ascend,generation=A2,tp=2",
+        "role=decode,name=e,backend=ascend,generation=A3,tp=3",
+    )
+    assert status == 0, said
+    assert "ok    p to d: KV goes by hccs or staged\n" in said
+    assert (
+        "ok    p to e: KV goes by staged; not by hccs: it needs one device generation on both "
+        "sides, prefill has 'A2', decode 'A3'; it needs a tensor-parallel size of prefill that is "
+        "a multiple of decode's, they are 4 and 3\n"
+    ) in said
 
 
 @pytest.mark.parametrize(
