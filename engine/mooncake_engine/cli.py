@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from mooncake_engine.text.completion_output import EngineClient
 
 _REPLAY_COMMAND = "mooncake_engine.replay.replay_command"
+_SERVING_COMMAND = "mooncake_engine.replay.serving_command"
+_SERVING_OPTIONS = "mooncake_engine.replay.serving_options"
 _LOG_LEVEL = Option(
     flag="--log-level",
     default="info",
@@ -122,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         argv = with_model_flag(sys.argv[1:] if argv is None else argv, ("serve", "up"))
+        if argv[:2] == ["bench", "serve"]:
+            argv = ["bench serve", *argv[2:]]
         argv = with_config(argv, OPTIONS, SECTIONS)
     except ConfigError as exc:
         return _refuse(exc)
@@ -132,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.run in (_serve, _up):
             unknown = without_vllm_flags(unknown)
-        if unknown and args.run is _bench:
+        if unknown and args.run in (_bench, _bench_serve):
             load_development_module(_REPLAY_COMMAND)  # where it is missing, so are its options
         if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -352,13 +356,21 @@ def _up(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_replay_options(parser: argparse.ArgumentParser) -> None:
-    with suppress(DevelopmentToolsMissing):  # only who runs the command needs to know
-        load_development_module(_REPLAY_COMMAND).add_options(parser)
+def _development_options(module: str) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        with suppress(DevelopmentToolsMissing):  # only who runs the command needs to know
+            load_development_module(module).add_options(parser)
+
+    return add
 
 
 def _bench(args: argparse.Namespace) -> int:
     print(load_development_module(_REPLAY_COMMAND).bench(args).table())
+    return 0
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    print(load_development_module(_SERVING_COMMAND).bench_serve(args))
     return 0
 
 
@@ -551,7 +563,14 @@ COMMANDS = (
         "replay a trace against an OpenAI endpoint",
         _bench,
         (replace(_LOG_LEVEL, default="warning"), _LOG_FORMAT),
-        _add_replay_options,
+        _development_options(_REPLAY_COMMAND),
+    ),
+    Command(
+        "bench serve",
+        "send the load of vLLM's bench serve to an OpenAI endpoint",
+        _bench_serve,
+        (replace(_LOG_LEVEL, default="warning"), _LOG_FORMAT),
+        _development_options(_SERVING_OPTIONS),
     ),
     Command(
         "collect-env",

@@ -22,6 +22,8 @@ class Record:
             cached, as the endpoint counts them.
         error: why it failed, or was refused.
         is_refused: the endpoint said at once that it would not take it now (429, 503).
+        request_id: sent with it; empty for none.
+        pieces: the texts that came.
     """
 
     index: int
@@ -34,6 +36,8 @@ class Record:
     num_cached: int = 0
     error: str | None = None
     is_refused: bool = False
+    request_id: str = ""
+    pieces: list[str] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:

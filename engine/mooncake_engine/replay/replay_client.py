@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,6 +47,7 @@ class TargetServer:
         url: ``http://host:port`` or ``https://…``, with or without a path.
         headers: for every request.
         timeout_s: how long one exchange may take.
+        verifies_certificates: of ``https``.
 
     Raises:
         ConfigError: no such URL.
@@ -54,18 +56,36 @@ class TargetServer:
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 3600.0
+    verifies_certificates: bool = True
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url must be http://HOST:PORT or https://…, got {self.url!r}")
 
-    async def post(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
+    async def get(self, path: str) -> bytes:
+        """The answer's body.
+
+        Raises:
+            ExchangeFailed: as of ``post``.
+        """
+        async with aclosing(self._exchange(self._head("GET", path, 0, {}))) as pieces:
+            return b"".join([piece async for piece in pieces])
+
+    def post(
+        self, path: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncGenerator[bytes, None]:
         """The answer's body as it arrives.
+
+        Args:
+            headers: of this request, beside those of every request.
 
         Raises:
             ExchangeFailed: no connection, no answer in time, or a status other than 200.
         """
+        return self._exchange(self._head("POST", path, len(body), headers) + body)
+
+    async def _exchange(self, request: bytes) -> AsyncGenerator[bytes, None]:
         try:
             async with timeout(_CONNECT_S):
                 reader, writer = await self._connect()
@@ -73,7 +93,7 @@ class TargetServer:
             raise ExchangeFailed(f"can't connect to {self.url}: {str(exc) or 'timeout'}") from exc
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         try:
-            writer.write(self._head(path, len(body)) + body)
+            writer.write(request)
             async with aclosing(_answer(reader, deadline)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -83,17 +103,17 @@ class TargetServer:
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         parts = urlsplit(self.url)
         is_tls = parts.scheme == "https"
-        return await asyncio.open_connection(
-            parts.hostname,
-            parts.port or (443 if is_tls else 80),
-            ssl=ssl.create_default_context() if is_tls else None,
-        )
+        context = ssl.create_default_context() if is_tls else None
+        if context is not None and not self.verifies_certificates:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        port = parts.port or (443 if is_tls else 80)
+        return await asyncio.open_connection(parts.hostname, port, ssl=context)
 
-    def _head(self, path: str, num_bytes: int) -> bytes:
+    def _head(self, method: str, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
         parts = urlsplit(self.url)
-        lines = [f"POST {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}"]
+        lines = [f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}"]
         lines += ["Content-Type: application/json", f"Content-Length: {num_bytes}"]
-        lines += [f"{name}: {value}" for name, value in self.headers.items()]
+        lines += [f"{name}: {value}" for name, value in {**self.headers, **headers}.items()]
         return "\r\n".join([*lines, "Connection: close", "", ""]).encode()
 
 
@@ -159,6 +179,7 @@ class _Usage(msgspec.Struct):
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
@@ -169,8 +190,14 @@ class _Choice(msgspec.Struct):
 
     @property
     def shows_something(self) -> bool:
+        delta = self.delta
+        return bool(self.shown_text or (delta is not None and delta.tool_calls))
+
+    @property
+    def shown_text(self) -> str:
         delta = self.delta or _Delta()
-        return bool(self.text or delta.content or delta.reasoning_content or delta.tool_calls)
+        reasoning = delta.reasoning or delta.reasoning_content or ""
+        return (self.text or "") + reasoning + (delta.content or "")
 
 
 class _Event(msgspec.Struct):
@@ -192,18 +219,23 @@ class ReplayClient:
         is_chat: use ``/v1/chat/completions``.
         ignores_eos: send ``ignore_eos``, which OpenAI does not know, so that answers are as long
             as the trace says.
+        path: of the endpoint below the server; None for OpenAI's own.
+        fields: of every body, beside those that a request has anyway; they win.
     """
 
     server: TargetServer
     model: str
     is_chat: bool = False
     ignores_eos: bool = True
+    path: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
 
     async def ask(self, prompt: str, max_tokens: int, record: Record) -> None:
         """Send a request and fill its record; a failure is noted in it, not raised."""
         record.sent_s = time.perf_counter()
         try:
-            async with aclosing(self._events(self._body(prompt, max_tokens, stream=True))) as found:
+            body = self._body(prompt, max_tokens, stream=True)
+            async with aclosing(self._events(body, record.request_id)) as found:
                 async for event in found:
                     _note(event, record)
             if not record.piece_times_s:
@@ -239,10 +271,10 @@ class ReplayClient:
 
     @property
     def _path(self) -> str:
-        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+        return self.path or ("/v1/chat/completions" if self.is_chat else "/v1/completions")
 
     def _body(self, prompt: str, max_tokens: int, *, stream: bool) -> bytes:
-        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0}
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens}
         if self.is_chat:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
@@ -251,11 +283,12 @@ class ReplayClient:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.ignores_eos:
             body["ignore_eos"] = True
-        return msgspec.json.encode(body)
+        return msgspec.json.encode({**body, **self.fields})
 
-    async def _events(self, body: bytes) -> AsyncGenerator[_Event, None]:
+    async def _events(self, body: bytes, request_id: str) -> AsyncGenerator[_Event, None]:
         held = b""
-        async with aclosing(self.server.post(self._path, body)) as pieces:
+        headers = {"X-Request-Id": request_id} if request_id else {}
+        async with aclosing(self.server.post(self._path, body, headers)) as pieces:
             async for piece in pieces:
                 *lines, held = (held + piece).split(b"\n")
                 for line in lines:
@@ -277,6 +310,7 @@ def _understood(payload: bytes) -> _Event:
 def _note(event: _Event, record: Record) -> None:
     if any(choice.shows_something for choice in event.choices):
         record.piece_times_s.append(time.perf_counter())
+        record.pieces.append("".join(choice.shown_text for choice in event.choices))
     if event.usage is not None:
         record.num_input = event.usage.prompt_tokens
         record.num_output = event.usage.completion_tokens

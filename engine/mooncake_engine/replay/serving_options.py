@@ -1,0 +1,275 @@
+"""The options of ``bench serve``: those of ``vllm bench serve`` that concern text generation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mooncake_engine.errors import ConfigError
+from mooncake_engine.replay.serving_datasets import DATASETS, Dataset
+from mooncake_engine.replay.serving_result import ServingTargets
+
+CHAT_BACKENDS = ("openai-chat", "vllm-chat")
+_BACKENDS = ("vllm", "openai", *CHAT_BACKENDS)
+_SAMPLING = {
+    **{"top_p": float, "top_k": int, "min_p": float, "temperature": float},
+    **{"frequency_penalty": float, "presence_penalty": float, "repetition_penalty": float},
+}
+_WITHOUT_EFFECT = ("--disable-tqdm", "--trust-remote-code", "--no-stream")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    _add_endpoint_options(parser)
+    _add_dataset_options(parser)
+    _add_traffic_options(parser)
+    _add_result_options(parser)
+
+
+def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--backend",
+        choices=_BACKENDS,
+        default="openai",
+        help="form of requests: completions (vllm, openai) or chat (openai-chat, vllm-chat)",
+    )
+    add("--base-url", metavar="URL", help="URL of the endpoint (default: --host and --port)")
+    add("--host", default="127.0.0.1", metavar="HOST", help="address of the endpoint")
+    add("--port", type=int, default=8000, metavar="PORT", help="port of the endpoint")
+    add("--endpoint", metavar="PATH", help="path of the endpoint (default: that of --backend)")
+    add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of every request")
+    add("--insecure", action="store_true", help="do not check the endpoint's certificate")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="model to request, and whose tokenizer counts (default: the endpoint's first)",
+    )
+    add("--served-model-name", metavar="NAME", help="model to request (default: --model)")
+    add(
+        "--tokenizer",
+        metavar="MODEL",
+        help="directory or ORG/NAME whose tokenizer makes and counts prompts (default: --model)",
+    )
+    add(
+        "--tokenizer-mode", default="auto", metavar="MODE", help="no effect: tokenizer.json is read"
+    )
+    for name, parse in _SAMPLING.items():
+        add(
+            f"--{name.replace('_', '-')}",
+            type=parse,
+            metavar="VALUE",
+            help=f"{name} of every request (default: the endpoint's)",
+        )
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="answers go on to their length; always so with --dataset-name random",
+    )
+    add("--logprobs", type=int, metavar="N", help="log probabilities to ask for, per token")
+    add("--extra-body", type=_json_object, metavar="JSON", help="further fields of every request")
+    for flag in _WITHOUT_EFFECT:
+        add(flag, action="store_true", help="no effect")
+
+
+def _add_dataset_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--dataset-name", choices=tuple(DATASETS), default="random", help="kind of prompts")
+    add("--dataset-path", type=Path, metavar="FILE", help="file of sharegpt, sonnet or custom")
+    add("--num-prompts", type=int, default=1000, metavar="N", help="number of requests")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts, lengths and times")
+    add("--input-len", type=int, metavar="TOKENS", help="prompt length of random and sonnet")
+    add("--output-len", type=int, metavar="TOKENS", help="answer length, whatever the dataset")
+    add("--random-input-len", type=int, default=1024, metavar="TOKENS", help="prompt length")
+    add("--random-output-len", type=int, default=128, metavar="TOKENS", help="answer length")
+    add("--random-prefix-len", type=int, default=0, metavar="TOKENS", help="common beginning")
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="lengths lie this share around theirs",
+    )
+    add("--sonnet-input-len", type=int, default=550, metavar="TOKENS", help="prompt length")
+    add("--sonnet-output-len", type=int, default=150, metavar="TOKENS", help="answer length")
+    add("--sonnet-prefix-len", type=int, default=200, metavar="TOKENS", help="common beginning")
+    add(
+        "--sharegpt-output-len",
+        type=int,
+        metavar="TOKENS",
+        help="answer length (default: the dataset's)",
+    )
+    add(
+        "--custom-output-len",
+        type=int,
+        default=256,
+        metavar="TOKENS",
+        help="answer length; -1 takes each line's output_tokens",
+    )
+    add("--skip-chat-template", action="store_true", help="send prompts as the file has them")
+    add("--disable-shuffle", action="store_true", help="keep the file's order")
+    add("--no-oversample", action="store_true", help="do not use a file's entries twice")
+
+
+def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        metavar="PER_SECOND",
+        help="requests per second, at random times; inf sends all at once",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="SHAPE",
+        help="shape of the gamma distribution of pauses: 1 is Poisson, less comes in bursts",
+    )
+    add("--max-concurrency", type=int, metavar="N", help="most requests under way at once")
+    add(
+        "--ramp-up-strategy",
+        choices=("linear", "exponential"),
+        help="how the rate grows from --ramp-up-start-rps to --ramp-up-end-rps",
+    )
+    for end in ("start", "end"):
+        add(f"--ramp-up-{end}-rps", type=int, metavar="PER_SECOND", help=f"rate at the {end}")
+    add("--num-warmups", type=int, default=0, metavar="N", help="requests before the run")
+    add(
+        "--ready-check-timeout-sec",
+        type=int,
+        default=0,
+        metavar="SECONDS",
+        help="wait so long for the endpoint to answer; 0 does not wait",
+    )
+    add(
+        "--request-id-prefix",
+        default="bench-",
+        metavar="TEXT",
+        help="X-Request-Id of a request is this and its number",
+    )
+
+
+def _add_result_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--percentile-metrics",
+        default="ttft,tpot,itl",
+        metavar="METRICS",
+        help="what to report, of ttft, tpot, itl, e2el",
+    )
+    add(
+        "--metric-percentiles",
+        default="99",
+        metavar="PERCENTS",
+        help="percentiles of them, separated by commas",
+    )
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="longest times of a good request, of ttft, tpot, e2el",
+    )
+    add("--save-result", action="store_true", help="write the result as a JSON file")
+    add("--save-detailed", action="store_true", help="with figures and text of every request")
+    add("--append-result", action="store_true", help="append it to the file as a line")
+    add("--result-dir", type=Path, metavar="DIR", help="directory of that file (default: this)")
+    add(
+        "--result-filename",
+        metavar="NAME",
+        help="its name (default: label, rate, model and time)",
+    )
+    add("--label", metavar="NAME", help="label in the result (default: --backend)")
+    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="further entries of it")
+
+
+def dataset_of(args: argparse.Namespace) -> Dataset:
+    """The dataset that was asked for."""
+    num_input = {"random": args.random_input_len, "sonnet": args.sonnet_input_len}
+    num_prefix = {"random": args.random_prefix_len, "sonnet": args.sonnet_prefix_len}
+    num_output = {
+        "random": args.random_output_len,
+        "sonnet": args.sonnet_output_len,
+        "sharegpt": args.sharegpt_output_len,
+        "custom": args.custom_output_len,
+    }
+    name = args.dataset_name
+    return Dataset(
+        name,
+        args.dataset_path,
+        args.num_prompts,
+        num_input.get(name, 0) if args.input_len is None else args.input_len,
+        num_output[name] if args.output_len is None else args.output_len,
+        num_prefix=num_prefix.get(name, 0),
+        range_ratio=args.random_range_ratio,
+        seed=args.seed,
+        is_shuffled=not args.disable_shuffle,
+        repeats=not args.no_oversample,
+        is_chat=args.backend in CHAT_BACKENDS,
+        has_template=not args.skip_chat_template,
+    )
+
+
+def targets_of(args: argparse.Namespace) -> ServingTargets:
+    """What is to be reported.
+
+    Raises:
+        ConfigError: no such metric or value.
+    """
+    try:
+        percentiles = tuple(float(value) for value in args.metric_percentiles.split(","))
+        goodput = {name: float(limit) for name, limit in _pairs(args.goodput, ":").items()}
+    except ValueError as exc:
+        raise ConfigError(f"--metric-percentiles and --goodput take numbers: {exc}") from exc
+    metrics = tuple(name.strip() for name in args.percentile_metrics.split(","))
+    return ServingTargets(metrics, percentiles, goodput)
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of every request's body."""
+    found = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    if args.logprobs is not None:
+        is_chat = args.backend in CHAT_BACKENDS
+        found |= (
+            {"logprobs": True, "top_logprobs": args.logprobs}
+            if is_chat
+            else {"logprobs": args.logprobs}
+        )
+    return found | (args.extra_body or {})
+
+
+def headers_of(args: argparse.Namespace) -> dict[str, str]:
+    """Those of ``--header``.
+
+    Raises:
+        ConfigError: one without a value.
+    """
+    return _pairs(args.header, "=")
+
+
+def metadata_of(args: argparse.Namespace) -> dict[str, str]:
+    """Those of ``--metadata``.
+
+    Raises:
+        ConfigError: one without a value.
+    """
+    return _pairs(args.metadata, "=")
+
+
+def _pairs(words: list[str], separator: str) -> dict[str, str]:
+    pairs = [word.partition(separator) for word in words]
+    for name, found, _ in pairs:
+        if not found:
+            raise ConfigError(f"{name!r} must be KEY{separator}VALUE")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return found
