@@ -1,51 +1,25 @@
-"""``staged`` over real verbs: device memory through memory that NICs reach."""
+"""``staged`` over real verbs: device memory through memory that NICs reach.
+
+The whole suite runs over tcp elsewhere; here it would take the VM's time twice.
+"""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
-
-import numpy as np
 import pytest
 from support.host_device import DEVICE
+from support.staged_over_rdma import ALLOCATOR, LOADER, StagedOverRdma
 
-from mooncake_hal.testing.transports import MIB, TransportKit
-from mooncake_hal.testing.transports_buffers import random_pieces
+from mooncake_hal.testing.transports import MIB
 from mooncake_hal.testing.transports_staged import StagedBetweenKinds
-from mooncake_hal.transport import EndpointOptions
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
-LOADER = "support.host_device:load_staged"
-ALLOCATOR = "support.host_device:allocate"
 LARGE = 16 * MIB
 """See ``test_conformance``."""
 
 
-class TestStaged(TransportKit):
-    """A device at both ends. The whole suite runs over tcp elsewhere; here it would take the VM's
-    time twice."""
-
-    loader, allocator = LOADER, ALLOCATOR
+class TestStaged(StagedOverRdma):
     timeout, large = 120.0, LARGE
-
-    def options(self) -> EndpointOptions:
-        return replace(super().options(), device=DEVICE)
-
-    def test_rdma_is_what_moves_it(self, caplog: pytest.LogCaptureFixture) -> None:
-        """And not tcp, which is there as well."""
-        caplog.set_level(logging.INFO, "mooncake_hal.negotiation")
-        here, there = self.buffer(MIB), self.buffer(MIB)
-        there.put(self.rng.integers(0, 256, MIB, np.uint8))
-        near, far = self.open(), self.open()
-        near.register(here.region)
-        far.register(there.region)
-        peer = near.connect(far.address, timeout=self.timeout)
-        assert "transport: rdma is the best that both reach" in caplog.text
-        pieces = random_pieces(self.rng, np.full(64, 4096, np.int64), MIB)
-        wanted = pieces.after_read(here.get(), there.get())
-        self.read(peer, pieces.spans(here.region, there.region))
-        assert (here.get() == wanted).all()
 
 
 class TestStagedBetweenKinds(StagedBetweenKinds):
