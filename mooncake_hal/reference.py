@@ -77,8 +77,8 @@ class ReferenceOps:
         compressed, latent_dim = rows.compressed.unsqueeze(1), latent_cache.shape[-1]
         cos, sin = rows.cos_sin[rows.positions].float().unsqueeze(1).chunk(2, dim=-1)
         latent = self.rms_norm(compressed[..., :latent_dim], rows.norm_weight, rows.eps)
-        turned = _rotate(compressed[..., latent_dim:], cos, sin)
-        self.write_kv(latent, turned, latent_cache, rope_cache, slot_mapping)
+        rotated = _rotate(compressed[..., latent_dim:], cos, sin)
+        self.write_kv(latent, rotated, latent_cache, rope_cache, slot_mapping)
         return _rotate(query, cos, sin)
 
     def mla_decode_attention(
@@ -260,5 +260,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     wide = x.float()
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    turned = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(rotated, dim=-1).to(x.dtype)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 from mooncake_hal.errors import (
-    HalError,
     PeerLost,
     RequestRefused,
     TransferError,
@@ -31,6 +31,7 @@ from mooncake_hal.session.frames import (
     SessionRequest,
     SessionResponse,
     frame,
+    respond,
 )
 from mooncake_hal.session.strangers import LIMITS, Limits, Strangers
 
@@ -199,19 +200,13 @@ class AsyncSession(asyncio.Protocol):
 
     def _take(self, message: AnyMessage) -> None:
         if isinstance(message, SessionRequest):
-            self._send(self._respond(message))
+            self._send(respond(message, partial(self._handler, self)))
         elif isinstance(message, SessionResponse):
             self._settle(message)
         elif isinstance(message, Ping):
             self._send(SessionResponse(message.number))
         else:
             raise PeerLost(f"the peer broke the session's protocol: {type(message).__name__} here")
-
-    def _respond(self, request: SessionRequest) -> SessionResponse:
-        try:
-            return SessionResponse(request.number, self._handler(self, request.payload))
-        except HalError as exc:
-            return SessionResponse(request.number, error=str(exc) or type(exc).__name__)
 
     def _settle(self, response: SessionResponse) -> None:
         reply = self._waiting.get(response.number)

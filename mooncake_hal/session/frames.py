@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
-from mooncake_hal.errors import PeerLost
+from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.session.authentication import UNREADABLE, Proven, encode
 
 LENGTH_BYTES = 4
@@ -60,6 +61,14 @@ class SessionResponse(msgspec.Struct, frozen=True, tag="response", forbid_unknow
     number: int
     payload: bytes = b""
     error: str = ""
+
+
+def respond(request: SessionRequest, handle: Callable[[bytes], bytes]) -> SessionResponse:
+    """Let the session's user answer; a HalError of it refuses this request, and nothing else."""
+    try:
+        return SessionResponse(request.number, handle(request.payload))
+    except HalError as exc:
+        return SessionResponse(request.number, error=str(exc) or type(exc).__name__)
 
 
 AnyMessage = Registered | Revoked | Ping | SessionRequest | SessionResponse

@@ -10,13 +10,13 @@ import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError as FutureTimeout
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mooncake_hal.errors import (
-    HalError,
     PeerLost,
     RequestRefused,
     TransferError,
@@ -31,6 +31,7 @@ from mooncake_hal.session.frames import (
     SessionRequest,
     SessionResponse,
     check_length,
+    respond,
 )
 from mooncake_hal.session.listener import ProvenSocket, hang_up, peer_credentials
 from mooncake_hal.session.regions import AttachedRegions, RegionIndex
@@ -272,7 +273,7 @@ class Session:
         elif isinstance(message, Ping):
             self.send(SessionResponse(message.number))
         elif isinstance(message, SessionRequest):
-            self.send(self._respond(message))
+            self.send(respond(message, partial(self._handler, self)))
         else:
             self._settle(message)
 
@@ -294,12 +295,6 @@ class Session:
         finally:
             if fd is not None:
                 os.close(fd)
-
-    def _respond(self, request: SessionRequest) -> SessionResponse:
-        try:
-            return SessionResponse(request.number, self._handler(self, request.payload))
-        except HalError as exc:
-            return SessionResponse(request.number, error=str(exc) or type(exc).__name__)
 
     # -- requests -------------------------------------------------------------------------------
 

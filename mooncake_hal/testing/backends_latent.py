@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.latents import LatentOps, LatentRows
-from mooncake_hal.testing.backends_data import Case, Shape, make_case
+from mooncake_hal.testing.backends_data import Case, Shape
 from mooncake_hal.testing.backends_ops import (
     ALL_DTYPES,
     DECODES,
@@ -19,9 +19,9 @@ from mooncake_hal.testing.backends_ops import (
     MakeCase,
     assert_identical,
     assert_same,
+    case_maker,
     oracle,
     preferred,
-    require,
     shape_for,
 )
 
@@ -51,16 +51,8 @@ class LatentSuite:
     @pytest.fixture
     def latent_case(self, backend: Backend) -> Iterator[MakeCase]:
         """Makes cases, and frees their memory afterwards."""
-        made: list[Case] = []
-
-        def make(shape: Shape, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Case:
-            require(backend, shape)
-            made.append(make_case(backend, shape, lengths, seed))
-            return made[-1]
-
-        yield make
-        for each in made:
-            each.kv.free()
+        with case_maker(backend) as make:
+            yield make
 
     def check_latent(self, backend: Backend, case: Case) -> None:
         """Both kernels of a case equal the reference's."""
@@ -162,8 +154,8 @@ def check_writes(ours: LatentOps, theirs: LatentOps, made: Case, wanted: Case) -
     expected = theirs.write_latents(
         query.clone(), rows, wanted.kv.key, wanted.kv.value, batch.slot_mapping
     )
-    plain, turned = torch.split(rows.compressed, list(shape.plane_dims), dim=-1)
-    packed = rows._replace(compressed=torch.cat((plain, ours.pack_rope(turned.T).T), dim=-1))
+    plain, rotated = torch.split(rows.compressed, list(shape.plane_dims), dim=-1)
+    packed = rows._replace(compressed=torch.cat((plain, ours.pack_rope(rotated.T).T), dim=-1))
     found = ours.write_latents(query, packed, made.kv.key, made.kv.value, batch.slot_mapping)
     assert_same(found, expected, shape.dtype)
     written = torch.zeros(made.kv.key.shape[:2], dtype=torch.bool).flatten()

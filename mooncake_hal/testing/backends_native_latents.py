@@ -1,4 +1,4 @@
-"""Latents in a backend's native form, of the suite: turned from rows, written, attended to."""
+"""Latents in a backend's native layout, of the suite: converted from rows, written, attended to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mooncake_hal.backend import Backend
 from mooncake_hal.latents import LatentOps, NativeLatentOps
-from mooncake_hal.testing.backends_data import Case, make_case
+from mooncake_hal.testing.backends_data import Case
 from mooncake_hal.testing.backends_latent import latent_rows, latent_shape
 from mooncake_hal.testing.backends_ops import (
     ALL_DTYPES,
@@ -21,8 +21,8 @@ from mooncake_hal.testing.backends_ops import (
     MakeCase,
     assert_identical,
     assert_same,
+    case_maker,
     oracle,
-    require,
 )
 
 LENGTHS = (*DECODES, *PREFILLS)
@@ -32,49 +32,40 @@ class NativeLatentsSuite:
     """Cases for ``NativeLatentOps``; the ``backend`` fixture comes from the concrete class."""
 
     @pytest.fixture
-    def resident_case(self, backend: Backend) -> Iterator[MakeCase]:
+    def native_case(self, backend: Backend) -> Iterator[MakeCase]:
         """Makes cases of latents as rows, and frees their memory afterwards."""
         if not backend.capabilities.native_latents:
             pytest.skip(f"{backend.name} keeps latents as rows only")
-        made: list[Case] = []
-
-        def make(dtype: str = "", heads: int = 8, seed: int = 0) -> Case:
-            shape = latent_shape(backend, dtype, heads=heads)
-            require(backend, shape)
-            made.append(make_case(backend, shape, LENGTHS, seed))
-            return made[-1]
-
-        yield make
-        for each in made:
-            each.kv.free()
+        with case_maker(backend) as make:
+            yield lambda dtype="", heads=8: make(latent_shape(backend, dtype, heads=heads), LENGTHS)
 
     @pytest.mark.parametrize("heads", [1, 5, 16])
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
-    def test_turned_blocks_are_attended_to(
-        self, backend: Backend, resident_case: MakeCase, dtype: str, heads: int
+    def test_attention_over_native_blocks(
+        self, backend: Backend, native_case: MakeCase, dtype: str, heads: int
     ) -> None:
         """Decodes and prompts, as over rows; the last blocks are filled in part."""
-        made = resident_case(dtype, heads)
+        made = native_case(dtype, heads)
         wanted = attended(oracle, made)
-        make_all_resident(backend, made)
-        found = attended(native_form(backend), made)
+        make_all_native(backend, made)
+        found = attended(native_latents_ops(backend), made)
         assert_same(found, wanted, made.shape.dtype)
 
     @pytest.mark.parametrize("dtype", ALL_DTYPES)
-    def test_what_is_written_is_what_is_turned(
-        self, backend: Backend, resident_case: MakeCase, dtype: str
+    def test_native_writes_equal_converted_rows(
+        self, backend: Backend, native_case: MakeCase, dtype: str
     ) -> None:
-        """To the bit: tokens written into turned blocks, and rows written and turned then."""
-        before, after = (resident_case(dtype) for _ in range(2))
-        make_all_resident(backend, before)
-        queries = [write(native_form(backend), before), write(backend.ops, after)]
-        make_all_resident(backend, after)
+        """To the bit: tokens written into native blocks, and rows written and converted then."""
+        before, after = (native_case(dtype) for _ in range(2))
+        make_all_native(backend, before)
+        queries = [write(native_latents_ops(backend), before), write(backend.ops, after)]
+        make_all_native(backend, after)
         assert_identical(*queries)
         assert_identical(before.kv.allocation.tensor, after.kv.allocation.tensor)
 
-    def test_no_other_block_is_turned(self, backend: Backend, resident_case: MakeCase) -> None:
+    def test_only_named_blocks_are_converted(self, backend: Backend, native_case: MakeCase) -> None:
         """In any order, one by one or together; none at all is fine."""
-        together, one_by_one = (resident_case() for _ in range(2))
+        together, one_by_one = (native_case() for _ in range(2))
         some = torch.tensor([3, 0, 5], device=together.query.device)
         native_ops(backend).convert_latents(together.kv.key, some)
         for block_id in (0, 5, 3):
@@ -82,16 +73,16 @@ class NativeLatentsSuite:
             native_ops(backend).convert_latents(one_by_one.kv.key, one)
         native_ops(backend).convert_latents(together.kv.key, some[:0])
         assert_identical(together.kv.allocation.tensor, one_by_one.kv.allocation.tensor)
-        untouched = resident_case()
+        untouched = native_case()
         others = [i for i in range(len(untouched.kv.key)) if i not in some.tolist()]
         assert_identical(together.kv.key[others], untouched.kv.key[others])
         assert (together.kv.key[some] != untouched.kv.key[some]).flatten(1).any(1).all()
 
-    def test_turned_blocks_are_moved(self, backend: Backend, resident_case: MakeCase) -> None:
+    def test_native_blocks_can_be_moved(self, backend: Backend, native_case: MakeCase) -> None:
         """Copied within the cache, or packed, and unpacked elsewhere: the same answers."""
-        made = resident_case()
+        made = native_case()
         wanted = attended(oracle, made)
-        make_all_resident(backend, made)
+        make_all_native(backend, made)
         count = len(made.kv.key)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
         target = order.to(made.query.device)
@@ -102,7 +93,7 @@ class NativeLatentsSuite:
             backend.ops.scatter_blocks(staging, cache, target)
         tables = order[made.batch.block_tables.cpu().long()].int().to(target.device)
         moved = replace(made, batch=replace(made.batch, block_tables=tables))
-        assert_same(attended(native_form(backend), moved), wanted, made.shape.dtype)
+        assert_same(attended(native_latents_ops(backend), moved), wanted, made.shape.dtype)
 
 
 def native_ops(backend: Backend) -> NativeLatentOps:
@@ -110,13 +101,13 @@ def native_ops(backend: Backend) -> NativeLatentOps:
     return cast(NativeLatentOps, backend.ops)
 
 
-def native_form(backend: Backend) -> LatentOps:
-    """The ops over the native form."""
+def native_latents_ops(backend: Backend) -> LatentOps:
+    """The ops over native latents."""
     return native_ops(backend).with_native_latents()
 
 
-def make_all_resident(backend: Backend, case: Case) -> None:
-    """Turn every block of a case's cache."""
+def make_all_native(backend: Backend, case: Case) -> None:
+    """Convert every block of a case's cache."""
     everything = torch.arange(len(case.kv.key), device=case.query.device)
     for cache in (case.kv.key, case.kv.value):
         native_ops(backend).convert_latents(cache, everything)

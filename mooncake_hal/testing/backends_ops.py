@@ -7,6 +7,7 @@ or another layer's memory, fails at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -85,22 +86,29 @@ def preferred(usual: _Choice, possible: Sequence[_Choice]) -> _Choice:
     return usual if usual in possible else possible[0]
 
 
+@contextmanager
+def case_maker(backend: Backend) -> Iterator[MakeCase]:
+    """Makes cases that the backend can have, and frees their memory afterwards."""
+    made: list[Case] = []
+
+    def make(shape: Shape, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Case:
+        require(backend, shape)
+        made.append(make_case(backend, shape, lengths, seed))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kv.free()
+
+
 class OpsSuite:
     """Cases for ``Backend.ops``; the ``backend`` fixture comes from the concrete class."""
 
     @pytest.fixture
     def case(self, backend: Backend) -> Iterator[MakeCase]:
         """Makes cases, and frees their memory afterwards."""
-        made: list[Case] = []
-
-        def make(shape: Shape, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Case:
-            require(backend, shape)
-            made.append(make_case(backend, shape, lengths, seed))
-            return made[-1]
-
-        yield make
-        for each in made:
-            each.kv.free()
+        with case_maker(backend) as make:
+            yield make
 
     def check_decode(self, backend: Backend, case: Case) -> None:
         """Decode attention of a case equals the reference's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -11,15 +11,14 @@ import torch
 
 from mooncake_hal.backend import Backend, Ops, ScaledKVOps
 from mooncake_hal.kv.layout import KV_LAYOUTS
-from mooncake_hal.testing.backends_data import Case, Shape, make_case
 from mooncake_hal.testing.backends_latent import check_writes, latent_shape
 from mooncake_hal.testing.backends_ops import (
     DTYPES,
     MakeCase,
     assert_identical,
     assert_same,
+    case_maker,
     oracle,
-    require,
     shape_for,
 )
 
@@ -33,19 +32,12 @@ class ScaledKVSuite:
     @pytest.fixture
     def scaled_case(self, backend: Backend) -> Iterator[MakeCase]:
         """Makes cases in the backend's narrower type, and frees their memory afterwards."""
-        made: list[Case] = []
         names = backend.capabilities.kv_dtypes
         if not names:
             pytest.skip(f"{backend.name} keeps KV in its ops' own type only")
 
-        def make(shape: Shape, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Case:
-            require(backend, shape)
-            made.append(make_case(backend, replace(shape, kv_dtype=names[0]), lengths, seed))
-            return made[-1]
-
-        yield make
-        for each in made:
-            each.kv.free()
+        with case_maker(backend) as make:
+            yield lambda shape, lengths: make(replace(shape, kv_dtype=names[0]), lengths)
 
     def ops(self, backend: Backend) -> tuple[Ops, Ops]:
         """The backend's and the reference's, with the same scales."""

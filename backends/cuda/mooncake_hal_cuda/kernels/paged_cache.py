@@ -185,7 +185,7 @@ def _rotate(source, target, cos, sin, factor, HALF: tl.constexpr, PADDED: tl.con
     is_dim = dims < HALF
     first = tl.load(source + dims, mask=is_dim, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + dims, mask=is_dim, other=0.0).to(tl.float32)
-    turned = (first * cos - second * sin).to(source.dtype.element_ty)
-    tl.store(target + dims, to_cache_dtype(turned, target, factor), mask=is_dim)
-    turned = (second * cos + first * sin).to(source.dtype.element_ty)
-    tl.store(target + HALF + dims, to_cache_dtype(turned, target, factor), mask=is_dim)
+    rotated = (first * cos - second * sin).to(source.dtype.element_ty)
+    tl.store(target + dims, to_cache_dtype(rotated, target, factor), mask=is_dim)
+    rotated = (second * cos + first * sin).to(source.dtype.element_ty)
+    tl.store(target + HALF + dims, to_cache_dtype(rotated, target, factor), mask=is_dim)
