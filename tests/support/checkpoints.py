@@ -17,6 +17,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -35,6 +37,7 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -59,6 +62,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
     "deepseek_v3": {**_LATENT, "n_shared_experts": 1, "n_group": 3, "topk_group": 2},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "phi3": {"head_dim": None, "pad_token_id": 0, "original_max_position_embeddings": 512},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
 }
 """What a family's models need besides SMALL."""

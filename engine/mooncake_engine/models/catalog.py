@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mooncake_engine.models.decoder import Decoder, IntermediateTensors
+from mooncake_engine.models.decoder import Decoder, FusedDecoder, IntermediateTensors
 from mooncake_engine.models.deepseek import (
     DeepseekDecoder,
     read_deepseek_v2,
@@ -20,8 +20,10 @@ from mooncake_engine.models.hf_config import (
     ModelConfig,
     RawConfig,
     read_eos_token_ids,
+    read_internlm3,
     read_llama,
     read_mistral,
+    read_phi3,
     read_qwen2,
     read_qwen3,
     read_raw,
@@ -115,9 +117,11 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV2ForCausalLM": Architecture(read_deepseek_v2, DeepseekDecoder),
     "DeepseekV3ForCausalLM": Architecture(read_deepseek_v3, DeepseekDecoder),
+    "InternLM3ForCausalLM": Architecture(read_internlm3, Decoder),
     "LlamaForCausalLM": Architecture(read_llama, Decoder),
     "MistralForCausalLM": Architecture(read_mistral, Decoder),
     "MixtralForCausalLM": Architecture(read_mixtral, MixtralDecoder),
+    "Phi3ForCausalLM": Architecture(read_phi3, FusedDecoder),
     "Qwen2ForCausalLM": Architecture(read_qwen2, Decoder),
     "Qwen3ForCausalLM": Architecture(read_qwen3, Decoder),
     "Qwen3MoeForCausalLM": Architecture(read_qwen3_moe, SparseDecoder),

@@ -312,3 +312,13 @@ class Decoder:
         """[rows, hidden] to [rows, vocab] float32; the same on every rank of the last stage."""
         assert self._ending is not None, "only the last stage has a head"
         return self._ending[1](hidden).float()
+
+
+class FusedDecoder(Decoder):
+    """Checkpoints that have queries, keys and values in one tensor, and gate and up in one, as
+    Phi-3's."""
+
+    names = CheckpointNames(
+        attention=AttentionNames(qkv=("model.layers.{}.self_attn.qkv_proj",) * 3),
+        mlp=MlpNames(*("model.layers.{}.mlp.gate_up_proj",) * 2),
+    )

@@ -17,6 +17,7 @@ from mooncake_engine.models.layers import (
     RowLinear,
     Span,
     WeightShard,
+    linear_sources,
 )
 from mooncake_engine.models.parallel_context import (
     AttentionWidths,
@@ -149,7 +150,4 @@ def _qkv_sources(
     query = Span(heads.query_start * dim, heads.query_stop * dim)
     kv = Span(heads.kv_start * dim, heads.kv_stop * dim)
     totals = (config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim)
-    return tuple(
-        LinearSource(name, total, rows)
-        for name, total, rows in zip(names, totals, (query, kv, kv), strict=True)
-    )
+    return linear_sources(names, totals, (query, kv, kv))

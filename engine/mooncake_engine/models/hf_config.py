@@ -16,15 +16,18 @@ from mooncake_engine.models.mlp import RoutingConfig
 from mooncake_engine.models.rope import (
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     RopeConfig,
+    RopeScaling,
     YarnScaling,
+    longrope_attention_factor,
     yarn_attention_factor,
     yarn_mscale,
 )
 
 T = TypeVar("T")
 _KINDS: dict[type, tuple[type, ...]] = {float: (int, float), int: (int,), bool: (bool,)}
-_SCALINGS = ("default", "linear", "llama3", "yarn")
+_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +224,23 @@ def read_seed_oss(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> Mo
     return read_decoder(raw, architecture, eos, biases)
 
 
+def read_internlm3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """InternLM3ForCausalLM: Llama's arithmetic; published files call the biases ``qkv_bias`` and
+    ``bias``."""
+    bias = raw.flag("bias") or raw.flag("mlp_bias")
+    qkv_bias = raw.flag("qkv_bias") or raw.flag("attention_bias")
+    biases = {"qkv_bias": qkv_bias, "output_bias": bias, "mlp_bias": bias}
+    return read_decoder(raw, architecture, eos, biases)
+
+
+def read_phi3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
+    """Phi3ForCausalLM (Phi-3, 3.5, 4): Llama's arithmetic, a part of each head rotated; a window
+    as long as the context is none."""
+    config = read_decoder(raw, architecture, eos, {})
+    refuse_window(raw, config)
+    return config
+
+
 def read_qwen2(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
     """Qwen2ForCausalLM: a bias on queries, keys and values, on nothing else."""
     return read_decoder(raw, architecture, eos, {"qkv_bias": True})
@@ -311,19 +331,21 @@ def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
     merged |= raw.get("rope_parameters", dict) or {}
     rope = RawConfig(merged, f"{raw.source}: rope")
     partial = rope.get("partial_rotary_factor", float) or raw.get("partial_rotary_factor", float)
+    if raw.fields.get("original_max_position_embeddings") is not None:  # beside it, as Phi-3 has it
+        original = raw.count("original_max_position_embeddings")
+        merged.setdefault("original_max_position_embeddings", original)
+    rotary_dim = int(head_dim * (partial or 1.0))
     return RopeConfig(
         theta=rope.get("rope_theta", float, 10000.0) or 10000.0,
-        rotary_dim=int(head_dim * (partial or 1.0)),
-        scaling=_read_scaling(rope, raw.count("max_position_embeddings")),
+        rotary_dim=rotary_dim,
+        scaling=_read_scaling(rope, raw.count("max_position_embeddings"), rotary_dim),
     )
 
 
-def _read_scaling(
-    rope: RawConfig, max_positions: int
-) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+def _read_scaling(rope: RawConfig, max_positions: int, rotary_dim: int) -> RopeScaling | None:
     kind = rope.get("rope_type", str) or rope.get("type", str) or "default"
-    if kind == "default":
-        return None
+    if kind in ("default", "dynamic"):
+        return None  # dynamic: changes only sequences beyond the context, which are refused
     if kind == "linear":
         return LinearScaling(rope.require("factor", float))
     if kind == "llama3":
@@ -335,6 +357,8 @@ def _read_scaling(
         )
     if kind == "yarn":
         return _read_yarn(rope, max_positions)
+    if kind in ("longrope", "su"):
+        return _read_longrope(rope, max_positions, rotary_dim)
     raise rope.refuse("rope_type", kind, ", ".join(_SCALINGS))
 
 
@@ -354,3 +378,20 @@ def _read_yarn(rope: RawConfig, max_positions: int) -> YarnScaling:
         truncate=rope.get("truncate", bool, True) is not False,
         score_factor=yarn_mscale(factor, all_dim) ** 2 if all_dim else 1.0,
     )
+
+
+def _read_longrope(rope: RawConfig, max_positions: int, rotary_dim: int) -> LongRopeScaling:
+    """One set of factors for all lengths, as vLLM has it: KV outlives the length at which it was
+    computed. It is the long one where the context is longer than that of the pre-training."""
+    original = rope.require("original_max_position_embeddings", int)
+    name = "long_factor" if max_positions > original else "short_factor"
+    factors = rope.require(name, list)
+    if len(factors) != rotary_dim // 2 or not all(isinstance(f, int | float) for f in factors):
+        raise CheckpointError(
+            f"{rope.source}: {name!r} must have {rotary_dim // 2} numbers, found {len(factors)}"
+        )
+    factor = rope.get("factor", float) or max_positions / original
+    attention_factor = rope.get("attention_factor", float)
+    if attention_factor is None:
+        attention_factor = longrope_attention_factor(factor, original)
+    return LongRopeScaling(tuple(map(float, factors)), attention_factor)

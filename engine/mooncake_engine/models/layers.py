@@ -6,8 +6,9 @@ Every layer names the checkpoint tensors that it wants as WeightSlots; loading c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -137,6 +138,26 @@ class LinearSource:
     name: str
     out_features: int
     rows: Span
+
+
+def linear_sources(
+    names: Sequence[str], totals: Sequence[int], rows: Sequence[Span]
+) -> tuple[LinearSource, ...]:
+    """The sources of a fused layer.
+
+    Args:
+        names: of the checkpoint's linears; all the same where the checkpoint has them fused, too,
+            one behind the other.
+        totals: rows of each, all ranks together.
+        rows: this rank's of each.
+    """
+    if len({*names}) == len(names):
+        return tuple(LinearSource(*each) for each in zip(names, totals, rows, strict=True))
+    starts = accumulate(totals, initial=0)
+    return tuple(
+        LinearSource(name, sum(totals), Span(start + own.start, start + own.stop))
+        for name, start, own in zip(names, starts, rows, strict=False)
+    )
 
 
 class ColumnLinear:

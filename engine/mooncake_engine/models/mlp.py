@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mooncake_engine.models.layers import (
     ColumnLinear,
-    LinearSource,
     ParallelContext,
     RowLinear,
     WeightShard,
+    linear_sources,
 )
 
 _TINY = 1e-20
@@ -124,7 +124,7 @@ class GatedMlp:
         hidden, inner = shape
         self._ops = parallel.ops
         share = parallel.share(inner)
-        sources = tuple(LinearSource(name, inner, share) for name in (names.gate, names.up))
+        sources = linear_sources((names.gate, names.up), (inner, inner), (share, share))
         self._gate_up = ColumnLinear(parallel, sources, hidden, has_bias=has_bias)
         self._down = RowLinear(parallel, names.down, share, shape, has_bias=has_bias)
 

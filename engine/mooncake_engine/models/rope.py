@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,6 +62,22 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor for every rotated pair.
+
+    Args:
+        factors: the divisors, searched for the model's context.
+        attention_factor: multiplies cosines and sines.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+
+
+RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """The rotation of a model.
 
@@ -72,7 +89,7 @@ class RopeConfig:
 
     theta: float
     rotary_dim: int
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: RopeScaling | None = None
 
 
 def inverse_frequencies(rope: RopeConfig) -> Tensor:
@@ -86,6 +103,8 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
         return _llama3_frequencies(base, scaling)
     if isinstance(scaling, YarnScaling):
         return _yarn_frequencies(base, rope, scaling)
+    if isinstance(scaling, LongRopeScaling):
+        return 1.0 / (torch.tensor(scaling.factors) * rope.theta**exponents)
     return base
 
 
@@ -94,9 +113,16 @@ def cos_sin_table(rope: RopeConfig, num_positions: int) -> Tensor:
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    if isinstance(rope.scaling, YarnScaling):
+    if isinstance(rope.scaling, YarnScaling | LongRopeScaling):
         table *= rope.scaling.attention_factor
     return table
+
+
+def longrope_attention_factor(factor: float, original_positions: int) -> float:
+    """The paper's ``sqrt(1 + ln(factor) / ln(original))``, 1 where nothing is stretched."""
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_positions))
 
 
 def yarn_attention_factor(

@@ -35,6 +35,16 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.05 * i for i in range(3)],
+    "long_factor": [1.5 + 0.7 * i for i in range(3)],
+    "partial_rotary_factor": 0.75,
+}
+LONG = {**LONGROPE, "original_max_position_embeddings": 1, "attention_factor": 1.19}
+"""Transformers takes the long factors from the second token on, as the engine does throughout."""
 DEEPSEEK_YARN = {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.2}
 PUBLISHED_WIDTHS = {
     "kv_lora_rank": 512,
@@ -50,6 +60,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_key_value_heads": 8, "rope_parameters": LINEAR}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 8}),
     ("llama", {"rope_parameters": YARN}),
+    ("llama", {"rope_parameters": DYNAMIC}),
+    ("phi3", {"num_key_value_heads": 8}),
+    ("phi3", {"rope_parameters": LONGROPE, "tie_word_embeddings": True}),
+    ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 1}),
     ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     ("qwen2", {"num_key_value_heads": 4, "rope_parameters": YARN}),
     ("qwen2", {"num_key_value_heads": 8, "vocab_size": 301}),

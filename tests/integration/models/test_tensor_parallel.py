@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_ranks_in_processes_choose_the_tokens_of_one_rank(
         heads = [(r.shard.head_start, r.shard.head_stop) for r in executor.info.ranks]
         assert (heads[0][0], heads[-1][1]) == (0, 4)
         assert progress[-1].fraction == 1.0
+    finally:
+        executor.close()
+
+
+def test_linears_that_the_checkpoint_has_fused_are_divided_alike(
+    backend: Backend, tmp_path: Path
+) -> None:
+    config = EngineConfig(
+        write_checkpoint(random_model("phi3", num_key_value_heads=4), tmp_path), num_kv_blocks=32
+    )
+    alone = InProcessExecutor(make_plan(config, backend), backend)
+    expected = [request.output for request in generate(alone)]
+    alone.close()
+    executor = ProcessExecutor(make_plan(replace(config, tp_size=3), backend))
+    try:
+        assert [request.output for request in generate(executor)] == expected
     finally:
         executor.close()
 

@@ -56,11 +56,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": True}, "must be int, found True"),
     ({"num_key_value_heads": 3}, "8 query heads can't share 3"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'.*llama3"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type 'proportional'.*llama3"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "unquantised"),
     ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
 ]
+
+
+@pytest.mark.parametrize(
+    "names", [{"qkv_bias": True, "bias": False}, {"attention_bias": True, "mlp_bias": False}]
+)
+def test_internlm3_is_llama_with_biases_of_other_names(
+    names: dict[str, bool], tmp_path: Path
+) -> None:
+    fields = {"architectures": ["InternLM3ForCausalLM"], **names}
+    config = read_model_config(write(tmp_path, **fields, rope_scaling={"rope_type": "dynamic"}))
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, False, False)
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda value: str(value)[:40])

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.hf_config import RawConfig, read_rope
-from mooncake_engine.models.rope import cos_sin_table
+from mooncake_engine.models.rope import LongRopeScaling, cos_sin_table
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -27,7 +29,13 @@ SCALINGS: list[dict[str, Any]] = [
     YARN,
     {**YARN, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 2},
     {**YARN, "attention_factor": 0.5, "truncate": False},
+    {"rope_type": "dynamic", "factor": 4.0},
 ]
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.01 * i for i in range(32)],
+    "long_factor": [2.0 + 0.5 * i for i in range(32)],
+}
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
@@ -51,3 +59,43 @@ def test_both_spellings_mean_the_same() -> None:
     assert read_rope(RawConfig(common | old, "old"), 64) == read_rope(
         RawConfig(common | new, "new"), 64
     )
+
+
+@pytest.mark.parametrize(
+    ("original", "changes"),
+    [(4096, {}), (4096, {"factor": 8.0}), (4096, {"attention_factor": 1.3}), (131072, {})],
+)
+def test_longropes_table_is_that_of_transformers(original: int, changes: dict[str, Any]) -> None:
+    """Long factors where the context is longer than the original one, for all lengths."""
+    scaling = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": original}
+    parameters = {**scaling, **changes}
+    theirs = LlamaConfig(head_dim=64, rope_parameters=parameters, max_position_embeddings=131072)
+    is_long = original < 131072
+    function = ROPE_INIT_FUNCTIONS["longrope"]
+    frequencies, factor = function(theirs, seq_len=original + 1 if is_long else None)
+    angles = torch.outer(torch.arange(600.0), frequencies)
+    expected = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
+    raw = RawConfig({"max_position_embeddings": 131072, "rope_parameters": parameters}, "config")
+    table = cos_sin_table(read_rope(raw, 64), 600)
+    torch.testing.assert_close(table, expected, rtol=0, atol=2e-5)
+
+
+def test_phi3_says_its_original_context_beside_the_scaling() -> None:
+    published: dict[str, Any] = {
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": {**LONGROPE, "type": "su"},
+    }
+    del published["rope_scaling"]["rope_type"]
+    scaling = read_rope(RawConfig(published, "config"), 64).scaling
+    assert isinstance(scaling, LongRopeScaling)
+    assert scaling.factors == tuple(LONGROPE["long_factor"])
+    assert scaling.attention_factor == pytest.approx(1.1902, abs=1e-4)
+
+
+def test_factors_of_another_width_are_refused() -> None:
+    scaling = {**LONGROPE, "original_max_position_embeddings": 4096}
+    raw = RawConfig({"max_position_embeddings": 131072, "rope_parameters": scaling}, "config")
+    with pytest.raises(CheckpointError, match="'long_factor' must have 64 numbers, found 32"):
+        read_rope(raw, 128)
