@@ -28,7 +28,7 @@ from mooncake_hal.deployment import (
     usual_block_size,
 )
 from mooncake_hal.errors import BackendNotFound, BackendUnavailable, DeploymentRefused, HalError
-from mooncake_hal.known_hardware import HardwareFacts
+from mooncake_hal.known_hardware import HardwareInfo
 from mooncake_hal.negotiation import Transports, offered_transports, reserved_ports
 from mooncake_hal.port_range import ReservedPorts
 from mooncake_hal.ports import Port
@@ -245,7 +245,7 @@ class PlannedHardware:
     """What an instance of a plan is to run on.
 
     Args:
-        hardware, block_sizes, transports: see ``HardwareFacts``.
+        hardware, block_sizes, transports: see ``HardwareInfo``.
         reserved: ports that may be taken below its transports, on this machine.
         absent: why it is not on this machine; empty if it is.
     """
@@ -268,19 +268,19 @@ def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardwar
     try:
         backend = registry.select_backend(name)
     except (BackendUnavailable, BackendNotFound) as exc:
-        facts = registry.hardware_facts(name)
-        if facts is None:
+        known = registry.known_hardware(name)
+        if known is None:
             raise
         absent = f"{name} is not on this machine ({getattr(exc, 'reason', 'not installed')})"
-        return _known(name, generation, facts, absent)
+        return _known(name, generation, known, absent)
     own, capabilities = backend.runtime.devices()[0].generation, backend.capabilities
     if generation not in (None, own):
-        facts = registry.hardware_facts(name)
-        if facts is None:
+        known = registry.known_hardware(name)
+        if known is None:
             raise DeploymentRefused(
                 [f"{name} has {own} here, generation {generation} is not known"]
             )
-        return _known(name, generation, facts, f"{name} of generation {generation} is not here")
+        return _known(name, generation, known, f"{name} of generation {generation} is not here")
     allowed = capabilities.transports
     reserved = tuple(reserved_ports(registry, allowed=allowed)) if _connector(raw) else ()
     transports = offered_transports(registry, allowed=allowed)
@@ -288,15 +288,17 @@ def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardwar
     return PlannedHardware(hardware, capabilities.block_sizes, transports, reserved)
 
 
-def _known(name: str, generation: str | None, facts: HardwareFacts, absent: str) -> PlannedHardware:
-    wanted = generation or next(iter(facts.generations), "")
-    if facts.generations and wanted not in facts.generations:
-        known = ", ".join(facts.generations)
+def _known(
+    name: str, generation: str | None, hardware: HardwareInfo, absent: str
+) -> PlannedHardware:
+    wanted = generation or next(iter(hardware.generations), "")
+    if hardware.generations and wanted not in hardware.generations:
+        known = ", ".join(hardware.generations)
         raise DeploymentRefused([f"{name} has no generation {wanted!r}; known are {known}"])
-    if generation is None and len(facts.generations) > 1:
+    if generation is None and len(hardware.generations) > 1:
         absent += f"; {wanted} is meant, as no generation was given"
     return PlannedHardware(
-        Hardware(name, wanted), facts.block_sizes, facts.transports, absent=absent
+        Hardware(name, wanted), hardware.block_sizes, hardware.transports, absent=absent
     )
 
 

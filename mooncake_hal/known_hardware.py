@@ -1,8 +1,8 @@
 """What is known of backends without their hardware: enough to judge a plan on any machine.
 
 A deployment of GPUs, NPUs and CPUs is planned on a machine that has one of them or none. Every
-distribution carries these facts, and a third party's plugin says its own (``BackendSpec.facts``).
-A test per backend holds them against what the backend says on its device. Standard library only.
+distribution carries this, and a third party's plugin says its own (``BackendSpec.hardware``). A
+test per backend holds it against what the backend says on its device. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mooncake_hal.specs import TransportConstraints
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareFacts:
+class HardwareInfo:
     """What a plan needs to know of a backend where its hardware is not.
 
     Args:
@@ -35,23 +35,23 @@ ONE_KIND = TransportConstraints(same_backend=True, same_generation=True, any_tp_
 
 _MOST_BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
 
-CPU = HardwareFacts(
+CPU = HardwareInfo(
     generations=(),
     block_sizes=_MOST_BLOCK_SIZES,
     transports={"shm": ANYTHING, "rdma": ANYTHING, "tcp": ANYTHING, "staged": ANYTHING},
 )
-CUDA = HardwareFacts(
+CUDA = HardwareInfo(
     generations=("sm_90", "sm_80", "sm_100"),
     block_sizes=_MOST_BLOCK_SIZES,
     transports={"cuda_ipc": ANYTHING, "rdma": ANYTHING, "staged": ANYTHING},
 )
-ASCEND = HardwareFacts(
+ASCEND = HardwareInfo(
     generations=("A2", "A3"),
     block_sizes=(128,),
     transports={"hccs": ONE_KIND, "staged": ANYTHING},
 )
 
-KNOWN_HARDWARE: Mapping[str, HardwareFacts] = MappingProxyType(
+KNOWN_HARDWARE: Mapping[str, HardwareInfo] = MappingProxyType(
     {"cpu": CPU, "cuda": CUDA, "ascend": ASCEND}
 )
 """By the backend's name, for plugins that are not even installed."""

@@ -25,7 +25,7 @@ from mooncake_hal.errors import (
     PluginError,
     TransportUnavailable,
 )
-from mooncake_hal.known_hardware import KNOWN_HARDWARE, HardwareFacts
+from mooncake_hal.known_hardware import KNOWN_HARDWARE, HardwareInfo
 from mooncake_hal.specs import (
     API_VERSION,
     Availability,
@@ -186,10 +186,10 @@ class Registry:
             kind, "no installed backend copies between such a device's memory and the host's"
         )
 
-    def hardware_facts(self, backend: str) -> HardwareFacts | None:
+    def known_hardware(self, backend: str) -> HardwareInfo | None:
         """What is known of a backend without its hardware; None if nothing is."""
-        if backend in self.backends and (facts := self.backends[backend][0].facts) is not None:
-            return facts
+        if backend in self.backends and (known := self.backends[backend][0].hardware) is not None:
+            return known
         return KNOWN_HARDWARE.get(backend)
 
     def load_transport(self, name: str) -> Transport:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
     from mooncake_hal.host_copies import HostCopies
-    from mooncake_hal.known_hardware import HardwareFacts
+    from mooncake_hal.known_hardware import HardwareInfo
     from mooncake_hal.port_range import ReservedPorts
     from mooncake_hal.transport import Transport
 
@@ -97,7 +97,7 @@ class BackendSpec:
         host_copies: takes a device's index; copies between that device's memory and the host's,
             for memory that this process's backend allocated. Raises BackendUnavailable or
             DeviceError. None where transports reach the memory themselves.
-        facts: for plans that are checked where the hardware is not; None: such a plan is refused.
+        hardware: for plans that are checked where it is not; None: such a plan is refused.
     """
 
     name: str
@@ -107,7 +107,7 @@ class BackendSpec:
     load: Callable[[], Backend]
     device_type: str = ""
     host_copies: Callable[[int], HostCopies] | None = None
-    facts: HardwareFacts | None = None
+    hardware: HardwareInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

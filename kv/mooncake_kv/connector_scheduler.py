@@ -61,7 +61,7 @@ class ConnectorContext:
         spawn: runs a task on the connector's loop, for a request or for none.
         clock: seconds, monotonic.
         can_revoke: whether a write ends with its writer, by every transport of this instance.
-        landing_s: how long one may outlast its writer where it does not end with it.
+        drain_s: how long one may outlast its writer where it does not end with it.
         incompatible: the peers whose handshake was refused, by either end.
         rounding: the peers whose KV is rounded otherwise.
         has_stalled: whether the engine does not step.
@@ -73,7 +73,7 @@ class ConnectorContext:
     spawn: Spawn
     clock: Callable[[], float] = time.monotonic
     can_revoke: bool = True
-    landing_s: float = 0.0
+    drain_s: float = 0.0
     incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
     rounding: RoundingDifferences = field(default_factory=RoundingDifferences)
     has_stalled: HasStalled = never_stalls
@@ -180,7 +180,7 @@ class ConnectorScheduler(ABC):
             post,
             self._loop.spawn,
             can_revoke=can_revoke,
-            landing_s=self._config.transfer_timeout_s,
+            drain_s=self._config.transfer_timeout_s,
             incompatible=self._incompatible,
             rounding=self._rounding,
             has_stalled=has_stalled,

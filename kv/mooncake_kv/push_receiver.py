@@ -72,8 +72,8 @@ class PushReceiver:
     ) -> None:
         self._context = context
         self.counts = TransferCounts()
-        self._transfer_s = context.landing_s
-        self._landing_s = 0.0 if context.can_revoke else context.landing_s
+        self._transfer_s = context.drain_s
+        self._drain_s = 0.0 if context.can_revoke else context.drain_s
         self._inquire = inquire
         self._post = post
         self._max_load_s = max_load_s
@@ -81,12 +81,12 @@ class PushReceiver:
         self._table = ReservationTable(context.lease_s, SILENT_PAUSES * self._pause_s)
         self._writers: OrderedDict[str, InstanceMetadata] = OrderedDict()
         self._started: dict[str, float] = {}
-        self._landing: dict[str, tuple[float, str]] = {}  # free from when on, and why it failed
+        self._draining: dict[str, tuple[float, str]] = {}  # free from when on, and why it failed
 
     @property
     def num_reserved(self) -> int:
         """Requests whose blocks a writer may still change."""
-        return len(self._table) + len(self._landing)
+        return len(self._table) + len(self._draining)
 
     def load(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
         """Reserve blocks and ask for their KV; ``LoadEnded`` follows, drained at last."""
@@ -184,10 +184,10 @@ class PushReceiver:
         name = message.request_id
         if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
             reason = f"the prefill instance gave up: {message.reason}"
-            landing_s = self._landing_s if message.may_land else 0.0
+            drain_s = self._drain_s if message.may_land else 0.0
             peer = message.writer.engine_id
             self.counts.refused += peer in self._context.incompatible
-            self._vacate(name, reason, landing_s, self._context.incompatible.level(peer))
+            self._vacate(name, reason, drain_s, self._context.incompatible.level(peer))
         return self._table.ending(name, message.writer)
 
     def _find_gap(self, held: Reservation, message: Pushed) -> str | None:
@@ -236,7 +236,7 @@ class PushReceiver:
         for group in silent.values():
             self._context.spawn(self._look_for(group))
         self._give_up_overlong()
-        self._free_landed()
+        self._free_drained()
 
     def _give_up_overlong(self) -> None:
         """A writer that lives and does not get on is not waited for, either."""
@@ -250,12 +250,12 @@ class PushReceiver:
             else:
                 self._give_up(request_id, reason, "that instance answers or is dead")
 
-    def _free_landed(self) -> None:
+    def _free_drained(self) -> None:
         """What had been sent when its writer failed or died has arrived by now, or never will."""
         now = self._context.clock()
-        for request_id, (free_at, reason) in list(self._landing.items()):
+        for request_id, (free_at, reason) in list(self._draining.items()):
             if free_at <= now:
-                del self._landing[request_id]
+                del self._draining[request_id]
                 self._context.post(LoadEnded(request_id, reason))
 
     async def _look_for(self, group: list[Granted]) -> None:
@@ -266,7 +266,7 @@ class PushReceiver:
             reply = await self._inquire(asked, names, self._is_near(asked))
         except PeerGone as exc:
             for held, writer in group:
-                self._mark_dead(held, writer, str(exc), self._lingering_s(writer))
+                self._mark_dead(held, writer, str(exc), self._drain_s_of(writer))
         except PeerAbsent as exc:
             for held, writer in group:  # unheard, it stops within a lease, if it is not dead
                 self._mark_dead(held, writer, str(exc), self._context.lease_s + self._transfer_s)
@@ -286,20 +286,20 @@ class PushReceiver:
                 self._table.renew([held.request_id], self._context.clock())
             else:
                 reason = f"prefill instance {writer.engine_id} knows nothing of it any more"
-                self._mark_dead(held, writer, reason, self._landing_s)
+                self._mark_dead(held, writer, reason, self._drain_s)
 
-    def _mark_dead(self, held: Reservation, writer: Writer, reason: str, landing_s: float) -> None:
+    def _mark_dead(self, held: Reservation, writer: Writer, reason: str, drain_s: float) -> None:
         """A writer has ended without a word; unless it said one meanwhile."""
         if self._table.get(held.request_id) is held:
             self._table.end(held.request_id, writer, LeaseStatus.EXPIRED)
-            self._vacate(held.request_id, reason, landing_s)
+            self._vacate(held.request_id, reason, drain_s)
 
-    def _lingering_s(self, writer: Writer) -> float:
+    def _drain_s_of(self, writer: Writer) -> float:
         """How long something of a dead instance may arrive: ranks that are processes of their own
         end with it, but not before it."""
         metadata = self._writers.get(writer.engine_id)
         has_processes = metadata is None or len(metadata.ranks) > 1
-        return self._transfer_s if has_processes else self._landing_s
+        return self._transfer_s if has_processes else self._drain_s
 
     def _is_near(self, writer: Writer) -> bool:
         """Whether its side channel is on this host, as far as that is known."""
@@ -320,12 +320,12 @@ class PushReceiver:
             self._give_up(held.request_id, reason, "that instance answers or is dead")
 
     def _vacate(
-        self, request_id: str, reason: str, landing_s: float, level: int = logging.WARNING
+        self, request_id: str, reason: str, drain_s: float, level: int = logging.WARNING
     ) -> None:
         """The request is freed; its blocks too, once nothing can arrive there any more."""
-        if landing_s:
-            self._landing[request_id] = self._context.clock() + landing_s, reason
-            limit = f"nothing can arrive there any more, {landing_s:g} s from now"
+        if drain_s:
+            self._draining[request_id] = self._context.clock() + drain_s, reason
+            limit = f"nothing can arrive there any more, {drain_s:g} s from now"
             self._give_up(request_id, reason, limit)
         else:
             self._finish(request_id, reason, level=level)

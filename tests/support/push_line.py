@@ -51,7 +51,7 @@ NUM_TOKENS = 10
 TOKEN = FirstToken(5, None, 0)
 TRY_S = 2.0
 TRIES = 3
-LANDING_S = 1.0
+DRAIN_S = 1.0
 LOAD_S = 300.0
 """How long a rank of ``p`` takes to end a write, at most."""
 P_ADDRESS = ("p", 1)
@@ -155,7 +155,7 @@ class RankOfOne:
             self._finish(name, None)
 
     def _finish(self, name: str, error: str | None) -> None:
-        delay = self._numbers.uniform(0.0, LANDING_S)
+        delay = self._numbers.uniform(0.0, DRAIN_S)
         asyncio.get_running_loop().call_later(delay, self._drained, name, error)
 
     def _drained(self, name: str, error: str | None) -> None:
@@ -203,7 +203,7 @@ class Talk:
             self._d_hears,
             self._spawn,
             loop.time,
-            landing_s=LANDING_S,
+            drain_s=DRAIN_S,
         )
         group = RankGroup(1, self.rank.send)
         self.p = PushSender(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line

@@ -28,7 +28,7 @@ def mooncake_hal_backend() -> BackendSpec:
         load=load,
         device_type="npu",
         host_copies=load_host_copies,
-        facts=ASCEND,
+        hardware=ASCEND,
     )
 
 

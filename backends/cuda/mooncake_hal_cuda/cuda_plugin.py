@@ -31,7 +31,7 @@ def mooncake_hal_backend() -> BackendSpec:
         load=load,
         device_type="cuda",
         host_copies=load_host_copies,
-        facts=CUDA,
+        hardware=CUDA,
     )
 
 

@@ -87,7 +87,7 @@ class RoutedRequest:
 
 
 @dataclass(slots=True)
-class _Seat:
+class _SlotEntry:
     """An instance in its slot."""
 
     instance: Instance
@@ -128,7 +128,7 @@ class ConductorFleet:
             lateness_share=LATENESS_SHARE,
         )
         self.conductor = Conductor(fleet, settings, rng)
-        self._seats: dict[int, _Seat] = {}
+        self._entries: dict[int, _SlotEntry] = {}
         self._slots: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._version = -1
@@ -139,11 +139,11 @@ class ConductorFleet:
 
     def instance(self, slot: int) -> Instance | None:
         """Who has that slot."""
-        seat = self._seats.get(slot)
-        return None if seat is None else seat.instance
+        entry = self._entries.get(slot)
+        return None if entry is None else entry.instance
 
     def slot(self, instance: Instance) -> int | None:
-        """Where an instance sits."""
+        """The slot of an instance."""
         return self._slots.get(instance.name)
 
     def follow_pool(self, now: float) -> None:
@@ -153,41 +153,41 @@ class ConductorFleet:
             return
         self._version = self._pool.version
         live = {(i.name, role): i for role in self._roles for i in self._pool.live(role)}
-        for slot, seat in tuple(self._seats.items()):
-            if live.get((seat.instance.name, seat.role)) is not seat.instance:
+        for slot, entry in tuple(self._entries.items()):
+            if live.get((entry.instance.name, entry.role)) is not entry.instance:
                 self._leave(slot, now)
         for (name, role), instance in live.items():
             if name not in self._slots:
                 self._join(instance, role)
             self._expect_costs(instance)
-        self._names = {slot: seat.instance.name for slot, seat in self._seats.items()}
-        for slot, seat in self._seats.items():
-            use = seat.instance.compatibility.kv_pool
+        self._names = {slot: entry.instance.name for slot, entry in self._entries.items()}
+        for slot, entry in self._entries.items():
+            use = entry.instance.compatibility.kv_pool
             self.conductor.fleet.share_prefixes(
                 slot, sends=use is not None and use.store is not None, fetches=use is not None
             )
-            endpoints = seat.instance.kv_events
-            if endpoints is not None and seat.events is None:
-                seat.events = EventStream(self.conductor.index, slot, PublishedBlocks())
-                seat.num_replays = int(endpoints.replay_endpoint is not None)
-                self._feed().follow(seat.instance.name, endpoints)
+            endpoints = entry.instance.kv_events
+            if endpoints is not None and entry.events is None:
+                entry.events = EventStream(self.conductor.index, slot, PublishedBlocks())
+                entry.num_replays = int(endpoints.replay_endpoint is not None)
+                self._feed().follow(entry.instance.name, endpoints)
 
     def take_events(self, delivery: KVEventDelivery) -> None:
         """Apply what an instance has published."""
         slot = self._slots.get(delivery.name)
-        seat = None if slot is None else self._seats[slot]
-        if slot is None or seat is None or seat.events is None:
+        entry = None if slot is None else self._entries[slot]
+        if slot is None or entry is None or entry.events is None:
             return  # it has left meanwhile
-        if delivery.batches and seat.believed is not None:
-            seat.believed = None  # known from now on
+        if delivery.batches and entry.believed is not None:
+            entry.believed = None  # known from now on
             self.conductor.index.cleared(slot)
-        wanted = [seat.events.receive(*numbered) for numbered in delivery.batches]
-        seat.num_replays -= delivery.num_replays_ended
-        if delivery.num_replays_ended and seat.num_replays <= 0 and not any(wanted):
-            wanted.append(seat.events.replay_ended())
+        wanted = [entry.events.receive(*numbered) for numbered in delivery.batches]
+        entry.num_replays -= delivery.num_replays_ended
+        if delivery.num_replays_ended and entry.num_replays <= 0 and not any(wanted):
+            wanted.append(entry.events.replay_ended())
         for request in wanted:
             if request is not None:
-                seat.num_replays += 1
+                entry.num_replays += 1
                 self._feed().replay(delivery.name, request.start)
 
     def place(
@@ -265,8 +265,8 @@ class ConductorFleet:
         slot = self._slots.get(instance.name)
         if slot is None:
             return
-        seat = self._seats[slot]
-        begun, seat.free_at = max(began, seat.free_at), now
+        entry = self._entries[slot]
+        begun, entry.free_at = max(began, entry.free_at), now
         if num_tokens > num_cached:
             self.conductor.measured_prefill(slot, num_tokens, num_cached, now - begun)
 
@@ -323,7 +323,7 @@ class ConductorFleet:
         One store may have several runs of chunks."""
         found: dict[StoreLocation, int] = {}
         for fetch in fetches:
-            use = self._seats[fetch.source].instance.compatibility.kv_pool
+            use = self._entries[fetch.source].instance.compatibility.kv_pool
             if use is not None and use.store is not None:
                 found[use.store] = (fetch.start + fetch.num_chunks) * CHUNK_TOKENS
         return tuple(
@@ -347,12 +347,11 @@ class ConductorFleet:
 
     def _takers(self, slot: int) -> frozenset[int]:
         """Who can take the KV of that slot's instance."""
-        prefill = self._seats[slot].instance
-        seats = self._seats.items()
+        prefill = self._entries[slot].instance
         return frozenset(
             at
-            for at, seat in seats
-            if seat.role is not Role.PREFILL and prefill.is_compatible(seat.instance)
+            for at, entry in self._entries.items()
+            if entry.role is not Role.PREFILL and prefill.is_compatible(entry.instance)
         )
 
     def _slots_of(self, instances: Collection[Instance]) -> frozenset[int]:
@@ -374,7 +373,7 @@ class ConductorFleet:
             instance.warn_once("no_slot", f"gets no requests from the conductor: {exc}")
             return
         believed = ChunkCache(self._config.kv_tokens // CHUNK_TOKENS)
-        self._seats[slot] = _Seat(instance, role, believed)
+        self._entries[slot] = _SlotEntry(instance, role, believed)
         self._slots[instance.name] = slot
 
     def _expect_costs(self, instance: Instance) -> None:
@@ -387,19 +386,19 @@ class ConductorFleet:
             self.conductor.expect(slot, costs)
 
     def _leave(self, slot: int, now: float) -> None:
-        seat = self._seats.pop(slot)
-        if seat.events is not None:
-            self._feed().leave(seat.instance.name)
-        del self._slots[seat.instance.name]
+        entry = self._entries.pop(slot)
+        if entry.events is not None:
+            self._feed().leave(entry.instance.name)
+        del self._slots[entry.instance.name]
         lost = self.conductor.remove(slot, now)
-        logger.info("%s is gone: %d reservations released", seat.instance.name, len(lost))
+        logger.info("%s is gone: %d reservations released", entry.instance.name, len(lost))
 
     def _remember(self, slot: int, keys: Sequence[int]) -> None:
         """Without events: it holds now what it has just worked on, and no more than fits."""
-        seat = self._seats.get(slot)
-        if seat is None or seat.believed is None:
+        entry = self._entries.get(slot)
+        if entry is None or entry.believed is None:
             return
-        new, evicted = seat.believed.insert(keys)
+        new, evicted = entry.believed.insert(keys)
         self.conductor.index.stored(slot, Tier.DEVICE, new)
         self.conductor.index.removed(slot, Tier.DEVICE, evicted)
 

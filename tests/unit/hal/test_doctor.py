@@ -134,7 +134,7 @@ def test_a_pair_that_no_transport_joins_is_found_on_any_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links_alone = replace(ASCEND, transports={"hccs": ASCEND.transports["hccs"]})
-    monkeypatch.setattr(Registry, "hardware_facts", lambda self, name: links_alone)
+    monkeypatch.setattr(Registry, "known_hardware", lambda self, name: links_alone)
     status, said = plan(
         capsys,
         "role=prefill,name=p,backend=ascend,generation=A2",

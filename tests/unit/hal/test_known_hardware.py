@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake_hal.known_hardware import ASCEND, CPU, CUDA, KNOWN_HARDWARE, HardwareFacts
+from mooncake_hal.known_hardware import ASCEND, CPU, CUDA, KNOWN_HARDWARE, HardwareInfo
 from mooncake_hal.registry import Registry
 from mooncake_hal.specs import TransportConstraints
 from mooncake_hal_ascend.soc import SOCS
@@ -11,14 +11,14 @@ from mooncake_hal_cuda import cuda_backend
 REGISTRY = Registry.discover()
 
 
-def constraints(facts: HardwareFacts) -> dict[str, TransportConstraints]:
+def constraints(hardware: HardwareInfo) -> dict[str, TransportConstraints]:
     """Those that the installed plugins have for the same names."""
-    return {name: REGISTRY.transports[name][0].constraints for name in facts.transports}
+    return {name: REGISTRY.transports[name][0].constraints for name in hardware.transports}
 
 
 def test_every_transport_asks_what_its_plugin_says() -> None:
-    for facts in KNOWN_HARDWARE.values():
-        assert facts.transports == constraints(facts)
+    for hardware in KNOWN_HARDWARE.values():
+        assert hardware.transports == constraints(hardware)
 
 
 def test_cpu() -> None:
@@ -37,6 +37,6 @@ def test_ascend() -> None:
 
 
 def test_a_plugin_without_its_hardware_says_its_own_and_an_unknown_one_nothing() -> None:
-    assert REGISTRY.hardware_facts("ascend") is ASCEND
-    assert Registry().hardware_facts("ascend") is ASCEND
-    assert REGISTRY.hardware_facts("null") is None
+    assert REGISTRY.known_hardware("ascend") is ASCEND
+    assert Registry().known_hardware("ascend") is ASCEND
+    assert REGISTRY.known_hardware("null") is None

@@ -41,7 +41,7 @@ from mooncake_kv.push_receiver import PushReceiver
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
 TOKEN_BYTES = 2 * 4 * 32 * 4
 LEASE_S = 6.0
-LANDING_S = 20.0
+DRAIN_S = 20.0
 ONE = Writer("p-1", "a", "127.0.0.1", 1)
 TWO = Writer("p-2", "b", "127.0.0.1", 2)
 TOKEN = FirstToken(5, (-0.5, ((5, -0.5), (6, -1.5))), 16)
@@ -86,7 +86,7 @@ class Desk:
             self.events.append,
             self._keep,
             can_revoke=can_revoke,
-            landing_s=LANDING_S,
+            drain_s=DRAIN_S,
             clock=lambda: self.now,
         )
         self.side = PushReceiver(context, self._inquire, post_nowhere, max_load_s=MAX_LOAD_S)
@@ -298,9 +298,9 @@ def test_what_a_failed_writer_had_sent_is_waited_for_where_nothing_stops_it() ->
     assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
     assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
     assert drains(desk) == [False]
-    assert desk.reap(LANDING_S - 0.1) == []
+    assert desk.reap(DRAIN_S - 0.1) == []
     assert desk.side.num_reserved == 1
-    assert desk.reap(LANDING_S) == ["the prefill instance gave up: broken"]
+    assert desk.reap(DRAIN_S) == ["the prefill instance gave up: broken"]
     assert drains(desk) == [False, True]
     assert desk.side.num_reserved == 0
     assert desk.side.counts.failures == 1
@@ -324,7 +324,7 @@ def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
     desk.side.cancel("r")
     desk.failed(may_land=True)
     assert drains(desk) == [False]
-    desk.reap(LANDING_S)
+    desk.reap(DRAIN_S)
     assert drains(desk) == [False, True]
 
 
@@ -338,7 +338,7 @@ def test_what_a_dead_writer_had_begun_is_waited_for(tp_size: int, can_revoke: bo
     assert desk.reap(3.0) == ["prefill instance p-1 is gone"]
     assert drains(desk) == [False]
     assert desk.open() is LeaseStatus.EXPIRED
-    desk.reap(3.0 + LANDING_S)
+    desk.reap(3.0 + DRAIN_S)
     assert drains(desk) == [False, True]
 
 
@@ -353,8 +353,8 @@ def test_who_refuses_on_another_host_need_not_be_the_writer(hosts: tuple[str, st
     assert desk.reap(3.0) == ["prefill instance p-1 is gone"]
     assert drains(desk) == [False]
     assert desk.side.handle(Renew(9, ("r",))) == Renewed(9, ("r",)), "if it lives, it hears so"
-    assert desk.reap(3.0 + LEASE_S + LANDING_S - 0.1) == []
-    desk.reap(3.0 + LEASE_S + LANDING_S)
+    assert desk.reap(3.0 + LEASE_S + DRAIN_S - 0.1) == []
+    desk.reap(3.0 + LEASE_S + DRAIN_S)
     assert drains(desk) == [False, True]
     assert desk.side.num_reserved == 0
 

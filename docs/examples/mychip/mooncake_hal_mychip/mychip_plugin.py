@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mooncake_hal.hookspecs import hookimpl
-from mooncake_hal.known_hardware import HardwareFacts
+from mooncake_hal.known_hardware import HardwareInfo
 from mooncake_hal.specs import (
     API_VERSION,
     Availability,
@@ -35,7 +35,7 @@ def mooncake_hal_backend() -> BackendSpec:
         load=load,
         device_type="mychip",
         host_copies=load_host_copies,
-        facts=HardwareFacts(("gen1",), (16, 32, 64, 128), {"staged": TransportConstraints()}),
+        hardware=HardwareInfo(("gen1",), (16, 32, 64, 128), {"staged": TransportConstraints()}),
     )
 
 

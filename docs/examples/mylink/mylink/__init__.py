@@ -1,1 +1,1 @@
-"""A transport that is an example: see docs/transfer.md."""
+"""A transport that is an example: see docs/hardware.md."""
