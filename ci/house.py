@@ -47,11 +47,18 @@ def retired_identifiers(path: str, text: str, rules: dict[str, str]) -> Iterator
 
 
 def retired_phrases(path: str, text: str, rules: dict[re.Pattern[str], str]) -> Iterator[str]:
-    """Words and phrases, in prose and in code."""
+    """Words and phrases, in prose and in code; names of tests are sentences, too."""
     for number, line in enumerate(text.splitlines(), 1):
         for pattern, instead in rules.items():
-            if found := pattern.search(line):
+            if found := pattern.search(line.replace("_", " ")):
                 yield f"{path}:{number}: {found.group()!r} is retired: write {instead}"
+
+
+def retired_file_name(path: str, rules: dict[str, str]) -> Iterator[str]:
+    """A file is not called by a retired name either."""
+    name = Path(path).stem.removeprefix("test_")
+    if name in rules:
+        yield f"{path}: {name!r} is retired: write {rules[name]}"
 
 
 def file_names(paths: Iterable[str], shared: list[str]) -> Iterator[str]:
@@ -64,6 +71,21 @@ def file_names(paths: Iterable[str], shared: list[str]) -> Iterator[str]:
             yield f"{', '.join(found)}: {len(found)} files are called {name}; name what is in each"
 
 
+def class_names(paths: Iterable[str], shared: dict[str, str]) -> Iterator[str]:
+    """A public class has a name that no other one of its distribution has."""
+    by_name: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in paths:
+        for node in ast.parse((ROOT / path).read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                by_name[path.split("/")[0], node.name].append(path)
+    repeated = {name: found for (_, name), found in by_name.items() if len(found) > 1}
+    for name in sorted(repeated.keys() - shared.keys()):
+        found = repeated[name]
+        yield f"{', '.join(found)}: {len(found)} classes are called {name}; name what each is"
+    for name in sorted(shared.keys() - repeated.keys()):
+        yield f"ci/house.toml: {name} is listed as a shared class name, and is one class"
+
+
 def file_sizes(path: str, text: str, small: dict[str, str]) -> Iterator[str]:
     """A file is one room: neither a corridor nor a hall."""
     lines = text.count("\n")
@@ -74,6 +96,8 @@ def file_sizes(path: str, text: str, small: dict[str, str]) -> Iterator[str]:
             f"{path}: {lines} lines; join it with its neighbour, or give the reason for so small "
             "a file in ci/house.toml"
         )
+    if lines >= MIN_FILE_LINES and path in small:
+        yield f"ci/house.toml: {path} is listed as a small file, and has {lines} lines"
 
 
 def function_sizes(path: str, text: str, long: dict[str, str]) -> Iterator[str]:
@@ -111,6 +135,7 @@ def findings(rules: dict[str, Any]) -> Iterator[str]:
     product = [p for p in paths if p.endswith(".py") and p.startswith(tuple(rules["product"]))]
     phrases = {re.compile(p, re.IGNORECASE): w for p, w in rules["phrases"].items()}
     yield from file_names(product, rules["shared_file_names"])
+    yield from class_names(product, rules["shared_class_names"])
     for stale in sorted({*rules["small_files"]} - {*paths}):
         yield f"ci/house.toml: {stale} is listed as a small file and does not exist"
     for path in paths:
@@ -119,6 +144,7 @@ def findings(rules: dict[str, Any]) -> Iterator[str]:
         text = (ROOT / path).read_text()
         yield from retired_phrases(path, text, phrases)
         if path.endswith(".py"):
+            yield from retired_file_name(path, rules["identifiers"])
             yield from retired_identifiers(path, text, rules["identifiers"])
         if path in product:
             yield from file_sizes(path, text, rules["small_files"])

@@ -97,7 +97,7 @@ def make_job(spans: Spans, *, pid: int, method: CopyMethod, write: bool, deadlin
     return job
 
 
-class Copier(Protocol):
+class ShmCopier(Protocol):
     """Something that carries out jobs."""
 
     def run(self, job: Job) -> int:
@@ -151,7 +151,7 @@ class NumpyCopier:
         return call_vectors(pid, write, here, there)
 
 
-def best_copier() -> Copier:
+def best_copier() -> ShmCopier:
     """Return the compiled copier, or the numpy one, with a warning that says why."""
     try:
         return NativeCopier()
@@ -218,7 +218,7 @@ class CopyTransfer(PendingTransfer):
             self._end()
         self._ended.wait()
 
-    def run(self, copier: Copier) -> None:
+    def run(self, copier: ShmCopier) -> None:
         """Take part in it for as long as there is something left to copy."""
         with self._lock:
             job = self._job
@@ -257,7 +257,7 @@ class CopyThreads:
         copier: what they copy with.
     """
 
-    def __init__(self, count: int, name: str, copier: Copier) -> None:
+    def __init__(self, count: int, name: str, copier: ShmCopier) -> None:
         self.copier = copier
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

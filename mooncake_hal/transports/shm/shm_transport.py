@@ -29,7 +29,7 @@ from mooncake_hal.transports.shm.process_memory import (
     seal_size,
     start_time,
 )
-from mooncake_hal.transports.shm.shm_copying import Copier, CopyThreads, NumpyCopier, best_copier
+from mooncake_hal.transports.shm.shm_copying import CopyThreads, NumpyCopier, ShmCopier, best_copier
 from mooncake_hal.transports.shm.shm_peer import NAME, RemoteProcess, SharedRange, ShmPeer
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class ShmDataPath:
     name = NAME
     version = VERSION
 
-    def __init__(self, local: AttachedRegions, copier: Copier, num_threads: int) -> None:
+    def __init__(self, local: AttachedRegions, copier: ShmCopier, num_threads: int) -> None:
         self._local = local
         self._cookie = ctypes.create_string_buffer(secrets.token_bytes(8), 8)
         self._copy_threads = CopyThreads(num_threads, "mooncake-shm-copy", copier)
@@ -133,7 +133,7 @@ class ShmTransport:
     name = NAME
     can_revoke = True
 
-    def __init__(self, copier: Copier | None = None) -> None:
+    def __init__(self, copier: ShmCopier | None = None) -> None:
         self._given = copier
 
     def open(self, options: EndpointOptions) -> Endpoint:
@@ -158,7 +158,7 @@ class ShmTransport:
         return compare_addresses(addresses, NAME, VERSION, decode_info, unreachable_reason)
 
     @cached_property
-    def _copier(self) -> Copier:
+    def _copier(self) -> ShmCopier:
         return self._given or best_copier()
 
 
@@ -185,7 +185,7 @@ def unreachable_reason(ours: ShmInfo, theirs: ShmInfo) -> str | None:
     return None
 
 
-def examine(pid: int, probe: Probe, copier: Copier) -> RemoteProcess:
+def examine(pid: int, probe: Probe, copier: ShmCopier) -> RemoteProcess:
     """Find out by trying whether process_vm_readv reaches the right process.
 
     Args:

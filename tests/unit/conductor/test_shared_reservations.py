@@ -154,7 +154,7 @@ def test_what_is_not_known_here_is_left_out(change: ReservationChange) -> None:
     assert len(member.conductor.ledger) == 0
 
 
-def test_a_reservation_that_nothing_is_heard_of_ends_with_its_deadline() -> None:
+def test_a_reservation_without_news_ends_with_its_deadline() -> None:
     first, second = Member("a", NAMES), Member("b", NAMES)
     connect(first, second, [100.0])
     first.conductor.route(ask("x", 3, owner="a"), 7.0)

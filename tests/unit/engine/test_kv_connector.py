@@ -96,7 +96,7 @@ def new(name: str, *, sends_kv: bool) -> NewRequest:
     return NewRequest(name, (1, 2, 3), 3, SamplingParams(), 0, (7,), sends_kv)
 
 
-def test_a_worker_hears_of_requests_that_send_their_kv_and_of_no_others() -> None:
+def test_a_worker_is_notified_of_requests_that_send_their_kv_and_of_no_others() -> None:
     first = (ScheduledSequence("a", 0, 2), ScheduledSequence("b", 0, 2))
     second = (ScheduledSequence("a", 2, 1, (8,)), ScheduledSequence("b", 2, 1))
     found = push_steps(

@@ -181,7 +181,7 @@ def test_a_step_tells_what_is_new(engine: LLMEngine) -> None:
     assert finish(engine) == {("a", 0): "EA", ("b", 0): "O", ("b", 1): "O"}
 
 
-def test_an_aborted_request_is_not_heard_of_again(
+def test_an_aborted_request_gets_no_more_updates(
     engine: LLMEngine, executor: ScriptedExecutor
 ) -> None:
     engine.add_request("a", "tea")

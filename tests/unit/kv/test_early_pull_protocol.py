@@ -338,7 +338,7 @@ def test_a_cached_prefix_is_not_read() -> None:
     talk(scenario)
 
 
-def test_a_prefill_that_is_aborted_is_heard_of_at_once() -> None:
+def test_an_aborted_prefill_is_reported_at_once() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")

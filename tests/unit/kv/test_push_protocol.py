@@ -122,7 +122,7 @@ def test_a_push_that_is_under_way_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("lease_s", [(60.0, 1.0), (1.0, 60.0)], ids=["reader", "writer"])
-def test_signs_of_life_come_as_often_as_the_shorter_lease_asks(
+def test_keepalives_are_as_frequent_as_the_shorter_lease_asks(
     lease_s: tuple[float, float],
 ) -> None:
     async def scenario(between: Talk) -> None:

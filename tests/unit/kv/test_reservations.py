@@ -59,7 +59,7 @@ def test_the_same_ending_is_told_however_often_it_is_asked_for(table: Reservatio
     assert table.ending("never", ONE) is LeaseStatus.UNKNOWN
 
 
-def test_signs_of_life_put_the_deadline_off(table: ReservationTable) -> None:
+def test_keepalives_put_the_deadline_off(table: ReservationTable) -> None:
     table.reserve("r", 10, now=0.0)
     assert [held.request_id for held in table.overdue(30.0)] == ["r"]
     table.open("r", ONE, 31.0)

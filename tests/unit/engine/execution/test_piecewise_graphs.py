@@ -153,14 +153,14 @@ def test_all_sizes_are_captured_at_once(rig: Rig) -> None:
     assert rig.runtime.num_captured == 4 * len(SIZES)
 
 
-def test_layers_are_heard_of_in_order(rig: Rig) -> None:
+def test_layer_hooks_fire_in_order(rig: Rig) -> None:
     heard: list[int] = []
     rig.run(STEPS[0], heard)
     assert heard == [0, 1, 2] * 2
     assert rig.runtime.num_captured == 4
 
 
-def test_a_layer_is_written_when_it_is_heard_of(rig: Rig) -> None:
+def test_a_layer_is_written_when_its_hook_fires(rig: Rig) -> None:
     step, pool = STEPS[0], rig.pools[1]
     slots = step.attention.slot_mapping
     found: list[bool] = []

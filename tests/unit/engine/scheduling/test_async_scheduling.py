@@ -125,7 +125,7 @@ def test_blocks_are_kept_until_nothing_writes_to_them() -> None:
     assert bench.num_free == 32
 
 
-def test_a_peer_hears_of_the_end_when_nothing_runs_any_more() -> None:
+def test_a_peer_is_notified_of_the_end_when_nothing_runs_any_more() -> None:
     bench = ahead(max_num_batched_tokens=4)
     bench.add("a", PROMPT, sends_kv=True)
     bench.step()
@@ -182,7 +182,7 @@ def test_siblings_go_on_without_their_leader() -> None:
     assert bench.num_free == 32
 
 
-def test_nobody_gives_way_to_steps_in_flight() -> None:
+def test_no_request_is_preempted_while_steps_are_in_flight() -> None:
     bench = ahead(6, max_model_len=20)
     first = bench.add("a", PROMPT, arrival=0, max_tokens=10)
     second = bench.add("b", PROMPT[1:], arrival=1, max_tokens=10)

@@ -70,7 +70,7 @@ def test_a_sequence_that_can_not_be_drafted_runs_alone_for_a_while() -> None:
     assert drafted == [0, 3, 2, 1, 0, 1, 0, 0, 1, 0, 0, 0]
 
 
-def test_drafts_never_make_anybody_give_way() -> None:
+def test_drafts_never_preempt_a_request() -> None:
     """A pool that two requests fill to the last block, with drafts that would want more."""
     for num_accepted in range(6):
         bench = Bench(8, num_speculative_tokens=5, token=None)

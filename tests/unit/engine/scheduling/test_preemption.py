@@ -83,7 +83,7 @@ def test_a_peer_writes_to_no_block_that_is_still_copied() -> None:
     assert not bench.worker._late, "copies read what a peer is about to overwrite"
 
 
-def test_all_of_a_group_gives_way_or_none() -> None:
+def test_a_whole_group_is_preempted_or_none_of_it() -> None:
     bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
     crowd(bench, 2)
     seen = set()

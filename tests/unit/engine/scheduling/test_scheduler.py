@@ -77,7 +77,7 @@ def test_an_answer_ends_by_eos_or_length(token: int, finish: FinishReason) -> No
     assert scheduler.blocks.pool.num_free == 16
 
 
-def test_the_newest_request_gives_way_and_comes_back_with_its_tokens() -> None:
+def test_the_newest_request_is_preempted_and_resumes_with_its_tokens() -> None:
     scheduler, _ = make_scheduler(num_blocks=4)
     scheduler.add(make_request("old", list(range(10, 17)), arrival=0.0))
     scheduler.add(make_request("new", list(range(30, 37)), arrival=1.0))

@@ -155,7 +155,7 @@ def test_a_stop_string_first_ends_the_request_and_the_lease(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["client leaves", "third answer fails"])
-def test_leases_that_nobody_will_hear_of_are_given_up(
+def test_leases_that_no_answer_will_name_are_given_up(
     tokenizer: Tokenizer, *, is_gone: bool
 ) -> None:
     """Of three answers two are prefilled, and kept for a peer, when the request ends."""

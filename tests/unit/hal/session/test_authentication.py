@@ -70,7 +70,7 @@ def test_an_empty_proof_or_nonce_is_denied() -> None:
             OURS.check_client(challenge, hello)
 
 
-def test_another_incarnation_is_lost() -> None:
+def test_another_epoch_is_lost() -> None:
     with pytest.raises(PeerLost, match="has restarted"):
         OURS.respond(OURS.challenge(fresh_epoch()), EPOCH)
 
