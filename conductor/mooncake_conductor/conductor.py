@@ -15,7 +15,7 @@ from mooncake_conductor.decode_choice import DecodeChoice, DecodeChooser
 from mooncake_conductor.decode_load import DecodeLedger
 from mooncake_conductor.errors import UnknownInstance
 from mooncake_conductor.fleet import Fleet, InstanceSpec
-from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.chunk_index import ChunkIndex, PrefixMatches
 from mooncake_conductor.policies.heat import CacheReports, HeatMeter
 from mooncake_conductor.policies.mooncake_policy import Boundary
 from mooncake_conductor.policies.policy_names import DEFAULT_POLICY, PolicyParts, make_policy
@@ -126,7 +126,7 @@ class Conductor:
         self.heat = HeatMeter()
         self.reports = CacheReports()
         self.ledger = DecodeLedger(fleet, share=settings.decode_share)
-        self.book = ReservationBook(fleet, self.index, self.ledger)
+        self.book = ReservationBook(fleet, self.index, self.ledger, sends_late=settings.binds_late)
         self.admission = Admission(settings.admission, settings.objectives, rng)
         parts = PolicyParts(
             self.index, self.heat, self.reports, settings.threshold, settings.boundary
@@ -182,6 +182,9 @@ class Conductor:
             self._reserve(request, decision, now)
             if self._replicator is not None:
                 copies = self._replicator.propose(request.keys, match, now)
+                for copy in copies:
+                    num_bytes = len(copy.keys) * self.fleet.chunk_bytes
+                    self.fleet.links.book(copy.source, copy.target, num_bytes, now)
                 return replace(decision, replications=tuple(copies))
         return decision
 
@@ -202,15 +205,16 @@ class Conductor:
         self.ledger.release(request_id)
         wanted, alone = self._wanted(request)
         only = self._takers(request, made.choice.slot)
-        decode = self._chooser.choose(request, None, now, wanted.tbt_s, only)
+        match = self.index.match(request.keys, now)
+        decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         if not self.settings.binds_late or self.settings.is_coupled:
-            decode = self._again(request, made.decode_slot, decode)
+            decode = self._again(request, made.decode_slot, match, decode)
         forecast = self._forecast(request, 0.0, decode, alone)
         verdict = self.admission.after_prefill(request.request_class, forecast)
         if not verdict.is_admitted:
             self.book.release(request_id, now)
             return verdict, None
-        self.book.rebind(request_id, decode.slot, now)
+        self.book.rebind(request_id, decode.slot, now, decode.num_held)
         return verdict, decode.slot
 
     def decode_elsewhere(self, request_id: str, avoid: frozenset[int], now: float) -> int | None:
@@ -225,8 +229,9 @@ class Conductor:
         request = replace(made.request, avoid=avoid)
         wanted, _ = self._wanted(request)
         only = self._takers(request, made.choice.slot)
-        decode = self._chooser.choose(request, None, now, wanted.tbt_s, only)
-        self.book.rebind(request_id, decode.slot, now)
+        match = self.index.match(request.keys, now)
+        decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
+        self.book.rebind(request_id, decode.slot, now, decode.num_held)
         return decode.slot
 
     def joined(self, request_id: str, now: float) -> None:
@@ -255,7 +260,6 @@ class Conductor:
 
     def _reserve(self, request: RoutingRequest, decision: Decision, now: float) -> None:
         choice = decision.prefill
-        self.fleet.links.book_all(choice.fetches, choice.slot, self.fleet.chunk_bytes, now)
         deadline = now + choice.ttft + self.settings.reservation_s
         made = Reservation(request, choice, decision.decode.slot, deadline, now + choice.ttft)
         self.book.reserve(made, now)
@@ -266,13 +270,16 @@ class Conductor:
             return frozenset((prefill_slot,))
         return request.takers(prefill_slot) if request.takers is not None else None
 
-    def _again(self, request: RoutingRequest, slot: int, best: DecodeChoice) -> DecodeChoice:
+    def _again(
+        self, request: RoutingRequest, slot: int, match: PrefixMatches, best: DecodeChoice
+    ) -> DecodeChoice:
         """The instance that was chosen at arrival, by the load of now."""
         load = self.ledger.now()
         index = int((self.fleet.decode_slots == slot).argmax())
         tbt = self._chooser.tbt(load, request.num_tokens + request.num_output_tokens / 2)
         others = float(load.num_sequences[index])
-        return DecodeChoice(slot, float(tbt[index]), best.tail, others, 0)
+        held = min(int(match.local[slot]) * self.fleet.chunk_tokens, request.num_tokens)
+        return DecodeChoice(slot, float(tbt[index]), best.tail, others, held)
 
     def _forecast(
         self, request: RoutingRequest, ttft: float, decode: DecodeChoice, alone: Alone

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from mooncake_conductor.cost.link_calendar import Booking
 from mooncake_conductor.decode_load import DecodeLedger
 from mooncake_conductor.fleet import Fleet
 from mooncake_conductor.index.chunk_index import ChunkIndex
+from mooncake_conductor.index.predictions import Prediction
 from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest, behind_queue
 
 
@@ -48,6 +50,8 @@ class Reservation:
         decode_slot: bound to it; may change until it decodes.
         deadline: when it is taken away.
         expected_at: when the prefill should be done.
+        prediction: of the chunks that it will leave there.
+        transfers: that have the links: its fetches, then its KV's way to the decode instance.
     """
 
     request: RoutingRequest
@@ -56,6 +60,8 @@ class Reservation:
     deadline: float
     expected_at: float = 0.0
     stage: Stage = Stage.PREFILLING
+    prediction: Prediction | None = None
+    transfers: list[Booking] = field(default_factory=list)
 
 
 OnChange = Callable[[ReservationEvent, Reservation, float], None]
@@ -72,12 +78,17 @@ class ReservationBook:
         fleet: whose queues hold the prefills.
         index: that predictions go to.
         ledger: that decodes go to.
+        sends_late: KV goes to the decode instance once the prefill is done (pull), instead of
+            while it is computed (push).
     """
 
-    def __init__(self, fleet: Fleet, index: ChunkIndex, ledger: DecodeLedger) -> None:
+    def __init__(
+        self, fleet: Fleet, index: ChunkIndex, ledger: DecodeLedger, *, sends_late: bool = False
+    ) -> None:
         self._fleet = fleet
         self._index = index
         self._ledger = ledger
+        self._sends_late = sends_late
         self._live: dict[str, Reservation] = {}
         self._deadlines: list[tuple[float, str]] = []
         # Receives every change, in order; for who shares them with other conductors.
@@ -95,7 +106,7 @@ class ReservationBook:
         return self._live.get(request_id)
 
     def reserve(self, made: Reservation, now: float) -> None:
-        """Take prefill time and a place to decode, and predict the chunks.
+        """Take prefill time, links for the fetches, and a place to decode; predict the chunks.
 
         A request that comes again under the same id has lost what it had.
         """
@@ -109,8 +120,11 @@ class ReservationBook:
         seconds = behind_queue(choice.queue, choice.load, choice.compute, self._fleet.num_layers)
         taken = seconds - choice.queue
         queues.enter(choice.slot, request.request_id, taken, computed, now)
-        ready_at = now + choice.ttft
-        self._index.predict(choice.slot, self._new_chunks(made), ready_at, made.deadline)
+        ready_at, fleet = now + choice.ttft, self._fleet
+        made.transfers = fleet.links.book_all(choice.fetches, choice.slot, fleet.chunk_bytes, now)
+        made.prediction = self._index.predict(
+            choice.slot, self._new_chunks(made), ready_at, made.deadline
+        )
         self._bind(made, ready_at)
         self.on_change(ReservationEvent.RESERVED, made, now)
 
@@ -120,7 +134,9 @@ class ReservationBook:
         if made is not None and made.stage is Stage.PREFILLING:
             made.stage = Stage.HANDED_OVER
             self._fleet.queues.leave(made.choice.slot, request_id, now)
-            self._index.retract(made.choice.slot, self._new_chunks(made))
+            self._end_transfers(made, now)
+            if made.prediction is not None:
+                self._index.retract(made.prediction)
             self.on_change(ReservationEvent.PREFILLED, made, now)
         return made
 
@@ -129,12 +145,15 @@ class ReservationBook:
         made = self._live.get(request_id)
         return made is not None and made.stage is Stage.PREFILLING
 
-    def rebind(self, request_id: str, decode_slot: int, now: float) -> None:
-        """The request will decode elsewhere."""
+    def rebind(self, request_id: str, decode_slot: int, now: float, num_held: int = 0) -> None:
+        """The request will decode there, where so many of its tokens are already. Once its prefill
+        is done, its KV takes the links."""
         made = self._live.get(request_id)
         if made is not None and made.stage is not Stage.DECODING:
             made.decode_slot = decode_slot
             self._bind(made, now)
+            if made.stage is Stage.HANDED_OVER:
+                self._send(made, num_held, now)
             self.on_change(ReservationEvent.REBOUND, made, now)
 
     def joined(self, request_id: str, now: float) -> None:
@@ -142,6 +161,7 @@ class ReservationBook:
         made = self.prefilled(request_id, now)
         if made is not None:
             made.stage = Stage.DECODING
+            self._end_transfers(made, now)
             self._ledger.join(request_id, now)
             self.on_change(ReservationEvent.JOINED, made, now)
 
@@ -158,6 +178,7 @@ class ReservationBook:
         self._ledger.release(request_id)
         self._live.pop(request_id, None)
         if made is not None:
+            self._end_transfers(made, now)
             self.on_change(ReservationEvent.ENDED, made, now)
         return made is not None
 
@@ -183,6 +204,9 @@ class ReservationBook:
             prefills = made.stage is Stage.PREFILLING and made.choice.slot == slot
             return prefills or made.decode_slot == slot
 
+        for made in self._live.values():
+            if any(slot in (each.source, each.target) for each in made.transfers):
+                self._end_transfers(made, now)
         return self._release_where(needs, now)
 
     def uses(self, slot: int) -> bool:
@@ -198,6 +222,21 @@ class ReservationBook:
         for request_id in ended:
             self.release(request_id, now)
         return ended
+
+    def _send(self, made: Reservation, num_held: int, now: float) -> None:
+        """Its KV goes to the decode instance; one that was bound before gets no more of it."""
+        self._end_transfers(made, now)
+        source, fleet = made.choice.slot, self._fleet
+        if source == made.decode_slot:
+            return
+        begin = now if self._sends_late else now - made.choice.compute
+        num_bytes = (made.request.num_tokens - num_held) * fleet.kv_bytes_per_token
+        made.transfers = [fleet.links.book(source, made.decode_slot, num_bytes, begin)]
+
+    def _end_transfers(self, made: Reservation, now: float) -> None:
+        for booking in made.transfers:
+            self._fleet.links.give_back(booking, now)
+        made.transfers = []
 
     def _new_chunks(self, made: Reservation) -> tuple[int, ...]:
         """What its prefill adds to what its instance holds."""

@@ -418,7 +418,8 @@ class EngineConfig:
             metavar="SETTINGS",
             help="keep KV in the KVCache pool, of prompts and answers: dram=4GiB has a node store "
             "in this instance, with ssd=DIR:200GiB for drives and port=7701 for other instances; "
-            "connect=HOST:7701 uses one that runs; chunk=256 is what it counts in, in tokens; "
+            "connect=HOST:7701 uses one that runs, mooncake-store=HOST:50051 the Mooncake Store of "
+            "that master; chunk=256 is what it counts in, in tokens; "
             "load=always loads even what is computed faster; with commas between them",
             default_text="no pool",
         ),

@@ -1,4 +1,5 @@
-"""The suite of chunk stores over a real Mooncake Store: its client, and its master over tcp."""
+"""A real Mooncake Store, its client and its master over tcp: the suite of chunk stores, and engines
+that keep their KV there."""
 
 import subprocess
 import sys
@@ -6,7 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoints import random_model, write_checkpoint
 from support.chunk_store_suite import NBYTES, SECRET, ChunkStoreSuite, OpenedPool, chunk
+from support.core_runs import random_prompt
+from support.pool_engine import CHUNK, SETTINGS, ask, engine, two_turns
 from support.ports import free_range
 
 from mooncake_hal.negotiation import Transports
@@ -87,3 +91,37 @@ def test_without_its_master_everything_is_a_miss(master):
 def test_a_master_that_is_not_there_is_said():
     with pytest.raises(KVConfigError, match=r"no `mooncake_master` replies at '127\.0\.0\.1:1'"):
         MooncakeChunkStore(MooncakeStoreConfig("127.0.0.1:1"))
+
+
+def await_master(master):
+    join(master, 0).close()
+
+
+def test_an_engine_keeps_its_kv_in_a_mooncake_store(master, tmp_path):
+    """``--kv-pool mooncake-store=...``: the tokens of an engine without a pool, and those chunks
+    loaded that a node store would have had."""
+    model = write_checkpoint(random_model("llama"), tmp_path)
+    await_master(master)
+    pool = f"mooncake-store=127.0.0.1:{master.port},dram=32M,staging=16M,{SETTINGS}"
+    with engine(model, None) as core:
+        plain, _ = two_turns(core)
+    with engine(model, pool) as core:
+        pooled, num_cached = two_turns(core)
+        stats = core.stats().kv_pool
+    assert pooled == plain
+    assert num_cached == (200 + 39) // CHUNK * CHUNK
+    assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
+
+
+def test_what_one_engine_saved_another_loads_and_a_master_that_dies_is_a_miss(master, tmp_path):
+    model, prompt = write_checkpoint(random_model("llama"), tmp_path), random_prompt(3, 200)
+    await_master(master)
+    address = f"mooncake-store=127.0.0.1:{master.port},staging=16M,{SETTINGS}"
+    with engine(model, f"{address},dram=32M") as writer, engine(model, address) as reader:
+        first, _ = ask(writer, [prompt])
+        second, cached = ask(reader, [prompt])
+        assert (second, cached) == (first, [199 // CHUNK * CHUNK])
+        assert reader.reset_prefix_cache()
+        master.process.kill()
+        third, cached = ask(reader, [prompt])
+        assert (third, cached) == (first, [0])

@@ -5,10 +5,9 @@ What it says is a hint. An instance validates on use, so a stale entry costs a m
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from mooncake_conductor.index.holder_sets import (
     Tier,
 )
 from mooncake_conductor.index.key_table import KeyArray, KeyTable, as_keys
+from mooncake_conductor.index.predictions import Prediction, Predictions
 
 _NUM_PARTS = 256
 """Of the table, each of which ``collect`` looks through at once."""
@@ -82,7 +82,7 @@ class ChunkIndex:
         self._sets = HolderSets()
         self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
         self._unhealthy = 0
-        self._predictions = _Predictions(num_slots)
+        self._predictions = Predictions(num_slots)
 
     def __len__(self) -> int:
         """Entries, including those of instances that are gone and not yet collected."""
@@ -93,6 +93,8 @@ class ChunkIndex:
         once = _once(keys)
         if not len(once):
             return
+        if self._predictions.awaits(slot):
+            self._predictions.arrived(slot, once.tolist())
         alone = self._sets.including(NO_HOLDERS, slot, tier)
         if self._table.add_new(once, alone.number):
             self._count(slot, tier, once, 1)
@@ -153,13 +155,17 @@ class ChunkIndex:
                 found += len(same)
         return found
 
-    def predict(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> None:
-        """These chunks will be on that instance at ``ready_at``, if all goes well."""
-        self._predictions.add(slot, keys, ready_at, expires_at)
+    def predict(
+        self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float
+    ) -> Prediction:
+        """These chunks will be on that instance at ``ready_at``, if all goes well; ``stored``
+        confirms it."""
+        return self._predictions.add(slot, keys, ready_at, expires_at)
 
-    def retract(self, slot: int, keys: Iterable[int]) -> None:
-        """The prediction will not come true, or an event has confirmed it."""
-        self._predictions.remove(slot, keys)
+    def retract(self, prediction: Prediction) -> None:
+        """It will not come true, or has ended otherwise; what others predict of the same chunks
+        stays."""
+        self._predictions.retract(prediction)
 
     def set_healthy(self, slot: int, is_healthy: bool) -> None:
         """Whether events of that instance have arrived without a gap."""
@@ -321,56 +327,6 @@ class ChunkIndex:
             last = keys[int(predicted[slot]) - 1]
             ready_at[slot] = self._predictions.ready_at(last, int(slot))
         return predicted, ready_at
-
-
-class _Predictions:
-    """Chunks that instances will hold soon. Entries end by retraction, or when they expire."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._masks: dict[int, int] = {}
-        self._ready: list[dict[int, tuple[float, float]]] = [{} for _ in range(num_slots)]
-        self._order: deque[tuple[float, int, tuple[int, ...]]] = deque()
-
-    def add(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> None:
-        masks, bit = self._masks, 1 << slot
-        for key in keys:
-            masks[key] = masks.get(key, 0) | bit
-        self._ready[slot].update(dict.fromkeys(keys, (ready_at, expires_at)))
-        self._order.append((expires_at, slot, tuple(keys)))
-
-    def remove(self, slot: int, keys: Iterable[int]) -> None:
-        ready, masks, others = self._ready[slot], self._masks, ~(1 << slot)
-        if not ready:
-            return
-        for key in keys:
-            if ready.pop(key, None) is None:
-                continue
-            left = masks[key] & others
-            if left:
-                masks[key] = left
-            else:
-                del masks[key]
-
-    def drop_slot(self, slot: int) -> None:
-        self.remove(slot, list(self._ready[slot]))
-
-    def masks(self, keys: Sequence[int], now: float) -> list[int] | None:
-        """The slots that are expected to hold each chunk; None if there are none at all."""
-        self._expire(now)
-        if not self._masks:
-            return None
-        masks = list(map(self._masks.get, keys, repeat(0)))
-        return masks if any(masks) else None
-
-    def ready_at(self, key: int, slot: int) -> float:
-        return self._ready[slot].get(key, (0.0, 0.0))[0]
-
-    def _expire(self, now: float) -> None:
-        """Predictions of a longer life than those behind them wait for their turn."""
-        while self._order and self._order[0][0] <= now:
-            _, slot, keys = self._order.popleft()
-            ready = self._ready[slot]
-            self.remove(slot, [key for key in keys if ready.get(key, (0.0, now + 1))[1] <= now])
 
 
 def _once(keys: Iterable[int]) -> KeyArray:

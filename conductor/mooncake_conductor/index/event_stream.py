@@ -189,5 +189,4 @@ class EventStream:
             self.stats.num_skipped += 1
             return
         keys = event.keys if self._blocks is None else self._blocks.stored(event)
-        self._index.retract(self._slot, keys)
         self._index.stored(self._slot, event.tier, keys)

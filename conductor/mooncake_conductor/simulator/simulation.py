@@ -313,25 +313,22 @@ class Simulation:
         if choice.plan is Plan.FETCH:
             chunk_bytes = self.conductor.fleet.chunk_bytes
             job.num_fetched, job.keeps_copy = choice.num_reused, choice.keeps_copy
-            job.loaded_at = self._links.book_all(
-                choice.fetches, choice.slot, chunk_bytes, self._now
-            )
+            booked = self._links.book_all(choice.fetches, choice.slot, chunk_bytes, self._now)
+            job.loaded_at = max(booking.done for booking in booked)
             for fetch in choice.fetches:
                 read = request.keys[fetch.start : fetch.start + fetch.num_chunks]
                 self._prefill[fetch.source].cache.touch(read)
             moved = sum(fetch.num_chunks for fetch in choice.fetches)
             record.num_fetched = moved * self._cluster.chunk_tokens
             self._fetched_bytes += moved * chunk_bytes
-            self._report_links()
         self._prefill[choice.slot].queue.append(job)
         self._start_prefill(choice.slot)
 
     def _replicate(self, copy: Replication) -> None:
         num_bytes = len(copy.keys) * self.conductor.fleet.chunk_bytes
-        done = self._links.book(copy.source, copy.target, num_bytes, self._now)
+        booked = self._links.book(copy.source, copy.target, num_bytes, self._now)
         self._num_replications += 1
-        self._report_links()
-        self._at(done, lambda: self._keep_copy(copy))
+        self._at(booked.done, lambda: self._keep_copy(copy))
 
     def _keep_copy(self, copy: Replication) -> None:
         node = self._prefill.get(copy.target)
@@ -389,11 +386,11 @@ class Simulation:
         self, slot: int, decode_slot: int, job: PrefillJob, record: RequestRecord
     ) -> None:
         """Push streams the KV while it is computed; pull moves it afterwards."""
-        num_bytes = job.num_tokens * self._cluster.kv_bytes_per_token
+        held = self._decode_caches[decode_slot].prefix(job.keys) * self._cluster.chunk_tokens
+        num_bytes = (job.num_tokens - held) * self._cluster.kv_bytes_per_token
         pulls = self.conductor.settings.binds_late
         begin = self._now if pulls else job.started_at
-        done = self._links.book(slot, decode_slot, num_bytes, begin)
-        self._report_links()
+        done = self._links.book(slot, decode_slot, num_bytes, begin).done
         if not pulls:
             rate = float(self._links.bytes_per_s[decode_slot])
             done = max(done, self._now + num_bytes / self._cluster.num_layers / rate)
@@ -448,12 +445,6 @@ class Simulation:
             number = turns.popleft()
             delay = self._requests[number].delay_s
             self._at(self._now + delay, lambda: self._arrive(number))
-
-    def _report_links(self) -> None:
-        """Instances say what their links still have to move."""
-        links = self.conductor.fleet.links
-        links.sending_until[:] = self._links.sending_until
-        links.receiving_until[:] = self._links.receiving_until
 
     def _sample(self) -> None:
         fleet = self.conductor.fleet

@@ -179,6 +179,12 @@ async def _start_store(
     pool = deployment.kv_pool
     if pool is None:
         return []
+    rest = [f"chunk={pool.chunk_tokens}", f"load={'always' if pool.always_loads else 'faster'}"]
+    if pool.mooncake_store:
+        theirs = [f"mooncake-store={pool.mooncake_store}", f"staging={pool.staging_bytes}"]
+        theirs += [f"protocol={pool.protocol}"]
+        theirs += [f"dram={pool.dram_bytes}"] if pool.dram_bytes else []
+        return ["--kv-pool", ",".join([*theirs, *rest])]
     connect = [f"connect={host}:{port}" for host, port in pool.connect]
     if pool.dram_bytes:
         argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]
@@ -188,8 +194,7 @@ async def _start_store(
             argv += ["--ssd", f"{directory}:{nbytes}"]
         store = await children.start("kv-store", argv, is_needed=False)
         connect.insert(0, f"connect={urlsplit(await store.ready).netloc}")
-    load = "always" if pool.always_loads else "faster"
-    return ["--kv-pool", ",".join([*connect, f"chunk={pool.chunk_tokens}", f"load={load}"])]
+    return ["--kv-pool", ",".join([*connect, *rest])]
 
 
 def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list[str]:

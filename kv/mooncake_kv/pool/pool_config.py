@@ -13,6 +13,7 @@ from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 
 DEFAULT_CHUNK_TOKENS = 256
+DEFAULT_STAGING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,15 @@ class KVPoolConfig:
     The first store is where it saves: its own if it has one, else the first that it connects to.
 
     Args:
-        dram_bytes: memory of a store in this instance; 0: it has none.
+        dram_bytes: memory of a store in this instance; 0: it has none. With ``mooncake_store`` what
+            this instance gives to that pool.
         ssd: directories of that store, and how much of each to use, bytes.
         port: where that store listens for other instances; 0 takes a free port, None: nowhere.
         connect: host and port of stores in other processes.
+        mooncake_store: HOST:PORT of the ``mooncake_master`` of a Mooncake Store, to use in place of
+            node stores; empty: none.
+        staging_bytes: of this instance, for chunks on their way to and from a Mooncake Store.
+        protocol: of a Mooncake Store's transfers: tcp or rdma.
         chunk_tokens: tokens per chunk, a multiple of the block size; the same for all who share KV.
         always_loads: whether all that is found is loaded, even where computing it again is
             estimated to be faster.
@@ -39,11 +45,26 @@ class KVPoolConfig:
     ssd: tuple[tuple[Path, int], ...] = ()
     port: int | None = None
     connect: tuple[tuple[str, int], ...] = ()
+    mooncake_store: str = ""
+    staging_bytes: int = DEFAULT_STAGING_BYTES
+    protocol: str = "tcp"
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     always_loads: bool = False
     network: KVTransferConfig = field(default_factory=KVTransferConfig)
 
     def __post_init__(self) -> None:
+        if self.mooncake_store:
+            if self.ssd or self.connect or self.port is not None:
+                raise KVConfigError(
+                    "--kv-pool: ssd, port and connect are of node stores; with mooncake-store=... "
+                    "its master decides where KV lies: use dram, staging and protocol"
+                )
+            return
+        if (self.staging_bytes, self.protocol) != (DEFAULT_STAGING_BYTES, "tcp"):
+            raise KVConfigError(
+                "--kv-pool: staging and protocol are of a Mooncake Store: name its master, too: "
+                "mooncake-store=10.0.0.1:50051"
+            )
         if not self.dram_bytes and not self.connect:
             raise KVConfigError(
                 "--kv-pool names no store: give this instance one (dram=4GiB), or name one that "
@@ -66,6 +87,7 @@ def read_kv_pool(text: str) -> KVPoolConfig:
         dram=4GiB
         dram=4GiB,ssd=/ssd0/kv:200GiB,port=7701,connect=10.0.0.2:7701
         connect=127.0.0.1:7701
+        mooncake-store=10.0.0.1:50051,dram=4GiB
 
     Raises:
         KVConfigError: a setting that is not known, or that can't be.
@@ -115,6 +137,17 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _master(text: str) -> str:
+    host, port = _address(text)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _protocol(text: str) -> str:
+    if text not in ("tcp", "rdma"):
+        raise ValueError(f"wanted tcp or rdma, got {text!r}")
+    return text
+
+
 def _is_always(text: str) -> bool:
     if text not in ("always", "faster"):
         raise ValueError(f"wanted always or faster, got {text!r}")
@@ -126,6 +159,9 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "ssd": ("ssd", ssd_directory, True),
     "port": ("port", _port, False),
     "connect": ("connect", _address, True),
+    "mooncake-store": ("mooncake_store", _master, False),
+    "staging": ("staging_bytes", byte_count, False),
+    "protocol": ("protocol", _protocol, False),
     "chunk": ("chunk_tokens", positive_int, False),
     "load": ("always_loads", _is_always, False),
 }

@@ -1,20 +1,23 @@
-"""The node stores that an instance uses: its own, and those that it connects to."""
+"""The stores that an instance uses: its own and those that it connects to, or a Mooncake Store."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.addressing import is_loopback
 from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import StoreLocation
 from mooncake_kv.store.chunk_store import ChunkStore
+from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_directory import SsdDirectoryConfig
 from mooncake_kv.store.ssd_tier import SsdConfig
@@ -35,9 +38,13 @@ def own_store(config: KVPoolConfig) -> NodeStoreConfig:
     directories = tuple(SsdDirectoryConfig(path, size) for path, size in config.ssd)
     return NodeStoreConfig(
         config.dram_bytes,
-        quarantine_s=max(MIN_QUARANTINE_S, config.network.transfer_timeout_s),
+        quarantine_s=_quarantine_s(config.network),
         ssd=SsdConfig(directories) if directories else None,
     )
+
+
+def _quarantine_s(network: KVTransferConfig) -> float:
+    return max(MIN_QUARANTINE_S, network.transfer_timeout_s)
 
 
 class PoolStores:
@@ -57,12 +64,14 @@ class PoolStores:
         self._secret = config.network.secret.encode()
         self._name = name
         self._listens: tuple[str, int] | None = None
-        if not config.dram_bytes and not is_loopback(config.connect[0][0]):
+        if config.connect and not config.dram_bytes and not is_loopback(config.connect[0][0]):
             self._listens = config.connect[0]
         self.all: list[ChunkStore] = []
         """Where KV is loaded from; the first is ``home``."""
         with ExitStack() as undo:
-            if config.dram_bytes:
+            if config.mooncake_store:
+                self.all.append(_open_mooncake_store(config, registry, undo))
+            elif config.dram_bytes:
                 self.all.append(self._open_own(config, registry, undo))
             clients = [self.connect(host, port) for host, port in config.connect]
             for client, (host, port) in zip(clients, config.connect, strict=True):
@@ -100,36 +109,64 @@ class PoolStores:
 
     def _open_own(self, config: KVPoolConfig, registry: Registry, undo: ExitStack) -> ChunkStore:
         network = config.network
-        secret = network.secret.encode()
         store = NodeStore(own_store(config))
         undo.callback(store.close)
-        forced = host_transports(network.transports)
-        try:
-            transports = Transports.open(
-                registry,
-                EndpointOptions(
-                    host=network.host,
-                    advertise_host=network.advertise_host or None,
-                    port_range=network.port_range,
-                    secret=secret,
-                    allow_no_secret=network.allow_no_secret,
-                ),
-                wanted=forced[0] if len(forced) == 1 else AUTO,
-                allowed=forced or None,
-            )
+        with _reachable():
+            transports = _open_transports(network, registry)
             undo.callback(transports.close)
             if config.port is None:
                 store.offer(transports)
             else:
-                address = StoreAddress(network.host, config.port, secret)
+                address = StoreAddress(network.host, config.port, self._secret)
                 service = StoreService.start(store, transports, address)
                 undo.callback(service.close)
                 self._listens = (network.advertise_host or network.host, service.port)
                 logger.info("the store of this instance listens on port %d", service.port)
-        except (HalError, ValueError, OSError) as exc:
-            raise KVConfigError(
-                f"--kv-pool: this instance's store can't be reached: {exc}"
-            ) from exc
         user = store.open_user()
         undo.callback(user.close)
         return user
+
+
+def _open_mooncake_store(
+    config: KVPoolConfig, registry: Registry, undo: ExitStack
+) -> MooncakeChunkStore:
+    """A client of a Mooncake Store, whose staging memory this instance's ranks reach."""
+    network = config.network
+    store = MooncakeChunkStore(
+        MooncakeStoreConfig(
+            config.mooncake_store,
+            host=network.advertise_host or network.host,
+            segment_bytes=config.dram_bytes,
+            staging_bytes=config.staging_bytes,
+            protocol=config.protocol,
+            quarantine_s=_quarantine_s(network),
+        )
+    )
+    undo.callback(store.close)
+    with _reachable():
+        transports = _open_transports(network, registry)
+        undo.callback(transports.close)
+        store.offer(transports)
+    return store
+
+
+def _open_transports(network: KVTransferConfig, registry: Registry) -> Transports:
+    """Ways to this instance's host memory."""
+    forced = host_transports(network.transports)
+    options = EndpointOptions(
+        host=network.host,
+        advertise_host=network.advertise_host or None,
+        port_range=network.port_range,
+        secret=network.secret.encode(),
+        allow_no_secret=network.allow_no_secret,
+    )
+    wanted = forced[0] if len(forced) == 1 else AUTO
+    return Transports.open(registry, options, wanted=wanted, allowed=forced or None)
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except (HalError, ValueError, OSError) as exc:
+        raise KVConfigError(f"--kv-pool: this instance's store can't be reached: {exc}") from exc

@@ -84,15 +84,42 @@ def test_sets_of_holders_are_shared_and_forgotten() -> None:
 def test_a_prediction_counts_until_it_expires_is_confirmed_or_retracted() -> None:
     index = ChunkIndex(2)
     index.stored(0, Tier.DEVICE, [1, 2])
-    index.predict(0, [3, 4], ready_at=5.0, expires_at=10.0)
+    index.predict(0, [3], ready_at=5.0, expires_at=10.0)
+    last = index.predict(0, [4], ready_at=5.0, expires_at=10.0)
     match = index.match([1, 2, 3, 4, 5], now=1.0)
     assert (match.local[0], match.predicted[0], match.ready_at[0]) == (2, 4, 5.0)
     assert match.predicted[1] == 0
-    index.retract(0, [4])
+    index.retract(last)
+    index.retract(last)
     assert index.match([1, 2, 3, 4, 5], now=1.0).predicted[0] == 3
     assert index.match([1, 2, 3, 4, 5], now=10.0).predicted[0] == 2
-    assert not any(index._predictions._ready)
+    assert not any(index._predictions._by_slot)
     assert not index._predictions._masks
+
+
+def test_what_is_stored_is_not_awaited_any_more() -> None:
+    index = ChunkIndex(2)
+    predictions = [index.predict(slot, [1, 2], ready_at=5.0, expires_at=10.0) for slot in (0, 1)]
+    index.stored(0, Tier.DEVICE, [1])
+    assert not index.match([1], now=1.0).ready_at[0]
+    assert index.match([1], now=1.0).ready_at[1] == 5.0
+    for each in predictions:
+        index.retract(each)
+    assert not index._predictions._masks
+
+
+def test_a_request_that_ends_takes_no_sibling_s_predictions_along() -> None:
+    """Two requests compute one prefix on one instance; the first is cancelled."""
+    index = ChunkIndex(1)
+    first = index.predict(0, [1, 2, 3], ready_at=5.0, expires_at=99.0)
+    second = index.predict(0, [1, 2, 4], ready_at=7.0, expires_at=99.0)
+    index.retract(first)
+    match = index.match([1, 2, 4], now=1.0)
+    assert (match.predicted[0], match.ready_at[0]) == (3, 7.0)
+    assert index.match([1, 2, 3], now=1.0).predicted[0] == 2
+    index.retract(second)
+    assert not index._predictions._masks
+    assert not any(index._predictions._by_slot)
 
 
 def test_a_later_prediction_outlives_an_earlier_one_of_the_same_chunk() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.conductor_fleets import ask, make_conductor
+from support.conductor_fleets import ask, hold, make_conductor
 
 from mooncake_conductor.errors import UnknownInstance
 from mooncake_conductor.fleet import InstanceSpec, Role
@@ -55,8 +55,44 @@ def test_nothing_is_left_whatever_ends_how(requests) -> None:
     assert not queues.num_tokens.any()
     assert not queues.seconds(conductor.fleet.prefill_slots, now=1e9).any()
     assert conductor.ledger.at(1e9).num_sequences.sum() == 0
-    assert not any(conductor.index._predictions._ready)
+    assert not any(conductor.index._predictions._by_slot)
     assert not conductor.index._predictions._masks
+
+
+@pytest.mark.parametrize("binds_late", [True, False])
+def test_kv_on_its_way_to_its_decode_instance_has_the_links(binds_late) -> None:
+    conductor = make_conductor(1, 1, binds_late=binds_late)
+    links, request = conductor.fleet.links, ask("r", 40)
+    compute = conductor.route(request, 0.0).prefill.compute
+    conductor.prefilled("r", compute)
+    moved = request.num_tokens * conductor.fleet.kv_bytes_per_token / links.bytes_per_s[0]
+    begun = compute if binds_late else 0.0  # pushed while it is computed
+    expected = pytest.approx(begun + links.setup_s + moved)
+    assert (links.sending_until[0], links.receiving_until[1]) == (expected, expected)
+    conductor.joined("r", compute + 0.01)
+    assert max(links.sending_until[0], links.receiving_until[1]) <= compute + 0.01
+
+
+@pytest.mark.parametrize("ending", ["ended", "finished", "decode gone", "again"])
+def test_what_never_goes_over_a_link_gives_it_back(ending) -> None:
+    conductor = make_conductor(1, 2, binds_late=True)
+    conductor.route(ask("r", 4000), 0.0)
+    _, slot = conductor.prefilled("r", 1.0)
+    links = conductor.fleet.links
+    assert links.sending_until[0] > 60.0
+    if ending == "decode gone":
+        conductor.book.release_slot(slot, 2.0)
+    follow(conductor, "r", 1, ending, 1.0)
+    assert links.sending_until[0] <= 5.0
+    assert links.receiving_until.max() <= 5.0
+
+
+def test_tokens_that_the_decode_instance_has_are_not_sent_again() -> None:
+    conductor = make_conductor(1, 2, binds_late=True)
+    hold(conductor, 2, 40)
+    conductor.route(ask("r", 40), 0.0)
+    assert conductor.prefilled("r", 1.0)[1] == 2
+    assert conductor.fleet.links.receiving_until[2] < 1.01
 
 
 def _latency(conductor, slot: int):

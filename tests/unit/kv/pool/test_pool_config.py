@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
-from mooncake_kv.pool.pool_stores import own_store
+from mooncake_kv.pool.pool_stores import PoolStores, own_store
 
 
 def test_a_store_in_the_instance_and_others():
@@ -27,10 +28,26 @@ def test_addresses_of_version_6_have_brackets():
     assert read_kv_pool("connect=[::1]:9,connect=host:10").connect == (("::1", 9), ("host", 10))
 
 
+def test_a_mooncake_store_in_place_of_node_stores():
+    found = read_kv_pool("mooncake-store=10.0.0.1:50051,dram=1G,staging=64M,protocol=rdma")
+    assert found == KVPoolConfig(
+        1 << 30, mooncake_store="10.0.0.1:50051", staging_bytes=64 << 20, protocol="rdma"
+    )
+    assert read_kv_pool("mooncake-store=[::1]:9").mooncake_store == "[::1]:9"
+
+
+def test_a_mooncake_store_whose_client_or_master_is_not_there_is_said():
+    config = read_kv_pool("mooncake-store=127.0.0.1:1")
+    with pytest.raises(
+        KVConfigError, match=r"mooncake_master|pip install 'mooncake-hal\[mooncake\]"
+    ):
+        PoolStores(config, Registry.discover(), "here")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "wanted dram=..., ssd=..., port=..., connect=..., chunk=..., load=..."),
+        ("", "wanted dram=..., ssd=..., port=..., connect=..., mooncake-store=..., staging=..."),
         ("dram", "got 'dram'"),
         ("memory=4G", "got 'memory=4G'"),
         ("dram=lots", "dram: wanted bytes such as 512M or 4G, got 'lots'"),
@@ -42,6 +59,10 @@ def test_addresses_of_version_6_have_brackets():
         ("dram=1G,chunk=0", "must be a number, at least 1"),
         ("dram=1G,load=never", "load: wanted always or faster, got 'never'"),
         ("chunk=64", "names no store"),
+        ("mooncake-store=host", "wanted HOST:PORT"),
+        ("mooncake-store=a:1,connect=b:2", "ssd, port and connect are of node stores"),
+        ("mooncake-store=a:1,protocol=hccs", "wanted tcp or rdma, got 'hccs'"),
+        ("dram=1G,staging=1G", "staging and protocol are of a Mooncake Store"),
         ("connect=a:1,port=7", "ssd and port are of a store in this instance"),
     ],
 )
