@@ -73,7 +73,7 @@ def conductor() -> tuple[Callable[[int, list[int]], bytes], Callable[[int, bytes
         stream.receive(stream.expected, decode_batch(event))
 
     def lookup(keys: list[int]) -> int:
-        return int(index.match(keys, now=0.0).local.max())
+        return index.match(keys, now=0.0).pool
 
     return encode, apply, lookup
 

@@ -95,6 +95,7 @@ class SimulatedDecode(_SimulatedInstance):
         self._cluster = cluster
         self._links = links
         self._node = DecodeNode(cluster.latency, cluster.max_batch, cluster.kv_tokens)
+        self._cache = ChunkCache(cluster.decode_cache_tokens // cluster.chunk_tokens)
         self._done: dict[str, asyncio.Future[None]] = {}
         self._wake_at = math.inf
 
@@ -105,7 +106,10 @@ class SimulatedDecode(_SimulatedInstance):
             return
         params: Json = seen.body["kv_transfer_params"]
         writer.write(STREAM_HEAD)
-        await self._pull(int(params["remote_engine_id"][1:]), len(prompt))
+        keys = token_keys(prompt)
+        num_held = self._cache.prefix(keys) * self._cluster.chunk_tokens
+        await self._pull(int(params["remote_engine_id"][1:]), len(prompt) - num_held)
+        self._cache.insert(keys)
         first, *others = self._events(seen, params)
         _write_chunk(writer, first)
         name = seen.headers["x-request-id"]
@@ -122,7 +126,7 @@ class SimulatedDecode(_SimulatedInstance):
     async def _pull(self, source: int, num_tokens: int) -> None:
         loop = asyncio.get_running_loop()
         num_bytes = num_tokens * self._cluster.kv_bytes_per_token
-        there = self._links.book(source, self._slot, num_bytes, loop.time())
+        there = self._links.book(source, self._slot, num_bytes, loop.time()).done
         arrived = loop.create_future()
         loop.call_at(there, arrived.set_result, None)
         await arrived

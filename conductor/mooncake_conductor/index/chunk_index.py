@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from mooncake_conductor.index.holder_sets import (
@@ -30,8 +31,7 @@ _FEW = 8
 Counts = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatches:
+class PrefixMatches(Struct, frozen=True, eq=False):
     """What is known of one prompt's chunks; counts in chunks, indexed by instance slot.
 
     Args:
@@ -83,6 +83,8 @@ class ChunkIndex:
         self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
         self._unhealthy = 0
         self._predictions = Predictions(num_slots)
+        self._never = np.zeros(num_slots)
+        self._never.flags.writeable = False
 
     def __len__(self) -> int:
         """Entries, including those of instances that are gone and not yet collected."""
@@ -215,16 +217,17 @@ class ChunkIndex:
         )
 
     def _match_of_one(self, held: HolderSet, length: int) -> PrefixMatches:
-        """Of a prompt all of whose chunks have the same holders, or none."""
+        """Of a prompt all of whose chunks have the same holders, or none; nothing is awaited."""
         union, (device_mask, host_mask, disk_mask) = held.union, held.masks
-        local = self._lengths(((union, length),))
+        local = np.zeros(self.num_slots, np.int64)
+        if union:
+            self._set(local, union, length)
         host = self._lengths(((device_mask | host_mask, length),)) if disk_mask else local
         device = self._lengths(((device_mask, length),)) if host_mask or disk_mask else local
         found = ((length, union),) if union else ()
-        ready_at = np.zeros(self.num_slots)
         in_pool = length if union else 0
         return PrefixMatches(
-            length, device, host, local, local, ready_at, local, in_pool, found, local
+            length, device, host, local, local, self._never, local, in_pool, found, local
         )
 
     def _by_holders(self, once: KeyArray) -> list[tuple[HolderSet, KeyArray]]:

@@ -20,18 +20,21 @@ Positions = NDArray[np.int64]
 Numbers = NDArray[np.int32]
 
 _WIDTH = 8
-_MAX_LOAD = 0.5
-"""Above it one key in a hundred lies in the bucket behind its own."""
+_MAX_LOAD = 1 / 3
+"""Above it more than one key in a thousand lies in the bucket behind its own: at a half it is one
+in a hundred, and every other prompt has such a key."""
 _MIN_BUCKETS = 64
 _MOVED_PER_KEY = 4
 """Buckets that are copied per key that is written, while the table grows."""
 _SMALL = 4096
 """Buckets that are copied in no time."""
-_EMPTY, _REMOVED = np.uint64(0), np.uint64(1)
-_FIRST_KEY = np.uint64(2)
+# Arrays of no dimension: numpy takes half as long with them as with its scalars.
+_EMPTY, _REMOVED = np.array(0, np.uint64), np.array(1, np.uint64)
+_FIRST_KEY = np.array(2, np.uint64)
 # Bijective; the upper bits choose the bucket.
 _MIX_XOR, _MIX_TIMES = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-_XOR, _TIMES, _ALL = np.uint64(_MIX_XOR), np.uint64(_MIX_TIMES), (1 << 64) - 1
+_XOR, _TIMES = np.array(_MIX_XOR, np.uint64), np.array(_MIX_TIMES, np.uint64)
+_ALL = (1 << 64) - 1
 
 
 class _Buckets:
@@ -47,7 +50,7 @@ class _Buckets:
         self.flat = self.keys.reshape(-1)
         self.numbers: Numbers = np.zeros(num_buckets * _WIDTH, np.int32)
         self._by_bucket = self.numbers.reshape(num_buckets, _WIDTH)
-        self.shift = np.uint64(64 - (num_buckets.bit_length() - 1))
+        self.shift = np.array(64 - (num_buckets.bit_length() - 1), np.uint64)
         # Places that are not empty: of keys, and of those that were removed.
         self.num_used = 0
 
@@ -100,12 +103,18 @@ class _Buckets:
         return found
 
     def insert_new(self, mixed: KeyArray, number: int) -> bool:
-        """Insert keys, each once, if none of them is there nor can lie behind its own bucket.
-        Returns whether it did; it reads each bucket once."""
-        homes = (mixed >> self.shift).view(np.int64)
-        rows = self.keys.take(homes, axis=0)
-        if (rows == mixed[:, None]).any() or rows[:, -1].any():
+        """Insert keys, each once, if none of them is there. Returns whether it did; it reads the
+        bucket of each once, if that has room."""
+        homes, rows, hits = self._look(mixed)
+        if len(hits):
             return False
+        if rows[:, -1].any():
+            is_full = rows[:, -1] != _EMPTY
+            crowded = mixed[is_full]
+            if (self._beyond(crowded, homes[is_full], rows[is_full], hits) >= 0).any():
+                return False
+            self.insert(crowded, np.full(len(crowded), number, np.int32))
+            mixed, homes, rows = mixed[~is_full], homes[~is_full], rows[~is_full]
         at = homes * _WIDTH + (rows < _FIRST_KEY).argmax(axis=1)
         was_empty = self.flat.take(at) == _EMPTY
         self.flat[at] = mixed
@@ -180,8 +189,8 @@ class KeyTable:
         return numbers
 
     def add_new(self, keys: KeyArray, number: int) -> bool:
-        """``add``, if that is clear at a glance: what most keys of events are. False if nothing
-        was done, as some may be there already."""
+        """``add``, if none of these keys is there: what most keys of events are. False if nothing
+        was done."""
         mixed = _mix(keys)
         self._make_room(len(keys))
         if self._old is not None and (self._old.locate(mixed) >= 0).any():
